@@ -1,0 +1,57 @@
+# make help   lists what there is. Needs Python 3.11 or newer with venv and pip; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV   ?= .venv
+READY  := $(VENV)/.ready
+BIN    := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test conformance lint format bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: $(READY)  ## create the environment (the targets below do it by themselves)
+
+demo: $(READY)  ## train on real digits with 1 process and with 2, and compare the two models
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)  ## all tests but the fuller matrices
+	@$(PYTEST) -m "not conformance"
+
+conformance: $(READY)  ## the fuller matrices: jobs x world sizes x optimizers against plain PyTorch
+	@$(PYTEST) -m conformance
+
+lint: $(READY)  ## style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY)  ## lay the code out as `make lint` wants it
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(READY)  ## what a step costs beside hand-written DDP
+	@$(BIN)/python benchmarks/overhead.py
+
+clean:  ## remove the environment, caches and builds
+	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment is whole only when the last command has written $(READY). A set-up that was interrupted has no such
+# file, and a changed pin makes it old: either way the next one starts from nothing.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1). Paceline runs on Python 3.10, but the pinned environment" >&2; \
+	  echo "      (constraints.txt) needs 3.11 or newer. Name one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@rm -rf $(VENV)
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version): about 1 GB to fetch, one to five minutes, once."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "make: '$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools \
+	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]' \
+	  || { echo "make: installing into $(VENV) failed (pip's message is above). Nothing half done is kept: run make again." >&2; \
+	       rm -rf $(VENV); exit 1; }
+	@touch $@
+	@echo "$(VENV) is ready."

@@ -1,0 +1,52 @@
+"""Paceline: one training script, any number of devices, the same model.
+
+    run = paceline.start()
+    model, optimizer = run.prepare(model, optimizer)
+    loader = run.loader(dataset, global_batch=256, shuffle=True)
+    for epoch in run.epochs(10):
+        for batch in loader:
+            loss = run.forward_backward(loss_fn, model, batch)
+            run.step(optimizer)
+
+Importing is free: torch is loaded with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline import errors
+    from paceline.config import strategy
+    from paceline.run import Run, start
+    from paceline.train.loss import Total
+    from paceline.world import World
+
+__all__ = ["Run", "Total", "World", "__version__", "errors", "start", "strategy"]
+
+try:
+    __version__ = version("paceline")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+_HOME = {
+    "Run": "paceline.run",
+    "Total": "paceline.train.loss",
+    "World": "paceline.world",
+    "start": "paceline.run",
+    "strategy": "paceline.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("paceline.errors")
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,371 @@
+"""Communication between processes: the one module of the package that calls torch.distributed's collectives.
+
+Every function here is called by all processes of the world in the same order. Without a process group, or in a world of
+one process, the same code runs and only the communication is left out.
+
+Three facts about the backends shape this file:
+
+- a backend talks from certain devices only: NCCL from CUDA, gloo from the CPU. A tensor that lies elsewhere travels
+  through `device_of(group, ...)` and back;
+- gloo refuses some dtypes (int16, float8). Where values are only moved they travel as bytes; where they are added, in
+  a wider dtype;
+- tensors of unequal size on two ranks end the process or give wrong data, with no exception. Where a user's tensors
+  come in, their shapes are compared first, and a mismatch is a `UsageError` on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import SettingError, UsageError, suggest
+
+if TYPE_CHECKING:
+    from paceline.comm.replicas import Replicas
+
+T = TypeVar("T")
+
+BUCKET_BYTES = 25 * 2**20
+"""Bytes that `broadcast_tensors` sends at once: DDP's size, above which latency no longer counts."""
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# What gloo will not add, and the dtype to add it in.
+_ADDED_AS = {
+    torch.int16: torch.int32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+
+
+def size_of(group: dist.ProcessGroup | None = None) -> int:
+    """How many processes the group has (None: the world); 1 where no process group was made."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank_of(group: dist.ProcessGroup | None = None) -> int:
+    """This process's number in the group (None: the world); 0 where no process group was made."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None = None) -> torch.device:
+    """The device from which the group can send a tensor that lies on `like` (default: the CPU).
+
+    `like` itself where the group has a backend for it; else the CPU; else the current device of the backend's own type
+    (a CPU tensor in a group that has NCCL only). Gloo names CUDA among its devices, but goes through the CPU itself and
+    not for every operation: it is taken as a CPU backend.
+    """
+    like = torch.device("cpu") if like is None else like
+    if size_of(group) == 1:
+        return like
+    pairs = (item.split(":") for item in str(dist.get_backend_config(group)).split(","))
+    types = {device for device, backend in pairs if backend != "gloo" or device == "cpu"}
+    if like.type in types:
+        return like
+    if "cpu" in types:
+        return torch.device("cpu")
+    kind = sorted(types)[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+class Pending:
+    """An `all_reduce` under way. `wait()` returns the tensor once it holds the result, and may be called again."""
+
+    def __init__(self, work: dist.Work | None, tensor: Tensor, sent: Tensor) -> None:
+        self._work, self._tensor, self._sent = work, tensor, sent
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._sent is not self._tensor:
+                self._tensor.copy_(self._sent)
+        return self._tensor
+
+
+@overload
+def all_reduce(
+    tensor: Tensor, op: str = ..., group: dist.ProcessGroup | None = ..., async_op: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def all_reduce(
+    tensor: Tensor, op: str = ..., group: dist.ProcessGroup | None = ..., *, async_op: Literal[True]
+) -> Pending: ...
+def all_reduce(
+    tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Tensor | Pending:
+    """Replace `tensor` by the sum (min, max, product) of all ranks' tensors, and return it. Not differentiable.
+
+    All ranks' tensors have one shape and dtype. With `async_op` a `Pending` is returned at once.
+    """
+    if op not in _OPERATIONS:
+        raise SettingError(f"all_reduce(op={op!r}) is none of the operations. {suggest(op, _OPERATIONS)}")
+    tensor = tensor.detach()
+    if size_of(group) == 1:
+        pending = Pending(None, tensor, tensor)
+    else:
+        sent = tensor.to(device_of(group, tensor.device), _ADDED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
+        pending = Pending(dist.all_reduce(sent, _OPERATIONS[op], group=group, async_op=True), tensor, sent)
+    return pending if async_op else pending.wait()
+
+
+class _Sum(torch.autograd.Function):
+    """y = Σ over replicas of x. Every replica's loss depends on y, so dL/dx is the sum of all replicas' dL_r/dy_r."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.total = total
+        return total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(gradients[0], ctx.total), None
+
+
+def differentiable_sum(tensor: Tensor, replicas: Replicas) -> Tensor:
+    """The sum of all replicas' tensors, differentiable any number of times: its backward is again this sum.
+
+    A backward through it communicates: all replicas run it, or none.
+    """
+    return tensor.clone() if replicas.size == 1 else _Sum.apply(tensor, replicas.sum)
+
+
+def _world_sum(tensor: Tensor) -> Tensor:
+    return all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+
+
+# ---- gathering ----
+
+
+class _Head(NamedTuple):
+    """What a rank tells about its tensor before it sends it."""
+
+    dtype: torch.dtype
+    needs_gradient: bool
+    shape: tuple[int, ...]
+
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_MOST_DIMS = 28
+
+
+def _gather_rows(row: Tensor) -> list[Tensor]:
+    """All ranks' 1-d tensors of one size and dtype (one that backends know) in rank order, on `row`'s device."""
+    if size_of() == 1:
+        return [row]
+    sent = row.to(device_of(None, row.device)).contiguous()
+    rows = [torch.empty_like(sent) for _ in range(size_of())]
+    dist.all_gather(rows, sent)
+    return [received.to(row.device) for received in rows]
+
+
+def _gather_heads(tensor: Tensor) -> list[_Head]:
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    if tensor.dim() > _MOST_DIMS:
+        raise UsageError(f"gather takes tensors of up to {_MOST_DIMS} dimensions, not {tensor.dim()}: flatten some.")
+    own = [_DTYPES.index(tensor.dtype), int(needs_gradient), tensor.dim(), *tensor.shape]
+    row = torch.tensor(own + [0] * (3 + _MOST_DIMS - len(own)), dtype=torch.int64)
+    heads = []
+    for values in (received.tolist() for received in _gather_rows(row)):
+        dtype, needs_gradient, dims = values[:3]
+        heads.append(_Head(_DTYPES[dtype], bool(needs_gradient), tuple(values[3 : 3 + dims])))
+    return heads
+
+
+def _check_heads(heads: Sequence[_Head]) -> None:
+    shapes = ", ".join(f"rank {rank}: {head.shape}" for rank, head in enumerate(heads))
+    if any(head.shape == () for head in heads):
+        raise UsageError(
+            f"gather joins tensors along dimension 0, and a 0-dim tensor has none (shapes: {shapes}). "
+            f"Write tensor.reshape(1), or use run.mean or run.sum for a number."
+        )
+    if len({head.shape[1:] for head in heads}) > 1:
+        raise UsageError(
+            f"gather joins tensors along dimension 0, so all other dimensions must agree over the ranks. "
+            f"Received shapes: {shapes}. Pad them to one shape, or gather a list of objects instead."
+        )
+    if len({head.dtype for head in heads}) > 1:
+        dtypes = ", ".join(f"rank {rank}: {head.dtype}" for rank, head in enumerate(heads))
+        raise UsageError(
+            f"gather needs one dtype on all ranks. Received {dtypes}. Convert with tensor.to(dtype) first."
+        )
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's values as a 1-d uint8 tensor, in row-major order; a view where the memory already lies so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _gather_bytes(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(sum of lengths, ...): all ranks' tensors joined, each padded on the way to the longest."""
+    own = _as_bytes(tensor)
+    row_bytes = tensor.element_size() * tensor.shape[1:].numel()
+    padded = own.new_zeros(max(lengths) * row_bytes)
+    padded[: own.numel()] = own
+    received = _gather_rows(padded) if padded.numel() else [padded] * len(lengths)
+    joined = torch.cat([part[: length * row_bytes] for part, length in zip(received, lengths)])
+    return joined.view(tensor.dtype).reshape(sum(lengths), *tensor.shape[1:])
+
+
+class _Gather(torch.autograd.Function):
+    """The joined tensor is the same on every rank. A rank's gradient: its slice of all ranks' gradients, summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, lengths: Sequence[int]) -> Tensor:
+        ctx.start, ctx.length = sum(lengths[: rank_of()]), lengths[rank_of()]
+        return _gather_bytes(tensor, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(gradients[0], _world_sum).narrow(0, ctx.start, ctx.length), None
+
+
+def gather_uneven(tensor: Tensor) -> Tensor:
+    """All ranks' tensors joined along dimension 0 in rank order: (sum of the ranks' lengths, ...), the same everywhere.
+
+    Lengths may differ and may be 0; any dtype. Differentiable any number of times, and a backward through it
+    communicates: all ranks run it, or none. Where any rank's tensor requires a gradient the result does so on every
+    rank, so that all run the backward. Raises UsageError, on every rank, where the other dimensions or the dtypes do
+    not agree.
+    """
+    heads = _gather_heads(tensor)
+    _check_heads(heads)
+    if len(heads) == 1:
+        return tensor.clone()  # a new tensor, as with several ranks: what a script then does to it must not differ
+    if not tensor.requires_grad and any(head.needs_gradient for head in heads):
+        tensor = tensor.detach().requires_grad_()
+    return _Gather.apply(tensor, [head.shape[0] for head in heads])
+
+
+def gather_objects(obj: T) -> list[T]:
+    """Every rank's object, in rank order. They travel by pickle, between processes of one run only."""
+    if size_of() == 1:
+        return [obj]
+    objects: list[Any] = [None] * size_of()
+    dist.all_gather_object(objects, obj)
+    return objects
+
+
+# ---- from one rank to all ----
+
+
+def broadcast_object(obj: T, src: int = 0) -> T:
+    """Rank `src`'s object on every rank; what the others pass in is not looked at. It travels by pickle."""
+    if size_of() == 1:
+        return obj
+    box = [obj]
+    dist.broadcast_object_list(box, src=src, device=device_of())
+    return box[0]
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0) -> None:
+    """Overwrite each tensor in place with rank `src`'s, bit for bit, about 25 MB at a time.
+
+    Every rank passes as many tensors, of the same shapes and dtypes; otherwise UsageError on every rank.
+    """
+    listed = [tensor.detach() for tensor in tensors]
+    if size_of() == 1 or not _agree([(str(tensor.dtype), tuple(tensor.shape)) for tensor in listed]):
+        return
+    for bucket in _buckets(listed):
+        first = bucket[0]
+        parts = [_as_bytes(tensor) for tensor in bucket]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        sent = joined.to(device_of(None, first.device))
+        dist.broadcast(sent, src=src)
+        values = sent.to(first.device).view(first.dtype)
+        for tensor, part in zip(bucket, values.split([tensor.numel() for tensor in bucket])):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Tensors of one dtype and device together, in order, until a bucket holds BUCKET_BYTES; without empty ones."""
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    held: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        kind = (tensor.dtype, tensor.device)
+        filling.setdefault(kind, []).append(tensor)
+        held[kind] = held.get(kind, 0) + tensor.nbytes
+        if held[kind] >= BUCKET_BYTES:
+            del held[kind]
+            yield filling.pop(kind)
+    yield from filling.values()
+
+
+def barrier() -> None:
+    """Return when every process of the world has come here."""
+    if size_of() > 1:
+        device = device_of()
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+# ---- do the ranks agree? ----
+
+
+def digest_mismatch(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of the tensors whose bits are not the same on all ranks, in order.
+
+    Each tensor is reduced to 64 bits where it lies, and only those travel. Raises UsageError where the ranks do not
+    pass the same names, dtypes and shapes.
+    """
+    named = list(named_tensors)
+    if size_of() == 1 or not _agree([(name, str(t.dtype), tuple(t.shape)) for name, t in named]):
+        return []
+    own = torch.stack([digest(tensor).cpu() for _, tensor in named])
+    rows = torch.stack(_gather_rows(own))
+    differs = (rows != rows[0]).any(dim=0).tolist()
+    return [name for (name, _), different in zip(named, differs) if different]
+
+
+def _agree(items: list[Any]) -> bool:
+    """True where all ranks pass the same non-empty list, False where they pass an empty one; else UsageError on all."""
+    digest_bytes = hashlib.sha256(repr(items).encode()).digest()[:8]
+    rows = _gather_rows(torch.tensor([int.from_bytes(digest_bytes, "big", signed=True)]))
+    if any(not torch.equal(row, rows[0]) for row in rows):
+        lists = gather_objects(items)
+        counts = ", ".join(f"rank {rank}: {len(own)}" for rank, own in enumerate(lists))
+        first = next((at for at in range(min(map(len, lists))) if any(own[at] != lists[0][at] for own in lists)), None)
+        seen = "" if first is None else "; ".join(f"rank {rank}: {own[first]}" for rank, own in enumerate(lists))
+        raise UsageError(
+            f"The ranks do not hold the same tensors (how many: {counts}). "
+            + (f"The first that differs is number {first}: {seen}. " if seen else "")
+            + "Build the model in the same way on every rank."
+        )
+    return bool(items)
+
+
+_CHUNK = 2**18
+_MULTIPLIER = 6364136223846793005  # Knuth's MMIX multiplier: odd, so that no chunk's bits are lost
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """() int64 on the tensor's device: a hash of its bits, in row-major order. Not meant against malice.
+
+    Each chunk's words are weighted by fixed random odd 64-bit numbers and added modulo 2**64, the chunks by Horner's
+    rule: one changed word always changes the result, several do with probability 1 - 2**-63 or so.
+    """
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    words = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(word)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = _weights(min(words.numel(), _CHUNK)).to(tensor.device)
+    for chunk in words.split(_CHUNK):
+        total = total * _MULTIPLIER + (weights[: chunk.numel()] * chunk).sum()
+    return total
+
+
+def _weights(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
+    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1

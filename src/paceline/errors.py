@@ -1,0 +1,69 @@
+"""Every exception that Paceline raises on purpose.
+
+    PacelineError
+    ├── SettingError      a setting, argument or option has a value that cannot work   (also a ValueError)
+    ├── UsageError        a call in the wrong place or order                           (also a RuntimeError)
+    ├── WorldError        the environment describes no consistent world of processes
+    ├── LaunchError       workers could not be started
+    ├── ModelError        the model does something that this run cannot keep exact
+    │   ├── UnusedParameterError   parameters that some rank's loss did not reach
+    │   └── EmptyShardError        the model or the loss cannot take a zero-length batch
+    ├── NonFiniteError    a loss or a gradient is inf or NaN
+    └── CheckpointError   a checkpoint is missing, damaged, or of another program
+
+A message names the setting or call, what was received, and the remedy. `suggest` finds the nearest name for a
+misspelt one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """The root: catch this to catch whatever Paceline raises on purpose."""
+
+
+class SettingError(PacelineError, ValueError):
+    """A setting, argument or option has a value that cannot work."""
+
+
+class UsageError(PacelineError, RuntimeError):
+    """A call in the wrong place or order."""
+
+
+class WorldError(PacelineError):
+    """The environment describes no consistent world of processes."""
+
+
+class LaunchError(PacelineError):
+    """Workers could not be started."""
+
+
+class ModelError(PacelineError, RuntimeError):
+    """The model does something that this run cannot keep exact."""
+
+
+class UnusedParameterError(ModelError):
+    """Parameters that some rank's loss did not reach."""
+
+
+class EmptyShardError(ModelError):
+    """The model or the loss cannot take a zero-length batch."""
+
+
+class NonFiniteError(PacelineError, ArithmeticError):
+    """A loss or a gradient is inf or NaN."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint is missing, damaged, or of another program."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: the nearest known one, then all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Known: {', '.join(names)}."

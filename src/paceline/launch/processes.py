@@ -1,0 +1,98 @@
+"""Operating-system processes that are started together and ended together. No torch.
+
+Each is the leader of its own session and process group: a Ctrl-C at the terminal reaches the launcher alone, which
+passes it on, and what a process leaves behind can be found by the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from paceline.errors import LaunchError
+
+GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
+_KILL_SECONDS = 1.0  # how long SIGKILL may take: a process that waits in the kernel, for a disk or a GPU, cannot die
+_POLL_SECONDS = 0.02
+
+Command = tuple[Sequence[str], Mapping[str, str]]  # (arguments, whole environment)
+
+
+class Processes:
+    """Started processes, by their index."""
+
+    def __init__(self, started: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._started = list(started)
+        # Their groups are killed at the end. Not those of processes that ended well: their numbers may have been used
+        # again, and what such a script left running (a server, say) it left on purpose.
+        self._sweep: set[int] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._started]
+
+    def exits(self) -> dict[int, int]:
+        """index -> exit code, of those that have ended; -n where signal n ended it."""
+        found = {}
+        for index, process in enumerate(self._started):
+            code = process.poll()
+            if code is not None:
+                found[index] = code
+                if code != 0:
+                    self._sweep.add(process.pid)
+        return found
+
+    def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Ask those that run to end, wait GRACE_SECONDS or until `hurry()`, and kill what is left, with descendants.
+
+        Calling it again is harmless.
+        """
+        running = self._running()
+        for process in running:
+            self._sweep.add(process.pid)
+            process.send_signal(signum)
+        _wait(lambda: not self._running() or hurry(), GRACE_SECONDS)
+        self.exits()
+        for pid in self._sweep:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: the second)
+                os.killpg(pid, signal.SIGKILL)
+        self._sweep.clear()
+        _wait(lambda: not self._running(), _KILL_SECONDS)
+        for process in self._running():
+            print(
+                f"paceline: process {process.pid} cannot be killed: it waits in the kernel, for a disk or a device.",
+                file=sys.stderr,
+            )
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self._started if process.poll() is None]
+
+
+def start(commands: Sequence[Command]) -> Processes:
+    """Start them all.
+
+    Raises:
+        LaunchError: one could not be started; those before it are ended.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    for arguments, environ in commands:
+        try:
+            started.append(subprocess.Popen(arguments, env=environ, start_new_session=True))
+        except OSError as error:
+            Processes(started).stop()
+            raise LaunchError(
+                f"Process {len(started)} of {len(commands)} could not be started: {error}. Check the limits on memory "
+                f"and on processes (ulimit -u), or ask for fewer with --nproc."
+            ) from error
+    return Processes(started)
+
+
+def _wait(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

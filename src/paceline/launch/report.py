@@ -1,0 +1,148 @@
+"""Which rank is the cause of a failure, and how to say it. Pure but for reading the workers' error files.
+
+When one rank fails, the others soon fail too: the connections to it close. Naming the first that fails would often
+name a victim. So the cause is the earliest ending that is not a mere consequence, and a consequence only where there
+is nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What gloo, NCCL and torch's store say when the process at the other end has gone.
+_PEER_IS_GONE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|socket closed|connection refused|connection was likely closed|"
+    r"failed to recv, got 0 bytes|remote process exited|caused pair closure",
+    re.IGNORECASE,
+)
+_FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
+_LIKELY = {
+    signal.SIGKILL: " (perhaps out of memory)",
+    signal.SIGBUS: " (perhaps /dev/shm is full)",
+    signal.SIGSEGV: " (a crash in native code)",
+    signal.SIGABRT: " (native code gave up; it said why above)",
+}
+
+
+@dataclass(frozen=True)
+class Error:
+    """An exception that ended a worker's script, as the worker recorded it.
+
+    Attributes:
+        time: when, in seconds since the epoch.
+        summary: type and message.
+        traceback: the whole text, ending in a newline.
+        chain: "Type: message" of the exception and of those that led to it.
+        shown: has the script's own sys.excepthook shown it already?
+    """
+
+    time: float
+    summary: str
+    traceback: str
+    chain: tuple[str, ...]
+    shown: bool
+
+    @property
+    def consequence(self) -> bool:
+        """Does it only say that another process has gone?"""
+        return any(link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link) for link in self.chain)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended.
+
+    Attributes:
+        rank: which.
+        code: its exit code; -n for signal n; None while it still runs although its script has failed.
+        time: when it was seen, in seconds since the epoch.
+        error: the exception that ended its script, if one did.
+    """
+
+    rank: int
+    code: int | None
+    time: float
+    error: Error | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+    @property
+    def consequence(self) -> bool:
+        return self.error is not None and self.error.consequence
+
+    @property
+    def began(self) -> float:
+        return self.error.time if self.error else self.time
+
+
+def read_error(path: str) -> Error | None:
+    """The error that a worker wrote, or None: there is none, or it is no record of ours."""
+    try:
+        with open(path) as file:
+            record = json.load(file)
+        return Error(
+            float(record["time"]),
+            str(record["summary"]),
+            str(record["traceback"]),
+            tuple(map(str, record["chain"])),
+            bool(record["shown"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def cause(endings: Sequence[Ending]) -> Ending:
+    """The ending that led to the others; at least one of them must be a failure."""
+    failed = [ending for ending in endings if ending.failed]
+    return min(failed, key=lambda ending: (ending.consequence, ending.began))
+
+
+def exit_code(ending: Ending) -> int:
+    """The launcher's, for this cause: as shells do, 128 + n for signal n."""
+    if ending.code is None:
+        return 1
+    return 128 - ending.code if ending.code < 0 else ending.code
+
+
+def describe(endings: Sequence[Ending]) -> str:
+    """What to print, ending in a newline: the cause, then in a line each what else happened on its own."""
+    first = cause(endings)
+    lines = [_headline(first)]
+    if first.error and not first.error.shown:
+        lines.append(first.error.traceback.rstrip("\n"))
+    rest = [ending for ending in endings if ending.failed and ending is not first and not ending.consequence]
+    if rest:
+        lines.append(f"{_ranks(rest)} failed too.")
+    early = [ending for ending in endings if not ending.failed]
+    if first.consequence and early:
+        lines.append(f"{_ranks(early)} had ended before, without an error: do all ranks take the same number of steps?")
+    return "\n".join(lines) + "\n"
+
+
+def _headline(ending: Ending) -> str:
+    who = f"rank {ending.rank}"
+    if ending.error:
+        summary = ending.error.summary.split("\n")[0]
+        return f"{who} failed: {summary}{' (shown above)' if ending.error.shown else ''}"
+    assert ending.code is not None
+    if ending.code < 0:
+        return f"{who} was killed by {_signal_name(-ending.code)}{_LIKELY.get(-ending.code, '')}"  # type: ignore[call-overload]
+    return f"{who} ended with exit code {ending.code}"
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal
+        return f"signal {signum}"
+
+
+def _ranks(endings: Sequence[Ending]) -> str:
+    numbers = sorted(ending.rank for ending in endings)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

@@ -1,0 +1,467 @@
+"""Run: what a script holds. Thin: it delegates, and decides nothing twice."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline import world as worlds
+from paceline.comm import collectives, process_group, replicas
+from paceline.config import Settings, StrategySpec, resolve
+from paceline.errors import SettingError, UsageError, WorldError
+from paceline.strategies import make
+from paceline.strategies.base import Layout, Weight
+from paceline.strategies.replicated import parameter_names
+from paceline.train import metrics, randomness
+from paceline.train.guards import Guards
+from paceline.train.hooks import explain_uncaught
+from paceline.train.loader import Loader
+from paceline.train.normalisation import Normalisation
+from paceline.train.precision import Precision
+from paceline.train.progress import Epochs
+from paceline.train.sources import make_source
+from paceline.train.state import State, model_number
+from paceline.train.step import Stepper
+from paceline.world import World
+
+_open: list[Run] = []
+
+
+def start(
+    *,
+    strategy: str | StrategySpec | None = None,
+    precision: str | None = None,
+    seed: int | None = None,
+    batch_norm: str | None = None,
+    compile: bool | None = None,
+    nonfinite: str | None = None,
+    device: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> Run:
+    """Joins the world that the launcher made; alone, the world is this process.
+
+    The command line (`paceline run --strategy ... train.py`) overrides what the script gives here.
+
+    Args:
+        strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "pipeline"; with options,
+            "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
+        precision: "fp32", "bf16", "fp16" or "bf16-params".
+        seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
+        batch_norm: "global", statistics over the whole global batch, as on one device; "shard", over each shard, which
+            makes the model depend on the number of shards.
+        compile: compile prepared models with torch.compile.
+        nonfinite: what to do at a loss or gradient that is inf or NaN: "stop" or "skip".
+        device: such as "cpu" or "cuda:1"; else this process's accelerator, by its local rank, or the CPU.
+        init_method, rank, world_size: as for torch.distributed.init_process_group, in place of a launcher's environment.
+
+    Raises:
+        SettingError: a setting that cannot be. WorldError: an environment that describes no world.
+    """
+    given = {
+        "strategy": strategy,
+        "precision": precision,
+        "seed": seed,
+        "batch_norm": batch_norm,
+        "compile": compile,
+        "nonfinite": nonfinite,
+        "device": device,
+    }
+    settings, notes = resolve(given, json.loads(os.environ.get(worlds.SETTINGS) or "{}"))
+    world = _world(init_method, rank, world_size)
+    if world.rank == 0:
+        for note in notes:
+            print(f"paceline: {note}", file=sys.stderr)
+    _close_all()
+    where = _device(settings.device, world)
+    process_group.join(world, where, init_method)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # before the process group ends, which was made earlier
+    return Run(world, settings, where)
+
+
+def _close_all() -> None:
+    for run in list(_open):
+        run.close()
+
+
+def _world(init_method: str | None, rank: int | None, world_size: int | None) -> World:
+    if rank is None and world_size is None and init_method is None:
+        return worlds.from_env(os.environ)
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise WorldError(
+            f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, with "
+            "0 <= rank < world_size. Leave all out to take the launcher's."
+        )
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    return World(rank, world_size, local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), 0, 1, "start()")
+
+
+def _device(name: str | None, world: World) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, world.local_rank)
+    else:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise SettingError(f"device={name!r} is no device: {str(error).splitlines()[0]}") from None
+    if device.type == "cpu":
+        return device
+    if accelerator is None or device.type != accelerator.type:
+        raise SettingError(f"device={name!r}: this machine has {accelerator or 'no accelerator'}. Use device='cpu'.")
+    device = torch.device(device.type, world.local_rank if device.index is None else device.index)
+    count = torch.accelerator.device_count()
+    if device.index >= count:
+        raise SettingError(
+            f"device {device}: local rank {world.local_rank} has no device of its own, since {count} are visible for "
+            f"{world.local_size} processes. Start {count} processes on this machine."
+        )
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+class Run:
+    """One training run, seen from one process. Made by `paceline.start`.
+
+    Attributes: world, device, settings; main (whether this is rank 0); seed.
+    """
+
+    def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
+        self.world, self.settings, self.device = world, settings, device
+        self.main, self.seed = world.rank == 0, settings.seed
+        self._strategy = make(settings.strategy, world, device)
+        self._precision = Precision(settings.precision, device)
+        self._normalisation = Normalisation(settings.batch_norm, self._strategy.layout)
+        self._guards = Guards()
+        self._stepper = Stepper(
+            self._strategy, self._precision, self._guards, device=device, rank=world.rank, skip=settings.nonfinite == "skip"
+        )
+        self._state = State(self._strategy, rank=world.rank, size=world.size, device=device, seed=settings.seed)
+        if self._precision.scaler is not None:
+            self._state.parts["scaler"] = self._precision.scaler
+        self._models: list[nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._epochs = Epochs(lambda: list(self._state.loaders.values()))
+        self._latest: Loader | None = None
+        self._evaluations = 0
+        self._before = replicas.set_default(
+            replicas.ProcessReplicas() if world.size > 1 and not self._strategy.layout.together else replicas.Alone()
+        )
+        self._unhook = explain_uncaught(lambda: self._latest)
+        randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
+        _open.append(self)
+
+    # --- the objects of a run
+
+    def prepare(self, *objects: Any) -> Any:
+        """Takes models, optimizers and learning-rate schedulers into the run, and returns the same objects.
+
+        Models move to `run.device`, with the weights of rank 0 on every rank; they keep their class, names and methods.
+        Optimizers are then moved by `run.step`, and schedulers with them, once per optimizer step. May be called again
+        to add more. Load pretrained weights before or after it (then on every rank).
+
+        Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
+        """
+        models = [thing for thing in objects if isinstance(thing, nn.Module)]
+        optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
+        schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
+        for thing in objects:
+            if not isinstance(thing, (nn.Module, torch.optim.Optimizer, LRScheduler)) or isinstance(thing, ReduceLROnPlateau):
+                raise UsageError(_not_prepared(thing))
+        for model in models:
+            if not any(model is own for own in self._models):
+                self._normalisation.convert(model)
+                self._precision.convert(model)
+                if self.settings.compile:
+                    model.compile()
+                self._models.append(model)
+        names = parameter_names(self._models)
+        for optimizer in optimizers:
+            self._add_optimizer(optimizer, names)
+        self._strategy.setup(self._models, self._optimizers)
+        for scheduler in schedulers:
+            self._add_scheduler(scheduler)
+        self._stepper.names = names
+        self._stepper.accounts.parameters = list(names)
+        return objects[0] if len(objects) == 1 else objects
+
+    def _add_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
+        if optimizer in self._optimizers:
+            return
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+        if foreign:
+            shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
+            raise UsageError(
+                f"run.prepare: {type(optimizer).__name__} updates {len(foreign)} parameter(s) that no prepared model has "
+                f"(shapes {shapes}). Prepare the model that it was made for, with or before it; a parameter of its own, such "
+                "as a temperature, belongs into a module."
+            )
+        self._optimizers.append(optimizer)
+        self._stepper.updates[optimizer] = 0
+        self._guards.watch_optimizer(optimizer)
+
+    def _add_scheduler(self, scheduler: Any) -> None:
+        if scheduler in self._state.schedulers:
+            return
+        if scheduler.optimizer not in self._optimizers:
+            raise UsageError(
+                f"run.prepare: {type(scheduler).__name__} moves an optimizer that is not prepared. Prepare them together."
+            )
+        self._state.schedulers.append(scheduler)
+        self._guards.watch_scheduler(scheduler)
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        shuffle: bool = False,
+        train: bool = True,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        drop_last: bool = False,
+        name: str | None = None,
+        shuffle_buffer: int | None = None,
+        **options: Any,
+    ) -> Loader:
+        """A loader that yields this process's part of each global batch, on `run.device`.
+
+        Args:
+            dataset: map-style, or iterable (then every process reads the whole stream and keeps its part).
+            global_batch: examples of one optimizer step, over all devices.
+            micro_batch: the most examples that one replica computes at once.
+            shuffle: another order in each epoch, of the seed; for an iterable data set among `shuffle_buffer` examples.
+            train: False for evaluation: each example counts once, every pass is alike, and training is not disturbed.
+            sampler, batch_sampler: the user's own, over the whole data set (not a part for each rank).
+            drop_last: leave out a last global batch that is short.
+            name: by which a checkpoint keeps its position; needed where a run has several training loaders.
+            options: num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, worker_init_fn, timeout,
+                multiprocessing_context, as of torch.utils.data.DataLoader.
+
+        Raises SettingError for arguments that cannot be, or contradict each other.
+        """
+        if name is None:
+            name = "train" if train else f"evaluation {self._evaluations}"
+        self._evaluations += not train
+        options.setdefault("pin_memory", self.device.type == "cuda")
+        source = make_source(
+            dataset,
+            layout=self._strategy.layout if train else Layout(self.world.size, (self.world.rank,)),
+            seed=self.seed,
+            name=name,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            shuffle_buffer=shuffle_buffer,
+            options=options,
+        )
+        loader = Loader(source, name=name, train=train, device=self.device, on_yield=self._on_yield)
+        if train:
+            self._state.add_loader(loader)
+        return loader
+
+    def _on_yield(self, loader: Loader) -> None:
+        self._latest = loader
+        if loader.train:
+            self._normalisation.check(loader.current, loader.name)
+            self._stepper.on_yield(loader)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
+        return self._epochs.upto(count)
+
+    # --- the step
+
+    def forward_backward(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        model: Any,
+        batch: Any,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        of: Loader | None = None,
+    ) -> Tensor:
+        """Computes a loss and its gradients. Works under every strategy.
+
+        loss_fn(model, batch) returns a mean over the examples; or paceline.Total(sum, count); or a tuple of these, which
+        add. model: a prepared module, or a tuple, list or dict of them. optimizer: touch only its parameters. of: the
+        loader that the batch is from, where several training loaders are iterated together.
+
+        Returns this process's loss, a detached 0-dim tensor (NaN where its shard is empty); `run.mean` gives the global one.
+        """
+        return self._stepper.forward_backward(loss_fn, model, batch, optimizer, of)
+
+    def backward(
+        self,
+        loss: Tensor | None = None,
+        *,
+        total: Tensor | None = None,
+        count: Weight | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        of: Loader | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Adds a loss's gradients, as `loss.backward()` does in a script for one device.
+
+        backward(loss): a mean over this micro-batch's examples. backward(loss, count=n): a mean over n things, such as
+        tokens. backward(total=s, count=n): a sum over n things. Several calls for one micro-batch add. optimizer, of: as
+        for forward_backward. After the last one of a global batch `.grad` is the exact mean over it, unscaled.
+        """
+        if (loss is None) == (total is None):
+            raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
+        self._stepper.backward(loss, total, count, optimizer, of, retain_graph)
+
+    def step(self, optimizer: torch.optim.Optimizer | None = None, *, max_grad_norm: float | None = None) -> bool:
+        """Updates, when the global batch is complete; else does nothing. Returns whether it was complete.
+
+        Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
+        the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
+        prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop").
+        """
+        chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
+        acted = self._stepper.step(
+            chosen, [s for s in self._state.schedulers if s.optimizer is chosen], max_grad_norm
+        )
+        if acted:
+            self._normalisation.agree(self._models)
+        return acted
+
+    @property
+    def steps(self) -> int:
+        """Updates that the first prepared optimizer has made."""
+        return self._stepper.updates[self._optimizers[0]] if self._optimizers else 0
+
+    @property
+    def skipped(self) -> int:
+        """Updates that were left out because a gradient was not finite."""
+        return self._stepper.skipped
+
+    # --- numbers over all processes
+
+    def mean(self, values: Any) -> Any:
+        """The mean over the examples of all processes, exact where they have unequally many, or none.
+
+        values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
+        such as a loss; or a dict of these. Returns a float.
+        """
+        return metrics.mean(values, lambda: self._latest.count if self._latest is not None else 1, self.device)
+
+    def ratio(self, sum: Any, count: Any) -> float:
+        """Sum of the sums / sum of the counts, over all processes."""
+        return metrics.ratio(sum, count, self.device)
+
+    def sum(self, values: Any) -> Any:
+        """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
+        return metrics.total(values, self.device)
+
+    def gather(self, values: Any) -> Any:
+        """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
+        Anything else: a list of all processes' objects."""
+        if isinstance(values, Tensor):
+            return collectives.gather_uneven(values)
+        everyone = collectives.gather_objects(values)
+        return [item for own in everyone for item in own] if isinstance(values, list) else everyone
+
+    # --- state
+
+    def track(self, **objects: Any) -> None:
+        """Puts objects with state_dict and load_state_dict (an EMA, a metric, a best score) into checkpoints, by name."""
+        for name, thing in objects.items():
+            self._state.add_tracked(name, thing)
+
+    def save(self, directory: str | Path, *, keep: int | None = None) -> Path:
+        """Writes a checkpoint into a new directory below `directory`, and returns its path. All processes call it.
+
+        keep: how many checkpoints to leave there. Raises UsageError in the middle of a global batch, CheckpointError
+        where it cannot be written; earlier checkpoints are then untouched.
+        """
+        self._stepper.drain()
+        if self._stepper.incomplete:
+            raise UsageError(
+                "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after run.step, "
+                "when that returned True."
+            )
+        counters = {
+            "updates": [self._stepper.updates[optimizer] for optimizer in self._optimizers],
+            "skipped": self._stepper.skipped,
+            "epochs": self._epochs.state_dict(),
+        }
+        return self._state.save(directory, self.steps, keep, counters)
+
+    def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
+        """Puts back the newest whole checkpoint of `directory` (or the one that it is). Call it after `prepare`; loaders
+        and tracked objects may be made before or after it. The number of processes and the strategy may be others.
+
+        Returns False where there is none and missing_ok is set. Raises CheckpointError where there is none, all are
+        damaged, or it is of another program.
+        """
+        if not self._models:
+            raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
+        found = self._state.restore(directory, missing_ok)
+        if found is None:
+            return False
+        self._stepper.updates = dict(zip(self._optimizers, found["updates"], strict=True))
+        self._stepper.skipped = found["skipped"]
+        self._epochs.load_state_dict(found["epochs"])
+        return True
+
+    def export(self, path: str | Path, model: nn.Module | None = None) -> None:
+        """Writes a model as one safetensors file that its plain class loads. All processes call it."""
+        self._state.export(path, model_number(self._models, model))
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 runs the block first, then the first process of each other machine, then all others: to prepare data
+        once, on a disk that the machines share or that each has for itself."""
+        turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
+        for _ in range(turn):
+            collectives.barrier()
+        try:
+            yield
+        finally:
+            for _ in range(2 - turn):
+                collectives.barrier()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The chosen precision, for a part of a loop that does not go through a prepared model's forward."""
+        return self._precision.autocast()
+
+    def close(self) -> None:
+        """Ends the run: hooks, threads and buffers. The process may start another one."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        self._guards.close()
+        self._strategy.close()
+        replicas.set_default(self._before)
+        self._unhook()
+
+
+def _not_prepared(thing: Any) -> str:
+    if isinstance(thing, ReduceLROnPlateau):
+        return (
+            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it out of "
+            "prepare, step it yourself, and track it: run.track(plateau=scheduler)."
+        )
+    if isinstance(thing, torch.utils.data.DataLoader):
+        return (
+            "run.prepare(DataLoader): a loader is made by run.loader(dataset, global_batch=...), which cuts each global batch "
+            "over the processes."
+        )
+    return f"run.prepare takes models, optimizers and schedulers, not {type(thing).__name__}."

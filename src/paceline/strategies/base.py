@@ -1,0 +1,141 @@
+"""What every strategy is: where model state lives, and how gradients are combined. Nothing else.
+
+Phases of one global batch, as `Run` drives them:
+
+  1. for each micro-batch, `forward_backward` (a closure) or `backward` (the loop); the last one completes the
+     reduction, so that `.grad` of the user's own parameters holds the sum over all shards;
+  2. `finish`, once before an update: whatever must be complete for it;
+  3. `step`, the update itself.
+
+Weights. Losses reach a strategy with the weight that makes their plain sum over all shards and micro-batches the mean
+over the global batch. A strategy whose engine averages instead of adding undoes that by scaling the weight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Weight = float | Tensor
+"""How much of the global batch a loss stands for: a number, or a 0-dim tensor on the loss's device."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a global batch is laid over the run.
+
+    shards: how many shards a global batch is cut into. mine: those that this process computes. together: whether a
+    yield of the loader holds all micro-batches of a shard at once (a pipeline) or one (everything else).
+    """
+
+    shards: int
+    mine: tuple[int, ...]
+    together: bool = False
+
+    @property
+    def opaque(self) -> bool:
+        """Whether a yield holds several collated batches, so that only a closure can compute it."""
+        return self.together or len(self.mine) != 1
+
+
+class Piece(NamedTuple):
+    """One micro-batch of one shard."""
+
+    shard: int
+    micro: int
+    count: int
+    batch: Any
+
+
+class Term(NamedTuple):
+    """One addend of a loss. value: a scalar. count: None for a mean over the piece's examples; else value is a sum
+    over `count` things, whose total over the global batch it is to be divided by."""
+
+    value: Tensor
+    count: Weight | None
+
+
+Weights = list[list[Weight | None]]
+"""For each piece, a weight for each of its terms; None leaves the term out of this pass."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch to compute with a closure.
+
+    compute(model, piece, device) runs the user's closure there and returns its terms. passes(terms of each piece) yields, for each
+    backward pass that is needed, its weights and whether the graph must be kept for the next one. It is called once,
+    between the forwards and the backwards, may communicate, and must be exhausted. final: the last micro-batch of the
+    global batch, whose backward completes the reduction. call: the number of the backward call in this micro-batch.
+    inputs: the only parameters to touch, or None. total: examples in the whole global batch.
+    """
+
+    model: Any
+    pieces: Sequence[Piece]
+    compute: Callable[[Any, Piece, torch.device], list[Term]]
+    passes: Callable[[list[list[Term]]], Iterator[tuple[Weights, bool]]]
+    final: bool
+    call: int
+    inputs: Sequence[Tensor] | None
+    total: int
+
+
+class Strategy(ABC):
+    """At most eight methods. What is not a method is a plain attribute that its constructor sets."""
+
+    layout: Layout
+    closure_only: bool = False
+    views: bool = False  # whether `.grad` may share memory that the next backward writes to
+
+    @abstractmethod
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Takes charge of these models and optimizers, alike on every replica. Called again when some are added."""
+
+    @abstractmethod
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        """Runs the closure on every piece, and its backward. Returns the terms, detached, of each piece."""
+
+    @abstractmethod
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Adds the gradients of weight x root to `.grad`, summed over all shards when `final`. call: see Work."""
+
+    def finish(self) -> None:
+        """The global batch is complete: called before its updates. Gradients are final when it returns."""
+        return None
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One update."""
+        optimizer.step()
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`. Collective."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` of any strategy returned, the same on every process. Collective."""
+
+    def close(self) -> None:
+        """Releases threads, hooks and buffers."""
+        return None
+
+
+def as_gradient(weight: Weight, root: Tensor) -> Tensor:
+    """The weight as the gradient that `backward` starts from: a 0-dim tensor of the root's dtype and device."""
+    if isinstance(weight, Tensor):
+        return weight.to(device=root.device, dtype=root.dtype)
+    return torch.full((), weight, dtype=root.dtype, device=root.device)

@@ -1,0 +1,146 @@
+"""What strategies that hold one whole replica in a process share: the closure, and state by name.
+
+State is named by the user's own parameter names. Those of a second model are marked "1/", of a third "2/", and so on.
+An optimizer's state is {"groups": [its options, "params": names], "state": {name: its state}}: independent of the
+order in which parameters were given to it, of devices and of world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import CheckpointError
+from paceline.strategies.base import Strategy, Term, Work
+
+
+def closure_on_one_replica(strategy: Strategy, work: Work, device: torch.device) -> list[list[Term]]:
+    """forward_backward of a strategy whose process computes one shard: the closure, then `backward`."""
+    (piece,) = work.pieces
+    terms = work.compute(work.model, piece, device)
+    for (weights,), retain_graph in work.passes([terms]):
+        pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
+        strategy.backward(
+            [value for value, _ in pairs],
+            [weight for _, weight in pairs],
+            final=work.final,
+            call=work.call,
+            inputs=work.inputs,
+            retain_graph=retain_graph,
+        )
+    return [[Term(term.value.detach(), term.count) for term in terms]]
+
+
+def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
+    """Parameter -> name. A tied parameter has its first name."""
+    names: dict[Tensor, str] = {}
+    for number, model in enumerate(models):
+        prefix = f"{number}/" if number else ""
+        for name, parameter in model.named_parameters():
+            names.setdefault(parameter, prefix + name)
+    return names
+
+
+def replicated_state(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The whole state, as each process holds it. Tensors are the live ones: copy before the next step."""
+    names = parameter_names(models)
+    return {
+        "models": [dict(model.state_dict()) for model in models],
+        "optimizers": [_optimizer_state(optimizer, names) for optimizer in optimizers],
+    }
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [names[p] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    state = {names[p]: dict(values) for p, values in optimizer.state.items()}
+    return {"groups": groups, "state": state}
+
+
+def load_replicated(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
+) -> None:
+    """Puts back a whole state. Raises CheckpointError, before it changes anything, where it is of another program."""
+    if len(state["models"]) < len(models) or len(state["optimizers"]) < len(optimizers):
+        raise CheckpointError(
+            f"the checkpoint holds {len(state['models'])} model(s) and {len(state['optimizers'])} optimizer(s), but "
+            f"this script prepared {len(models)} and {len(optimizers)}. Prepare what the checkpoint's script prepared, "
+            "in the same order."
+        )
+    for number, model in enumerate(models):
+        check_same_model(model, state["models"][number], number)
+    names = parameter_names(models)
+    for number, optimizer in enumerate(optimizers):
+        _check_same_optimizer(optimizer, state["optimizers"][number], names, number)
+    for number, model in enumerate(models):
+        model.load_state_dict(state["models"][number])
+    for number, optimizer in enumerate(optimizers):
+        _load_optimizer(optimizer, state["optimizers"][number], names)
+
+
+def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -> None:
+    """Raises CheckpointError that names the first entries in which a model and a saved state differ."""
+    own = model.state_dict()
+    faults = []
+    for name in [*own, *(name for name in saved if name not in own)]:
+        if name not in saved:
+            faults.append(f"{name}: in the model, not in the checkpoint")
+        elif name not in own:
+            faults.append(f"{name}: in the checkpoint, not in the model")
+        elif isinstance(own[name], Tensor) and own[name].shape != saved[name].shape:
+            faults.append(
+                f"{name}: {tuple(own[name].shape)} in the model, {tuple(saved[name].shape)} in the checkpoint"
+            )
+    if faults:
+        shown = "\n  ".join(faults[:5]) + (f"\n  and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise CheckpointError(
+            f"the checkpoint is of another model than the prepared {type(model).__name__} (number {number}):\n  {shown}\n"
+            "Build the model as the checkpoint's script did, or load what fits by hand: "
+            "model.load_state_dict(..., strict=False)."
+        )
+
+
+def _check_same_optimizer(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: dict[Tensor, str], number: int
+) -> None:
+    own = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    theirs = [name for group in saved["groups"] for name in group["params"]]
+    if sorted(own) != sorted(theirs):
+        differing = sorted(set(own) ^ set(theirs))[:5]
+        raise CheckpointError(
+            f"the checkpoint's optimizer number {number} updates {len(theirs)} parameters, this script's "
+            f"{type(optimizer).__name__} {len(own)}; the first that differ: {', '.join(differing)}. Give the optimizer "
+            "the parameters that it had."
+        )
+    if len(optimizer.param_groups) != len(saved["groups"]):
+        raise CheckpointError(
+            f"the checkpoint's optimizer number {number} has {len(saved['groups'])} parameter groups, this script's "
+            f"{type(optimizer).__name__} {len(optimizer.param_groups)}. Make the groups as the checkpoint's script did."
+        )
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: dict[Tensor, str]) -> None:
+    """Through the optimizer's own load_state_dict, then tensors once more, since that casts them to the parameter's
+    dtype and a resumed run must have the same bits."""
+    by_name = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+    index = {name: number for number, name in enumerate(n for group in saved["groups"] for n in group["params"])}
+    own_order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    groups = []
+    for own_group, group in zip(optimizer.param_groups, saved["groups"], strict=True):
+        groups.append({**group, "params": [index[names[p]] for p in own_group["params"]]})
+    state = {index[name]: saved["state"][name] for name in own_order if name in saved["state"]}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for name, values in saved["state"].items():
+        parameter = by_name[name]
+        for key, value in values.items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+                optimizer.state[parameter][key] = value.to(loaded.device, copy=True)

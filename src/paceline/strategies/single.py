@@ -1,0 +1,63 @@
+"""single: one process, one device. Read this one first: every other strategy is this, and what it adds.
+
+Phase 1, forward and backward: the loss's gradient, times its weight, is added to `.grad` by autograd itself.
+Phase 2, step: the optimizer's own.
+
+Between replicas nothing travels: there is one. Memory: parameters, gradients and optimizer state once each.
+Follows plain PyTorch: a training loop with `loss.backward()` and `optimizer.step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from paceline.world import World
+from torch import Tensor, nn
+
+from paceline.errors import SettingError
+from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.replicated import closure_on_one_replica, load_replicated, replicated_state
+
+
+class Single(Strategy):
+    """One process on one device."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        if world.size != 1:
+            raise SettingError(
+                f"strategy='single' is for one process, but this run has {world.size}: they would train {world.size} "
+                "separate models. Use strategy='ddp', or start one process."
+            )
+        self.device = device
+        self.layout = Layout(shards=1, mine=(0,))
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.models, self.optimizers = list(models), list(optimizers)
+        for model in models:
+            model.to(self.device)
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        return closure_on_one_replica(self, work, self.device)
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
+        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+
+    def state_dict(self) -> dict[str, Any]:
+        return replicated_state(self.models, self.optimizers)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_replicated(self.models, self.optimizers, state)

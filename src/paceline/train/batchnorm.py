@@ -1,0 +1,333 @@
+"""Batch norm over all replicas: the same statistics as on one device, however the batch was cut.
+
+`convert(model)` changes the class of each batch norm in the model; the modules and their parameters stay the same
+objects. In training each layer then takes three steps, the second of which is the only one that communicates:
+
+1. each replica computes count, mean and M2 (the sum of squared distances from that mean) of its own examples;
+2. one sum over replicas tells everyone all rows (count, mean, M2): each adds a table that is zero but for its own row;
+3. each combines the rows alike, in float64 (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm
+   for computing sample variances", for any number of parts):
+
+    N = Σ n_r        mean = Σ n_r mean_r / N        M2 = Σ M2_r + Σ n_r (mean_r - mean)²        var = M2 / N
+
+No large numbers are subtracted, so this is as stable as two passes over the whole batch. An empty shard has a row of
+zeros: it adds nothing, and takes part. The backward sums one vector, [Σ dy, Σ dy·x̂], over the replicas. Gradients of
+weight and bias are this replica's part, as for any other layer.
+
+Legend for shapes: N examples times pixels over all replicas, R replicas, C channels; x is (n, C, ...).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from paceline.comm.collectives import differentiable_sum, size_of
+from paceline.comm.replicas import Replicas, current
+from paceline.errors import ModelError
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    """float32 at least: bf16 and fp16 inputs have float32 statistics, as in torch."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _other_dims(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
+    """(C,) -> (1, C, 1, ...), to meet x."""
+    return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """x * scale + shift for each channel, in one pass: torch's kernel for a batch norm in eval mode."""
+    return F.batch_norm(x, torch.zeros_like(scale), torch.ones_like(scale), scale, shift, training=False, eps=0.0)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(C,) mean and (C,) M2 of this replica's examples, of which there is at least one."""
+    dtype = _statistics_dtype(x)
+    count = x.numel() // x.size(1)
+    long_rows = x.dim() > 2 and x.is_contiguous() and x.dtype == dtype
+    if x.device.type in ("cpu", "cuda") and not (x.device.type == "cpu" and long_rows):
+        scratch = torch.ones(2, x.size(1), dtype=dtype, device=x.device)
+        mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
+        return mean, var * count
+    # On the CPU two passes of vectorised kernels take a quarter of the time of torch's one pass over such rows.
+    mean = x.sum(_other_dims(x), dtype=dtype) / count
+    centred = _affine(x.to(dtype), torch.ones_like(mean), -mean)
+    return mean, centred.square_().sum(_other_dims(x))
+
+
+def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, Tensor]:
+    """(C,) mean, (C,) biased variance and () count over all replicas; NaN, NaN and 0 where all shards are empty."""
+    channels = x.size(1)
+    exact = torch.float32 if x.device.type == "mps" else torch.float64
+    table = torch.zeros(replicas.size, 1 + 2 * channels, dtype=exact, device=x.device)  # (R, 1 + 2C)
+    if x.numel() > 0:
+        row = table[replicas.rank]
+        row[0] = x.numel() // channels
+        row[1 : 1 + channels], row[1 + channels :] = _moments(x)
+    table = replicas.sum(table)
+    counts, means, m2s = table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count
+    m2 = m2s.sum(0) + (counts * (means - mean).square()).sum(0)
+    return mean, m2 / count, count
+
+
+class _Statistics(torch.autograd.Function):
+    """x -> (mean, invstd) over all replicas, whose values are known already; differentiable any number of times.
+
+    dmean/dx_i = 1/N and dinvstd/dx_i = -invstd³ (x_i - mean) / N: the gradients of mean and invstd come from all
+    replicas, so they are summed. The backward is made of differentiable operations on x and on its own outputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, count: Tensor, replicas: Replicas
+    ) -> tuple[Tensor, Tensor]:
+        mean, invstd = mean.clone(), invstd.clone()
+        ctx.save_for_backward(x, mean, invstd, count)
+        ctx.replicas = replicas
+        return mean, invstd
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, invstd, count = ctx.saved_tensors
+        d_mean, d_invstd = differentiable_sum(torch.stack(gradients), ctx.replicas).unbind()
+        centred = x.to(mean.dtype) - _per_channel(mean, x)
+        slope = d_invstd * invstd**3
+        dx = (_per_channel(d_mean, x) - _per_channel(slope, x) * centred) / count
+        return dx.to(x.dtype), None, None, None, None
+
+
+class _Normalise(torch.autograd.Function):
+    """y = (x - mean) · invstd · weight + bias, where mean and invstd are functions of all replicas' x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        eps: float,
+        replicas: Replicas,
+    ) -> Tensor:
+        dtype = _statistics_dtype(x)
+        ctx.save_for_backward(x, weight, mean.to(dtype), (var + eps).rsqrt().to(dtype), count.to(dtype))
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # The handle goes along: on CUDA the backward runs in a thread of autograd's, where current() is another.
+        ctx.replicas = replicas
+        scale = None if weight is None else weight.to(dtype)
+        shift = None if bias is None else bias.to(dtype)
+        return F.batch_norm(x, mean.to(dtype), var.to(dtype), scale, shift, training=False, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd, count = ctx.saved_tensors
+        backward = _differentiable_backward if torch.is_grad_enabled() else _fused_backward
+        dx, d_weight, d_bias = backward(
+            gradients[0], x, weight, mean, invstd, count, ctx.needs_input_grad[0], ctx.replicas
+        )
+        return (
+            dx if dx is None else dx.to(x.dtype),
+            d_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            d_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            *[None] * 5,
+        )
+
+
+def _fused_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    count: Tensor,
+    needs_dx: bool,
+    replicas: Replicas,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """(dx or None, Σ dy·x̂, Σ dy), the sums over this replica's examples; two passes over x and dy.
+
+    dx = invstd · weight · (dy - Σdy/N - x̂ Σ(dy·x̂)/N), the sums over all replicas: Ioffe and Szegedy 2015, section 3.
+    """
+    if x.numel() > 0:
+        # The kernel's own dx would use this replica's sums, so it is left out; weight matters only to dx.
+        _, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+            dy, x, torch.ones_like(mean), None, None, mean, invstd, True, 0.0, [False, True, True]
+        )
+    else:
+        d_weight, d_bias = torch.zeros_like(mean), torch.zeros_like(mean)
+    if not needs_dx:
+        return None, d_weight, d_bias
+    mean_dy, mean_dy_xhat = (replicas.sum(torch.stack((d_bias, d_weight))) / count).unbind()
+    scale = invstd if weight is None else invstd * weight
+    slope = -scale * mean_dy_xhat * invstd
+    dx = _affine(x.to(mean.dtype), slope, -scale * mean_dy - slope * mean)
+    return dx.addcmul_(dy, _per_channel(scale, x)), d_weight, d_bias
+
+
+def _differentiable_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    count: Tensor,
+    needs_dx: bool,
+    replicas: Replicas,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The same as `_fused_backward` in differentiable operations, for a gradient penalty (create_graph=True)."""
+    mean, invstd = _Statistics.apply(x, mean, invstd, count, replicas)
+    dy = dy.to(mean.dtype)
+    xhat = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(invstd, x)
+    d_bias, d_weight = dy.sum(_other_dims(x)), (dy * xhat).sum(_other_dims(x))
+    if not needs_dx:
+        return None, d_weight, d_bias
+    mean_dy, mean_dy_xhat = (differentiable_sum(torch.stack((d_bias, d_weight)), replicas) / count).unbind()
+    scale = invstd if weight is None else invstd * weight
+    dx = _per_channel(scale, x) * (dy - _per_channel(mean_dy, x) - xhat * _per_channel(mean_dy_xhat, x))
+    return dx, d_weight, d_bias
+
+
+class _Global(_BatchNorm):
+    """What the converted classes share. Where statistics are not of this batch, or of one replica, torch's own path."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        of_this_batch = self.training or (self.running_mean is None and self.running_var is None)
+        replicas = current() if of_this_batch else None
+        if replicas is None or replicas.size == 1:
+            return _BatchNorm.forward(self, input)
+        self._check_input_dim(input)
+        return self._normalise(input, replicas)
+
+    @torch.compiler.disable
+    def _normalise(self, input: Tensor, replicas: Replicas) -> Tensor:
+        if input.size(1) != self.num_features and (self.affine or self.track_running_stats):
+            raise ModelError(
+                f"{type(self).__name__} was made for {self.num_features} channels and got an input of shape "
+                f"{tuple(input.shape)}, with {input.size(1)}. Give it num_features={input.size(1)}."
+            )
+        with torch.no_grad():
+            mean, var, count = _global_statistics(input, replicas)
+            # Reading the count waits for the device, so it is read only where n does not say already that N > 1.
+            known = int(count) if input.numel() <= input.size(1) else 2
+            if known == 1:
+                raise ValueError(
+                    f"Expected more than 1 value per channel when training, got input size {input.size()} on this "
+                    f"replica and 1 value per channel over all {replicas.size} replicas"
+                )
+            if known > 1:
+                self._update_running_statistics(mean, var * (count / (count - 1)))
+        if known == 0:
+            return _BatchNorm.forward(self, input)  # all shards are empty: nothing to share, now or in the backward
+        return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, replicas)
+
+    def _update_running_statistics(self, mean: Tensor, unbiased_var: Tensor) -> None:
+        if not (self.training and self.track_running_stats):
+            return
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # the mean over all batches
+                factor = 1.0 / float(self.num_batches_tracked)
+        factor = 0.0 if factor is None else factor
+        for running, value in ((self.running_mean, mean), (self.running_var, unbiased_var)):
+            if running is not None:
+                running.copy_(running * (1 - factor) + value * factor)
+
+
+class GlobalBatchNorm1d(_Global, nn.BatchNorm1d):
+    """nn.BatchNorm1d whose statistics are those of all replicas' examples."""
+
+
+class GlobalBatchNorm2d(_Global, nn.BatchNorm2d):
+    """nn.BatchNorm2d whose statistics are those of all replicas' examples."""
+
+
+class GlobalBatchNorm3d(_Global, nn.BatchNorm3d):
+    """nn.BatchNorm3d whose statistics are those of all replicas' examples."""
+
+
+class GlobalSyncBatchNorm(_Global):
+    """What an nn.SyncBatchNorm becomes. No subclass of it: DDP refuses those on CPUs."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: GlobalBatchNorm1d,
+    nn.BatchNorm2d: GlobalBatchNorm2d,
+    nn.BatchNorm3d: GlobalBatchNorm3d,
+    nn.SyncBatchNorm: GlobalSyncBatchNorm,
+}
+
+
+def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
+    """The global class of a batch norm's class. For a script's own subclass (without a forward) it is made here."""
+    if kind not in _CLASSES:
+
+        def reduce(self: nn.Module, protocol: Any) -> Any:
+            return _blank, (kind,), *_Global.__reduce_ex__(self, protocol)[2:]
+
+        _CLASSES[kind] = type(f"Global{kind.__name__}", (_Global, kind), {"__reduce_ex__": reduce})
+    return _CLASSES[kind]
+
+
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    """An object of the global class of `kind`, before its state is set: how pickle and deepcopy find a made class."""
+    made = _class_for(kind)
+    return made.__new__(made)
+
+
+def convert(model: nn.Module) -> int:
+    """Let every batch norm in the model take its statistics over all replicas; returns how many were changed.
+
+    In place: modules, parameters and buffers stay the same objects, only the modules' class changes, from
+    nn.BatchNorm2d to GlobalBatchNorm2d and so on. A second call finds nothing to do. Raises ModelError, and changes
+    nothing, where a batch norm cannot be converted.
+    """
+    found = [module for path, module in model.named_modules() if _can_convert(path or "(the model itself)", module)]
+    for module in found:
+        module.__class__ = _class_for(type(module))
+    return len(found)
+
+
+def _can_convert(path: str, module: nn.Module) -> bool:
+    """Whether this is a batch norm to convert; ModelError where it is one that cannot be."""
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        if "BatchNorm" in module.original_name:
+            raise _refusal(path, module.original_name, "is a compiled TorchScript module", "Prepare it unscripted")
+        return False
+    if not isinstance(module, _BatchNorm) or isinstance(module, _Global):
+        return False
+    if isinstance(module, LazyModuleMixin):
+        raise _refusal(path, kind.__name__, "has no channels yet", "Run the model once on an example before prepare")
+    own_forward = kind.forward is not _BatchNorm.forward and kind is not nn.SyncBatchNorm
+    if own_forward or "forward" in vars(module):
+        raise _refusal(path, kind.__name__, "has a forward of its own", "Use torch.nn's batch norm")
+    if isinstance(module, nn.SyncBatchNorm) and size_of(module.process_group) != size_of():
+        remedy = "Make it without process_group"
+        raise _refusal(path, kind.__name__, f"is bound to a group of {size_of(module.process_group)} ranks", remedy)
+    return True
+
+
+def _refusal(path: str, kind: str, why: str, remedy: str) -> ModelError:
+    return ModelError(
+        f"Batch norm {path} ({kind}) {why}, so its statistics cannot be taken over the whole global batch. {remedy}, "
+        f"or set batch_norm='shard': each shard then has statistics of its own, and the model depends on their number."
+    )

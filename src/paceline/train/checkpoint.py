@@ -1,0 +1,392 @@
+"""Checkpoints on disk. Nothing is lost: whatever kills the writer, the last whole checkpoint is still there.
+
+    checkpoints/
+      step-00000042/         one checkpoint; never changed once it has this name
+        model.safetensors    the tensors of the part "model"
+        model.json           the rest of its state (tree.py)
+        ...                  the other parts
+        manifest.json        length and sha256 of every file, written last (manifest.py)
+      latest                 the name of the newest, for people and other programs
+
+`write`, in phases:
+    1. In a scratch directory: each part's files, synced and hashed while the next ones are written; then the manifest.
+    2. Sync that directory, rename it to its final name, sync the directory above. From here on it is saved.
+    3. Swap the pointer `latest`; remove what `keep` no longer keeps.
+`find` trusts no name and no pointer: it takes the newest checkpoint all of whose hashes fit, and reports the others.
+
+One process alone (rank 0) calls this module. Several runs may write to one directory at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.errors import CheckpointError, SettingError
+from paceline.train import manifest as manifests
+from paceline.train import tree
+from paceline.train.atomic import make_directory, remove_debris, scratch, sha256_of, sync
+from paceline.train.diskerrors import contents, explained, nearest
+from paceline.train.manifest import DIRECTORY, Damage, Entry, Manifest
+from paceline.train.snapshot import SnapshotBuffers, on_host
+
+POINTER = "latest"
+
+_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a checkpoint in the form that goes to disk: a JSON document, and the tensors it names."""
+
+    document: tree.Json
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, state: Any, what: str = "the state") -> Part:
+        """Encodes `state`; `what` names it in errors ("tracked 'ema'"). Raises CheckpointError (see tree.encode)."""
+        return cls(*tree.encode(state, what))
+
+
+class Found(NamedTuple):
+    """A whole checkpoint, and what was wrong with newer ones: a line for each damaged file, with its hashes."""
+
+    path: Path
+    step: int
+    damage: list[str]
+
+
+class _Candidate(NamedTuple):
+    """A directory that looks like a checkpoint. `manifest` is None where it has none that can be trusted."""
+
+    path: Path
+    manifest: Manifest | None
+    damage: list[str]
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by time of writing; a checkpoint of unknown age counts as new, so that it is reported."""
+        match = DIRECTORY.fullmatch(self.path.name)
+        step, copy = (int(match[1]), int(match[2] or 1)) if match else (0, 1)
+        return (self.manifest.serial if self.manifest else 2**63, step, copy)
+
+
+def stage(parts: Mapping[str, Any], buffers: SnapshotBuffers | None = None) -> dict[str, Part]:
+    """Encodes every part (a Part is taken as it is). With `buffers`, copies all tensors there.
+
+    After a stage with buffers the originals may change while `write` goes on in another thread, until the buffers'
+    next use. Without, the parts share the originals' memory.
+    """
+    staged = {
+        name: part if isinstance(part, Part) else Part.of(part, f"checkpoint part {name!r}")
+        for name, part in parts.items()
+    }
+    if buffers is None:
+        return staged
+    flat = {f"{name}/{key}": tensor for name, part in staged.items() for key, tensor in part.tensors.items()}
+    copies = buffers.take(flat)
+    return {
+        name: Part(part.document, {key: copies[f"{name}/{key}"] for key in part.tensors})
+        for name, part in staged.items()
+    }
+
+
+def write(
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    parts: Mapping[str, Any],
+    keep: int | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a new checkpoint and returns its directory, `directory`/step-00000042, once it is safely on the disk.
+
+    `parts`: name -> nested state (what state_dict() gives; see tree.py) or an already staged Part. `meta`: nested
+    state without tensors. `keep`: how many checkpoints to leave, this one included; None leaves all. A second save at
+    the same step stands beside the first (step-00000042-2), and counts as the newer.
+
+    Raises CheckpointError for state that has no plain form, and when the files cannot be written (disk full, no
+    permission, not a directory): then nothing of it is left, and the older checkpoints and the pointer are untouched.
+    """
+    assert step >= 0, step
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise SettingError(f"run.save(keep={keep!r}): the number of checkpoints to leave, at least 1; None leaves all.")
+    root = Path(directory)
+    staged = stage(parts)
+    _check_names(staged)
+    document, tensors = tree.encode(dict(meta or {}), "checkpoint meta")
+    if tensors:
+        raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}: put it into a part.")
+    with explained("A checkpoint could not be saved to", root):
+        if root.exists() and not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, and a directory is needed")
+        if DIRECTORY.fullmatch(root.name):
+            raise FileExistsError(errno.EEXIST, "that is the name of one checkpoint; say the directory above it")
+        make_directory(root)
+        remove_debris(root)
+        earlier = _children(root)
+        serial = 1 + max((one.manifest.serial for one in earlier if one.manifest), default=0)
+        with scratch(root, f"step-{step:08d}") as temporary:
+            built = temporary / "checkpoint"
+            built.mkdir()
+            _write_files(built, staged, Manifest(step=step, serial=serial, meta=document, files={}))
+            final = _install(built, root, step, earlier)
+            sync(root)
+            with _only_warned(f"The checkpoint {final} is saved, but tidying up after it failed"):
+                _point(root, final.name, temporary)
+                if keep is not None:
+                    _prune(root, keep, final, temporary)
+    return final
+
+
+def find(directory: str | os.PathLike[str]) -> Found:
+    """The newest whole checkpoint in `directory`, which may also be the path of one checkpoint itself.
+
+    Every file is read and its hash compared. A damaged checkpoint is passed over for the next older one, and reported.
+    Raises CheckpointError where there is no checkpoint, where none is whole (naming each damaged file and hash), and
+    where the newest has a format that only a newer Paceline knows.
+    """
+    root = Path(directory)
+    damage: list[str] = []
+    for _ in range(5):  # again, should another writer's `keep` remove checkpoints under our eyes
+        candidates = _require_candidates(root)
+        damage, vanished = [], False
+        for one in sorted(candidates, key=lambda one: one.order, reverse=True):
+            try:
+                if one.manifest is None:
+                    raise Damage(*one.damage)
+                manifests.require_known(one.manifest, one.path)
+                manifests.verify(one.path, one.manifest)
+            except Damage as error:
+                vanished |= not one.path.exists()
+                damage += error.lines if one.path.exists() else []
+                continue
+            return Found(one.path, one.manifest.step, damage)
+        if not vanished:
+            break
+    listed = "\n  ".join(damage)
+    raise CheckpointError(
+        f"{root} holds no whole checkpoint. Damaged or missing:\n  {listed}\n"
+        "Put these files back from a copy, or give a directory with a whole checkpoint, or start anew in an empty one."
+    )
+
+
+def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Is there a checkpoint to restore, whole or damaged? False for a missing directory and one without any.
+
+    Raises CheckpointError where `directory` is a file or cannot be read.
+    """
+    root = Path(directory)
+    with explained("Checkpoints could not be looked for in", root):
+        return root.exists() and bool(_candidates(root))
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(meta, parts) of one checkpoint directory, as they were given to `write`; tensors lie on the host.
+
+    Compares no hashes: `find` does. The tensors are copies in memory of their own, aligned as torch aligns its own (a
+    mapped file's are not, which can change the bits of later results), and outlive the files.
+    """
+    place = Path(path)
+    try:
+        manifest = manifests.load(place)
+    except Damage as error:
+        raise CheckpointError(f"{place} is no whole checkpoint: {error}. Use find() to get one that is.") from error
+    manifests.require_known(manifest, place)
+    with explained("A checkpoint could not be read from", place):
+        parts = {
+            name.removesuffix(".json"): _read_part(place, name.removesuffix(".json"), manifest)
+            for name in manifest.files
+            if name.endswith(".json")
+        }
+    return tree.decode(manifest.meta, {}, "checkpoint meta"), parts
+
+
+def export(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Path:
+    """Writes a plain safetensors file that `model.load_state_dict(safetensors.torch.load_file(path))` takes.
+
+    Tied weights stand in it whole under each name. The file is there whole or not at all; an older one of that name
+    is replaced only by a whole one. Raises CheckpointError where it cannot be written.
+    """
+    file = Path(path)
+    with explained("The model could not be exported to", file):
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory, and the name of a file is needed")
+        make_directory(file.parent)
+        remove_debris(file.parent)
+        with scratch(file.parent, file.name) as temporary:
+            whole = temporary / "export.safetensors"
+            _save_tensors(whole, tensors, {"format": "pt"})
+            sync(whole)
+            os.replace(whole, file)
+            sync(file.parent)
+    return file
+
+
+def _check_names(parts: Mapping[str, Part]) -> None:
+    seen = {manifests.NAME.removesuffix(".json")}
+    for name in parts:
+        if not _PART_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{name!r} cannot name a part of a checkpoint: use letters, digits, '_', '-' and '.'."
+            )
+        if name.casefold() in seen:  # one file, where the file system ignores case
+            raise CheckpointError(f"two parts of a checkpoint would be called {name!r}: give one another name.")
+        seen.add(name.casefold())
+
+
+def _write_files(built: Path, parts: Mapping[str, Part], manifest: Manifest) -> None:
+    """Phase 1: every file of the checkpoint, and the manifest over them."""
+    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-save") as pool:
+        pending: dict[str, tuple[Future[str], Future[None]]] = {}
+
+        def seal(name: str) -> None:
+            pending[name] = pool.submit(sha256_of, built / name), pool.submit(sync, built / name)
+
+        for name, part in parts.items():
+            if part.tensors:
+                _save_tensors(built / f"{name}.safetensors", part.tensors, {"format": "pt", "part": name})
+                seal(f"{name}.safetensors")
+            (built / f"{name}.json").write_text(json.dumps(part.document, allow_nan=False), "utf-8")
+            seal(f"{name}.json")
+        for name, (digest, synced) in pending.items():
+            synced.result()
+            manifest.files[name] = Entry((built / name).stat().st_size, digest.result())
+    (built / manifests.NAME).write_bytes(manifest.dump())
+    sync(built / manifests.NAME)
+    sync(built)
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    try:
+        save_file(on_host(tensors), path, metadata=metadata)
+    except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"safetensors cannot hold these tensors ({error}). Convert them before saving."
+        ) from error
+    # safetensors makes files that only their owner can read. What the umask allows is what a directory has.
+    with suppress(PermissionError):  # a file system without modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def _install(built: Path, root: Path, step: int, earlier: list[_Candidate]) -> Path:
+    """Phase 2: gives the finished directory its name, one that no other has."""
+    taken = [one.order[2] for one in earlier if one.order[1] == step]
+    for copy in itertools.count(1 + max(taken, default=0)):
+        final = root / (f"step-{step:08d}" if copy == 1 else f"step-{step:08d}-{copy}")
+        try:
+            os.rename(built, final)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        else:
+            return final
+    raise AssertionError("count() never ends")
+
+
+def _point(root: Path, name: str, temporary: Path) -> None:
+    pointer = temporary / POINTER
+    pointer.write_text(f"{name}\n")
+    sync(pointer)
+    os.replace(pointer, root / POINTER)
+    sync(root)
+
+
+def _prune(root: Path, keep: int, written: Path, temporary: Path) -> None:
+    """Removes all but the `keep` newest checkpoints. Without a manifest of ours a directory is not ours to remove."""
+    ours = [one for one in _children(root) if one.manifest and one.manifest.format == manifests.FORMAT]
+    for path, manifest, _ in sorted(ours, key=lambda one: one.order, reverse=True)[keep:]:
+        if path == written or path.is_symlink() or manifest is None:
+            continue
+        names = [*manifest.files, manifests.NAME]
+        with suppress(FileNotFoundError):  # another writer was faster
+            if set(os.listdir(path)) <= {*names}:
+                # First out of sight in one move, so that no reader meets half a checkpoint.
+                os.rename(path, temporary / path.name)
+                shutil.rmtree(temporary / path.name)
+            else:  # somebody's notes lie in it: they stay
+                for name in names:
+                    (path / name).unlink(missing_ok=True)
+
+
+def _children(root: Path) -> list[_Candidate]:
+    """Every directory in `root` that is named like a checkpoint and holds files of one, whole or not."""
+    places = [path for path in sorted(root.iterdir()) if DIRECTORY.fullmatch(path.name) and path.is_dir()]
+    return [one for one in map(_examined, places) if one.manifest or _holds(one.path, ".json", ".safetensors")]
+
+
+def _candidates(root: Path) -> list[_Candidate]:
+    """The checkpoints in `root`, or `root` itself where it is one (also under another name: a copy called best/)."""
+    itself = _examined(root)
+    if DIRECTORY.fullmatch(root.name):
+        return [itself]
+    if children := _children(root):
+        return children
+    # A manifest.json alone may be anybody's.
+    return [itself] if itself.manifest or (_holds(root, manifests.NAME) and _holds(root, ".safetensors")) else []
+
+
+def _examined(path: Path) -> _Candidate:
+    try:
+        return _Candidate(path, manifests.load(path), [])
+    except Damage as error:
+        return _Candidate(path, None, error.lines)
+
+
+def _holds(path: Path, *endings: str) -> bool:
+    with suppress(FileNotFoundError):  # it has just been removed
+        return any(name.endswith(endings) for name in os.listdir(path))
+    return False
+
+
+def _require_candidates(root: Path) -> list[_Candidate]:
+    with explained("Checkpoints could not be looked for in", root):
+        if not root.exists():
+            there = nearest(root)
+            raise CheckpointError(
+                f"{root} does not exist, so there is nothing to restore. {there} does, and holds: {contents(there)}. "
+                "Give the directory that run.save() was given."
+            )
+        if candidates := _candidates(root):
+            return candidates
+        raise CheckpointError(
+            f"{root} holds no checkpoint (a directory named like step-00000042). Found there: {contents(root)}. "
+            "Give the directory that run.save() was given, or one checkpoint in it."
+        )
+
+
+def _read_part(place: Path, name: str, manifest: Manifest) -> Any:
+    tensors: dict[str, Tensor] = {}
+    if f"{name}.safetensors" in manifest.files:
+        with safe_open(place / f"{name}.safetensors", framework="pt") as file:
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    path = place / f"{name}.json"
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Use another checkpoint.") from error
+    return tree.decode(document, tensors, str(path))
+
+
+@contextmanager
+def _only_warned(what: str) -> Iterator[None]:
+    """The checkpoint is saved by now: what goes wrong after that is no reason to end a run."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{what}: {error}.", stacklevel=5)  # the line of run.save()

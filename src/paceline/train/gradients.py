@@ -1,0 +1,144 @@
+"""The gradient of a global batch, kept exact over micro-batches, several backward calls and unknown counts.
+
+A backward call has a number in its micro-batch (0 where there is one). Its loss is a mean over examples, whose share of
+the global batch the loader knows, or a sum over counted things (tokens), whose number in the whole global batch nobody
+knows before its last micro-batch. Each such denominator has an account:
+
+  micro-batches before the last: gradients of sum / P are added up locally, P a power of two near the first count, so
+    that its choice changes no bits;
+  the last: the counts are summed over all replicas into C; the account is multiplied by P / C; the last gradients, of
+    sum / C, are added by autograd; and the strategy reduces them over the replicas, once.
+
+`.grad` holds one account at a time, the others wait beside it. With one backward call in a micro-batch, which is the
+rule, it is never swapped. What has been reduced is the account FINAL: the exact, unscaled mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.strategies.base import Weight
+
+Key = tuple[int, int]
+"""(number of the backward call, number of the term; MEANS for all means over examples together)."""
+
+MEANS = -1
+FINAL: Key = (-1, -1)
+
+Grads = list[Tensor | None]
+
+
+class Accounts:
+    """Gradients of `parameters` by account. `views`: whether a strategy reuses a gradient's memory for the next."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+        self.views = False
+        self._held: Key = FINAL
+        self._waiting: dict[Key, Grads] = {}
+
+    def hold(self, key: Key) -> None:
+        """Puts `.grad` away into its account, and brings this one's into it."""
+        if key == self._held:
+            return
+        if any(p.grad is not None for p in self.parameters):
+            self._waiting[self._held] = [
+                p.grad.clone() if self.views and p.grad is not None else p.grad for p in self.parameters
+            ]
+            for p in self.parameters:
+                p.grad = None
+        for p, grad in zip(self.parameters, self._waiting.pop(key, ()), strict=False):
+            p.grad = grad
+        self._held = key
+
+    def gather(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
+        """The sum of these accounts, each times its factor (None: as it is), in `.grad`."""
+        self.hold(keys[0])
+        if factors[0] is not None:
+            scale_([p.grad for p in self.parameters if p.grad is not None], factors[0])
+        for key, factor in zip(keys[1:], factors[1:], strict=True):
+            grads = self._waiting.pop(key, None)
+            if grads is not None and factor is not None:
+                scale_([g for g in grads if g is not None], factor)
+            self._add(grads)
+
+    def settle(self, unscale: float) -> None:
+        """What `.grad` holds has been reduced: takes the loss scale out, and makes it part of FINAL."""
+        if unscale != 1.0:
+            scale_([p.grad for p in self.parameters if p.grad is not None], unscale)
+        self._add(self._waiting.pop(FINAL, None))
+        self._held = FINAL
+
+    def _add(self, grads: Grads | None) -> None:
+        if grads is None:
+            return
+        both: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for p, grad in zip(self.parameters, grads, strict=False):
+            if p.grad is None:
+                p.grad = grad
+            elif grad is not None:
+                both[0].append(p.grad)
+                both[1].append(grad)
+        if both[0]:
+            torch._foreach_add_(both[0], both[1])
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients of earlier micro-batches wait for a backward call that was not made in the last one."""
+        return self._held != FINAL or any(key != FINAL for key in self._waiting)
+
+    def drop_unreduced(self) -> None:
+        """Forgets a global batch that was left before its end."""
+        if self._held != FINAL:
+            self.hold(FINAL)
+        for key in [key for key in self._waiting if key != FINAL]:
+            del self._waiting[key]
+
+
+class Counts:
+    """The counts of one global batch: those of this process so far, by account."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Key, Weight] = {}
+        self._scales: dict[Key, Weight] = {}
+
+    def add(self, key: Key, counts: Sequence[Weight]) -> Weight:
+        """Counts what a micro-batch has. Returns P, the power of two by which its sum is divided for now."""
+        for count in counts:
+            self._sums[key] = self._sums[key] + count if key in self._sums else count
+        if key not in self._scales:
+            self._scales[key] = _power_of_two(self._sums[key])
+        return self._scales[key]
+
+    def scale(self, key: Key) -> Weight:
+        return self._scales[key]
+
+    def vector(self, keys: Sequence[Key], device: torch.device) -> Tensor:
+        """(len(keys),): this process's sums, in float64 where the device has it."""
+        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        return torch.stack([torch.as_tensor(self._sums[key], device=device).to(dtype).reshape(()) for key in keys])
+
+    def clear(self) -> None:
+        self._sums.clear()
+        self._scales.clear()
+
+
+def _power_of_two(count: Weight) -> Weight:
+    if isinstance(count, Tensor):
+        return torch.exp2(torch.round(torch.log2(count.detach().clamp(min=1).to(torch.float32))))
+    return 2.0 ** round(math.log2(max(count, 1)))
+
+
+def scale_(grads: Sequence[Tensor], factor: Weight) -> None:
+    """Multiplies gradients in place by a number or a 0-dim tensor."""
+    if not grads:
+        return
+    if isinstance(factor, Tensor):
+        for grad in grads:
+            grad.mul_(factor.to(grad.device, grad.dtype))
+    else:
+        torch._foreach_mul_(list(grads), factor)

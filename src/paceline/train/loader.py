@@ -1,0 +1,148 @@
+"""The loader: this process's part of each global batch, equally often on every rank.
+
+A loader has a name, an epoch and a position. The position is what a checkpoint holds: the order of an epoch is a
+function (order.py), so that the examples of step k are known without having read those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.strategies.base import Piece
+from paceline.strategies.placement import move
+from paceline.train import randomness
+from paceline.train.order import Request
+from paceline.train.sources import Source
+
+
+class Bundle:
+    """A yield that holds several collated batches, because this process computes several shards, or several
+    micro-batches at once. Opaque to a script, which hands it to `run.forward_backward`."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UsageError(
+            f"this batch holds {len(self.pieces)} collated batches, since the chosen strategy computes several shards or "
+            "micro-batches at once: it cannot be unpacked in the loop. Move the loss into a function,\n"
+            "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
+            "and call\n"
+            "    loss = run.forward_backward(loss_fn, model, batch)\n"
+            "in place of the forward and run.backward; or choose a strategy with one replica a process, such as ddp."
+        )
+
+    __iter__ = __getitem__ = __len__ = _refuse
+
+
+class Loader:
+    """Made by `run.loader`, which documents its arguments.
+
+    steps: optimizer steps in an epoch. step: the current one. epoch: the current epoch. indices: the data set indices
+    of the current yield on this process. `len` is the number of yields in an epoch.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        name: str,
+        train: bool,
+        device: torch.device,
+        on_yield: Callable[[Loader], None],
+    ) -> None:
+        self.name, self.train, self._device = name, train, device
+        self._source, self._on_yield = source, on_yield
+        self.streams = source.streams
+        self.epoch = 0
+        self.current: Request | None = None
+        self.ended = 0  # epochs that have ended since the process started
+        self._start = 0
+        self.stepped = False  # whether the optimizer has acted on the current global batch
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in an epoch. TypeError where the length of the data is not known."""
+        return self._source.steps()
+
+    @property
+    def step(self) -> int:
+        """The current step in the current epoch, from 0; between epochs, that at which the next one starts."""
+        return self.current.step if self.current is not None else self._start
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return self.current.indices if self.current is not None else ()
+
+    @property
+    def count(self) -> int:
+        """Examples in the current yield on this process."""
+        return self.current.count if self.current is not None else 0
+
+    def __len__(self) -> int:
+        return self._source.yields()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._training() if self.train else self._evaluating()
+
+    def _training(self) -> Iterator[Any]:
+        epoch, start = self.epoch, self._start
+        try:
+            for request, batches in self._source.fetch(epoch, start):
+                self._enter(request)
+                yield self._present(request, batches)
+        finally:
+            self.current, self.epoch, self._start, self.stepped = None, epoch + 1, 0, False
+            self.ended += 1
+
+    def _evaluating(self) -> Iterator[Any]:
+        """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
+        before = randomness.get_state(self._device)
+        try:
+            for request, batches in self._source.fetch(0, 0):
+                self._enter(request)
+                yield self._present(request, batches)
+        finally:
+            self.current = None
+            randomness.set_state(before, self._device)
+
+    def _enter(self, request: Request) -> None:
+        self.current, self.stepped = request, False
+        part = request.parts[0]
+        randomness.seed_torch(self.streams.torch_key(request, part.shard, part.micro), self._device)
+        randomness.seed_python(self.streams.python_key(request))
+        self._on_yield(self)
+
+    def _present(self, request: Request, batches: list[Any]) -> Any:
+        if not self._source.layout.opaque:
+            return move(batches[0], self._device)
+        return Bundle(
+            [
+                Piece(part.shard, part.micro, len(part.indices), batch)
+                for part, batch in zip(request.parts, batches, strict=True)
+            ]
+        )
+
+    def mark_stepped(self) -> None:
+        """The optimizer has acted on the current global batch: a checkpoint goes on with the next one."""
+        self.stepped = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.current is None:
+            return {"epoch": self.epoch, "step": self._start, **self._source.identity()}
+        return {"epoch": self.epoch, "step": self.current.step + int(self.stepped), **self._source.identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self._source.identity()
+        for key, value in own.items():
+            if state["step"] and state.get(key) != value:
+                raise UsageError(
+                    f"loader {self.name!r}: the checkpoint was written in mid-epoch with {key}={state.get(key)}, but this "
+                    f"script has {key}={value}, so that the rest of the epoch is not defined. Use what the checkpoint had, "
+                    "or resume from a checkpoint at the end of an epoch."
+                )
+        self.epoch, self._start = int(state["epoch"]), int(state["step"])

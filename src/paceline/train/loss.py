@@ -1,0 +1,104 @@
+"""What a loss may be: a mean over examples, a sum over counted things, or several of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.strategies.base import Term, Weight
+
+
+class Total(NamedTuple):
+    """A loss that is not a mean over examples: `sum` (a scalar) over `count` things, such as tokens.
+
+    The gradient is that of (sum of sums) / (sum of counts) over the whole global batch. count: a number or a 0-dim
+    tensor, 0 where a micro-batch has none.
+    """
+
+    sum: Tensor
+    count: Weight
+
+
+def terms_of(result: Any) -> list[Term]:
+    """What a closure returned, as terms. Raises UsageError for anything that is no loss."""
+    if isinstance(result, Total):
+        return [sum_term(*result)]
+    if isinstance(result, (tuple, list)):
+        return [term for item in result for term in terms_of(item)]
+    return [mean_term(result, None)]
+
+
+def mean_term(loss: Any, count: Weight | None) -> Term:
+    _check(loss)
+    if count is None:
+        return Term(loss, None)
+    _check_count(count)
+    if not isinstance(count, Tensor) and count == 0 or isinstance(count, Tensor) and _known_zero(count):
+        if not bool(torch.isfinite(loss.detach())):
+            raise UsageError(
+                "run.backward(loss, count=0): the mean over nothing is not a number, and neither is its gradient. Give the "
+                "sum instead: run.backward(total=sum, count=n)."
+            )
+    return Term(loss * count, count)
+
+
+def sum_term(total: Any, count: Weight | None) -> Term:
+    if count is None:
+        raise UsageError("run.backward(total=...): say count=, how many things the sum is over.")
+    _check(total)
+    _check_count(count)
+    return Term(total, count)
+
+
+def _known_zero(count: Tensor) -> bool:
+    return count.device.type == "cpu" and count.item() == 0  # elsewhere, looking would wait for the device
+
+
+def _check(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"a loss must be a scalar tensor (or paceline.Total, or a tuple of these), not {type(loss).__name__}."
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"a loss must be a scalar, but has the shape {tuple(loss.shape)}. Take its mean over the examples; or give "
+            "its sum and its count: paceline.Total(loss.sum(), loss.numel())."
+        )
+
+
+def _check_count(count: Any) -> None:
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise UsageError(f"count has the shape {tuple(count.shape)}: a number or a 0-dim tensor is needed.")
+    elif not isinstance(count, (int, float)) or count < 0:
+        raise UsageError(f"count={count!r}: a number from 0 on, or a 0-dim tensor, is needed.")
+
+
+def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int]) -> Tensor:
+    """This process's loss, detached: the sum over terms of a mean over its pieces.
+
+    `loss_count` on the tensor says what it is a mean over, where that is not examples, for `run.mean`.
+    """
+    with torch.no_grad():
+        if len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
+            return terms[0][0].value
+        parts: list[Tensor] = []
+        for column in zip(*terms, strict=True):
+            if column[0].count is None:
+                weights: list[Any] = list(examples)
+                values = [term.value * n if n else term.value.new_zeros(()) for term, n in zip(column, weights, strict=True)]
+            else:
+                weights = [term.count for term in column]
+                values = [term.value for term in column]
+            device = values[0].device
+            whole = torch.stack([torch.as_tensor(w, device=device, dtype=torch.float64).reshape(()) for w in weights]).sum()
+            top = torch.stack([value.to(device).reshape(()) for value in values]).sum()
+            parts.append(top / whole.to(top.dtype))
+        loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        if len(parts) == 1 and terms[0][0].count is not None:
+            loss.loss_count = whole  # type: ignore[attr-defined]
+        return loss

@@ -1,0 +1,89 @@
+"""Order as a function: which examples are in which step, and how a global batch is cut.
+
+Everything here is a pure function of (seed, loader's name, epoch, length, global batch), never of the world. Only the
+cut of a global batch into shards, and of a shard into micro-batches, knows how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from paceline.strategies.base import Layout
+from paceline.train.randomness import mix, tag
+
+
+class Part(NamedTuple):
+    """The indices of one micro-batch of one shard."""
+
+    shard: int
+    micro: int
+    indices: tuple[int, ...]
+
+
+class Request(NamedTuple):
+    """One yield of a loader on one process.
+
+    epoch, step: where in the plan. micro: which of `micros` yields of this global batch. total: examples in the whole
+    global batch. first: the index of its first example, from which a zero-length batch gets its form.
+    """
+
+    epoch: int
+    step: int
+    micro: int
+    micros: int
+    total: int
+    first: int
+    parts: tuple[Part, ...]
+
+    @property
+    def final(self) -> bool:
+        return self.micro == self.micros - 1
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(i for part in self.parts for i in part.indices)
+
+    @property
+    def count(self) -> int:
+        """Examples in this yield, on this process."""
+        return sum(len(part.indices) for part in self.parts)
+
+
+def permutation(length: int, seed: int, name: str, epoch: int) -> np.ndarray:
+    """The shuffled order of an epoch: (length,) int64, each index once. NumPy's Philox generator and `permutation`,
+    whose streams are stable across versions for a given bit generator and method."""
+    generator = np.random.Generator(np.random.Philox(key=mix(seed, tag("order"), tag(name), epoch)))
+    return generator.permutation(length)
+
+
+def cut(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Bounds of part `part` when `count` things are cut into `parts` as evenly as possible, in order."""
+    return count * part // parts, count * (part + 1) // parts
+
+
+def micro_batches(total: int, shards: int, micro_batch: int | None) -> int:
+    """How many micro-batches a global batch of `total` examples takes: enough for its largest shard."""
+    largest = -(-total // shards)
+    return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
+
+
+def requests(batch: Sequence[int], epoch: int, step: int, layout: Layout, micro_batch: int | None) -> Iterator[Request]:
+    """The yields of one global batch on one process."""
+    total = len(batch)
+    micros = micro_batches(total, layout.shards, micro_batch)
+
+    def part(shard: int, micro: int) -> Part:
+        start, stop = cut(total, layout.shards, shard)
+        low, high = cut(stop - start, micros, micro)
+        return Part(shard, micro, tuple(int(i) for i in batch[start + low : start + high]))
+
+    if layout.together:
+        parts = tuple(part(shard, micro) for shard in layout.mine for micro in range(micros))
+        yield Request(epoch, step, 0, 1, total, int(batch[0]), parts)
+        return
+    for micro in range(micros):
+        parts = tuple(part(shard, micro) for shard in layout.mine)
+        yield Request(epoch, step, micro, micros, total, int(batch[0]), parts)

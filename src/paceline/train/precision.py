@@ -1,0 +1,128 @@
+"""Precision: what a model computes in.
+
+fp32         as the script says.
+bf16, fp16   parameters and optimizer state as they are; matrix products and convolutions in 16 bits (torch.autocast). fp16 has
+             5 exponent bits, so losses are scaled up and gradients down again, by a scale that is halved when a gradient
+             overflows (that step is skipped) and doubled after 2,000 steps without: Micikevicius et al. 2018, "Mixed Precision
+             Training", section 3.2, with the constants of torch.amp.GradScaler.
+bf16-params  parameters, gradients and optimizer state in bf16 too.
+
+In the loop form a model's forward computes under autocast and gives its floating-point outputs back in fp32, so that a
+loss outside it is computed in fp32; a closure is under autocast as a whole, other methods of the model included.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bfloat16}
+
+
+class Precision:
+    """The chosen precision on the chosen device."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self._device = name, device
+        self.dtype = DTYPES.get(name)
+        self.scaler = LossScaler() if name == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self.dtype)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def convert(self, model: nn.Module) -> None:
+        """Makes the model compute in this precision, in place; it stays the same object, of a subclass of its class."""
+        if self.dtype is None:
+            return
+        if self.name == "bf16-params":
+            model.to(self.dtype)
+        model.__class__ = _autocast_class(type(model), self._device.type, self.dtype)
+
+
+class LossScaler:
+    """The scale of fp16 losses. One scale for all optimizers, updated once per global batch."""
+
+    GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self) -> None:
+        self.scale = 2.0**16
+        self._good = 0
+        self._stepped = self._overflowed = False
+
+    def record(self, overflowed: bool) -> None:
+        """What an optimizer's update found in its gradients."""
+        self._stepped = True
+        self._overflowed |= overflowed
+
+    def update(self) -> None:
+        """At the end of a global batch, when all its updates have been made or skipped."""
+        if self._overflowed:
+            self.scale, self._good = max(self.scale * self.BACKOFF, 2.0**-14), 0
+        elif self._stepped:
+            self._good += 1
+            if self._good == self.GROWTH_INTERVAL:
+                self.scale, self._good = min(self.scale * self.GROWTH, 2.0**30), 0
+        self._stepped = self._overflowed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good": self._good, "stepped": self._stepped, "overflowed": self._overflowed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self._good = state["scale"], state["good"]
+        self._stepped, self._overflowed = state["stepped"], state["overflowed"]
+
+
+def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype) -> type[nn.Module]:
+    """A subclass whose forward runs under autocast. A class and not a hook or an attribute: `deepcopy` keeps it (an
+    EMA copy computes with its own weights), and torch.compile sees through it."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            output = cls.forward(self, *args, **kwargs)
+        return _to_fp32(output)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        self.__class__ = cls  # pickled as the user's own class, which can be imported
+        try:
+            return cls.__reduce_ex__(self, protocol)
+        finally:
+            self.__class__ = made
+
+    made = type(cls.__name__, (cls,), {"forward": forward, "__reduce_ex__": reduce, "__deepcopy__": _deepcopy})
+    made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
+    return made
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
+    import copy
+
+    copied = self.__class__.__new__(self.__class__)
+    memo[id(self)] = copied
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    copied.__setstate__(copy.deepcopy(state, memo))
+    return copied
+
+
+def _to_fp32(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*map(_to_fp32, output))
+    if isinstance(output, (tuple, list)):
+        return type(output)(map(_to_fp32, output))
+    if isinstance(output, dict):
+        converted = {key: _to_fp32(value) for key, value in output.items()}
+        if type(output) is dict:
+            return converted
+        for key, value in converted.items():  # such as a model's own ModelOutput
+            output[key] = value
+    return output

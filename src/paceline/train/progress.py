@@ -1,0 +1,41 @@
+"""Which epoch it is, and where a restored run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from paceline.train.loader import Loader
+
+
+class Epochs:
+    """Counts epochs for `run.epochs`.
+
+    A checkpoint written in the body of an epoch belongs to that epoch while a training loader is in the middle of its
+    data, and to the next one when the data have been read: what follows in the body (evaluation, saving) is then done.
+    """
+
+    def __init__(self, loaders: Callable[[], Sequence[Loader]]) -> None:
+        self._loaders = loaders
+        self._current = 0
+        self._inside = False
+        self._ended_before: dict[str, int] = {}
+
+    def upto(self, count: int) -> Iterator[int]:
+        while self._current < count:
+            self._inside = True
+            self._ended_before = {loader.name: loader.ended for loader in self._loaders()}
+            yield self._current
+            self._inside = False
+            self._current += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._current + int(self._inside and self._read())}
+
+    def _read(self) -> bool:
+        loaders = self._loaders()
+        read = [loader for loader in loaders if loader.ended > self._ended_before.get(loader.name, 0)]
+        return bool(read) and all(loader.current is None for loader in loaders)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._current = int(state["epoch"])

@@ -1,0 +1,77 @@
+"""Randomness with an address: every stream is keyed by where it is used, never by what ran before it.
+
+A key is a 64-bit mix (splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators") of the
+seed and the address: (purpose, loader, epoch, step, shard, micro-batch) or (purpose, loader, epoch, example). Seeding
+must be cheap, since it happens for every example: torch's default generator is seeded directly (1 us), not through
+`torch.manual_seed` (119 us), which also walks over every device.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*words: int) -> int:
+    """A well-mixed 64-bit key of whole numbers; the order of the words counts."""
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+def tag(text: str) -> int:
+    """A number for a name (a loader's, a purpose), the same in every process and Python version."""
+    return zlib.crc32(text.encode())
+
+
+def seed_torch(key: int, device: torch.device | None = None) -> None:
+    """Keys torch's CPU generator, and the accelerator's of `device` where it has one."""
+    torch.default_generator.manual_seed(key)
+    if device is not None and device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    elif device is not None and device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).manual_seed(key)
+
+
+def seed_python(key: int) -> None:
+    """Keys Python's `random` and NumPy's legacy generator (whose seeds have 32 bits)."""
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+def seed_all(key: int, device: torch.device | None = None) -> None:
+    """Keys every generator that a data set, a collate function or a model draws from."""
+    seed_torch(key, device)
+    seed_python(key)
+
+
+def get_state(device: torch.device | None = None) -> dict[str, Any]:
+    """The state of all generators, as a tree that checkpoints can hold."""
+    state: dict[str, Any] = {
+        "torch": torch.default_generator.get_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+    if device is not None and device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_state(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Puts back what `get_state` returned."""
+    torch.default_generator.set_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    if "device" in state and device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["device"], device)

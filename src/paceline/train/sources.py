@@ -1,0 +1,319 @@
+"""Where a loader's global batches come from: the plan of an epoch, and torch's DataLoader that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+from paceline.errors import SettingError, suggest
+from paceline.strategies.base import Layout
+from paceline.train import randomness
+from paceline.train.fetch import Fetched, MapFetcher, StreamFetcher, Streams, is_stream
+from paceline.train.order import Request, micro_batches, permutation, requests
+from paceline.train.randomness import mix, tag
+
+STREAM_BUFFER = 1000
+"""Examples that wait in the buffered shuffle of an iterable data set, unless `shuffle_buffer` says otherwise."""
+
+DATALOADER_OPTIONS = frozenset(
+    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor "
+    "persistent_workers pin_memory_device".split()
+)
+"""Arguments of torch's DataLoader that `run.loader` passes on."""
+
+OWN_ARGUMENTS = frozenset(
+    "global_batch micro_batch shuffle train sampler batch_sampler drop_last name shuffle_buffer".split()
+)
+
+
+class Source:
+    """The common part."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        layout: Layout,
+        streams: Streams,
+        micro_batch: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.dataset, self.layout, self.streams = dataset, layout, streams
+        self.micro_batch = micro_batch
+        self.collate = options.pop("collate_fn", None) or default_collate
+        self.options = options
+
+    def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
+        raise NotImplementedError
+
+    def batch_sizes(self) -> Sequence[int]:
+        """Examples in each global batch of an epoch. TypeError where they are not known beforehand."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a position in mid-epoch to mean the same."""
+        raise NotImplementedError
+
+    def steps(self) -> int:
+        return len(self.batch_sizes())
+
+    def yields(self) -> int:
+        if self.layout.together:
+            return self.steps()
+        return sum(micro_batches(size, self.layout.shards, self.micro_batch) for size in self.batch_sizes())
+
+    def data_loader(self, dataset: Any, plan: Any) -> DataLoader[Fetched]:
+        # A generator of its own, since torch's loaders draw from the default one each time they are iterated.
+        return DataLoader(dataset, batch_size=None, sampler=plan, generator=torch.Generator(), **self.options)
+
+
+class MapSource(Source):
+    """A map-style data set, in its own order, shuffled, or in the order of the user's own (batch) sampler."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        name: str,
+        shuffle: bool,
+        sampler: Any,
+        batch_sampler: Any,
+        global_batch: int | None,
+        drop_last: bool,
+        **common: Any,
+    ) -> None:
+        super().__init__(dataset, **common)
+        self.seed, self.name, self.shuffle = seed, name, shuffle
+        self.sampler, self.batch_sampler = sampler, batch_sampler
+        self.global_batch, self.drop_last = global_batch, drop_last
+        self._plan = _Plan()
+        self._loader = self.data_loader(MapFetcher(dataset, self.collate, self.streams), self._plan)
+
+    def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
+        self._plan.requests = self._requests(epoch, start)
+        return iter(self._loader)
+
+    def _requests(self, epoch: int, start: int) -> Iterator[Request]:
+        for step, batch in enumerate(self._batches(epoch)):
+            if step >= start and len(batch):
+                yield from requests(batch, epoch, step, self.layout, self.micro_batch)
+
+    def _batches(self, epoch: int) -> Iterator[Sequence[int]]:
+        if self.batch_sampler is not None:
+            yield from self._sampled(self.batch_sampler, epoch)
+            return
+        assert self.global_batch is not None
+        if self.sampler is not None:
+            order: Iterator[int] = self._sampled(self.sampler, epoch)
+        elif self.shuffle:
+            order = iter(permutation(len(self.dataset), self.seed, self.name, epoch))
+        else:
+            order = iter(range(len(self.dataset)))
+        while batch := list(islice(order, self.global_batch)):
+            if len(batch) == self.global_batch or not self.drop_last:
+                yield batch
+
+    def _sampled(self, sampler: Any, epoch: int) -> Iterator[Any]:
+        """The user's sampler, alike on every rank: it draws from generators keyed by the epoch, and the rest of the
+        program finds its own untouched."""
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        stream = _Keyed(mix(self.seed, tag("sampler"), tag(self.name), epoch))
+        with stream:
+            if hasattr(sampler, "__len__"):
+                yielded: Iterator[Any] = iter(list(sampler))  # at once: putting generators back costs 40 us
+            else:
+                yielded = stream.around(iter(sampler))
+        yield from yielded
+
+    def batch_sizes(self) -> Sequence[int]:
+        if self.batch_sampler is not None:
+            size = getattr(self.batch_sampler, "batch_size", None)
+            if self.micro_batch is not None and size is None:
+                raise TypeError("the sizes of this batch_sampler's batches are not known before it is iterated")
+            return [size or 1] * len(self.batch_sampler)
+        assert self.global_batch is not None
+        return _even(len(self.sampler if self.sampler is not None else self.dataset), self.global_batch, self.drop_last)
+
+    def identity(self) -> dict[str, Any]:
+        length = len(self.dataset)
+        return {"length": length, "global_batch": self.global_batch, "drop_last": self.drop_last}
+
+
+class StreamSource(Source):
+    """An iterable data set."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        global_batch: int,
+        drop_last: bool,
+        buffer: int,
+        **common: Any,
+    ) -> None:
+        super().__init__(dataset, **common)
+        self.global_batch, self.drop_last, self.buffer = global_batch, drop_last, buffer
+        # One reader: data sets split themselves by worker, and a second one would read every example again.
+        self.options["num_workers"] = min(1, self.options.get("num_workers", 0))
+        self.options.pop("persistent_workers", None)  # each epoch starts its reader with that epoch's number
+        self._fetcher = StreamFetcher(
+            dataset,
+            self.collate,
+            self.streams,
+            seed=seed,
+            layout=self.layout,
+            global_batch=global_batch,
+            micro_batch=self.micro_batch,
+            buffer=buffer,
+            drop_last=drop_last,
+        )
+
+    def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
+        self._fetcher.epoch, self._fetcher.start = epoch, start
+        return iter(self.data_loader(self._fetcher, None))
+
+    def batch_sizes(self) -> Sequence[int]:
+        return _even(len(self.dataset), self.global_batch, self.drop_last)
+
+    def identity(self) -> dict[str, Any]:
+        return {"global_batch": self.global_batch, "drop_last": self.drop_last, "shuffle_buffer": self.buffer}
+
+
+class _Plan:
+    """What torch's DataLoader takes for a sampler: the requests of the epoch at hand."""
+
+    requests: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.requests
+
+
+class _Keyed:
+    """Generators of its own for what runs inside, and the program's put back after it."""
+
+    def __init__(self, key: int) -> None:
+        self._key: int | None = key
+        self._own: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._outside = randomness.get_state()
+        if self._key is None:
+            randomness.set_state(self._own)
+        else:
+            randomness.seed_all(self._key)
+            self._key = None
+
+    def __exit__(self, *_: object) -> None:
+        self._own = randomness.get_state()
+        randomness.set_state(self._outside)
+
+    def around(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Each draw of an iterator inside."""
+        while True:
+            with self:
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+
+def _even(length: int, global_batch: int, drop_last: bool) -> Sequence[int]:
+    whole, rest = divmod(length, global_batch)
+    return [global_batch] * whole + ([rest] if rest and not drop_last else [])
+
+
+def make_source(
+    dataset: Any,
+    *,
+    layout: Layout,
+    seed: int,
+    name: str,
+    global_batch: int | None,
+    micro_batch: int | None,
+    shuffle: bool,
+    sampler: Any,
+    batch_sampler: Any,
+    drop_last: bool,
+    shuffle_buffer: int | None,
+    options: dict[str, Any],
+) -> Source:
+    """Checks the arguments of `run.loader` against each other. Raises SettingError."""
+    stream = is_stream(dataset)
+    _check(stream, global_batch, micro_batch, shuffle, sampler, batch_sampler, shuffle_buffer, options)
+    common: dict[str, Any] = {
+        "layout": layout,
+        "streams": Streams(seed, name),
+        "micro_batch": micro_batch,
+        "options": options,
+    }
+    if stream:
+        assert global_batch is not None
+        buffer = (shuffle_buffer or STREAM_BUFFER) if shuffle else 1
+        return StreamSource(dataset, seed=seed, global_batch=global_batch, drop_last=drop_last, buffer=buffer, **common)
+    return MapSource(
+        dataset,
+        seed=seed,
+        name=name,
+        shuffle=shuffle,
+        sampler=sampler,
+        batch_sampler=batch_sampler,
+        global_batch=global_batch,
+        drop_last=drop_last,
+        **common,
+    )
+
+
+def _check(
+    stream: bool,
+    global_batch: int | None,
+    micro_batch: int | None,
+    shuffle: bool,
+    sampler: Any,
+    batch_sampler: Any,
+    shuffle_buffer: int | None,
+    options: dict[str, Any],
+) -> None:
+    for key, value in (
+        ("global_batch", global_batch),
+        ("micro_batch", micro_batch),
+        ("shuffle_buffer", shuffle_buffer),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise SettingError(f"run.loader({key}={value!r}): a whole number of examples, at least 1, is needed.")
+    if "batch_size" in options:
+        raise SettingError(
+            f"run.loader(batch_size={options['batch_size']!r}): say global_batch, the examples of one optimizer step over "
+            "all devices (batch_size is per process elsewhere)."
+        )
+    unknown = set(options) - DATALOADER_OPTIONS
+    if unknown:
+        name = min(unknown)
+        raise SettingError(f"run.loader has no argument {name!r}. {suggest(name, DATALOADER_OPTIONS | OWN_ARGUMENTS)}")
+    if batch_sampler is None and global_batch is None:
+        raise SettingError("run.loader: say global_batch, the examples of one optimizer step over all devices.")
+    own_batches = batch_sampler is not None
+    own_order = own_batches or sampler is not None
+    for given, other, why in (
+        (own_batches, global_batch is not None, "batch_sampler makes the global batches: leave out global_batch"),
+        (own_batches, sampler is not None, "give sampler or batch_sampler, not both"),
+        (own_order, shuffle, "the sampler decides the order: leave out shuffle"),
+        (stream, own_order, "an iterable data set has no indices to sample"),
+        (not stream, shuffle_buffer is not None, "shuffle_buffer is for iterable data sets; others are shuffled whole"),
+    ):
+        if given and other:
+            raise SettingError(f"run.loader: {why}.")
+    for key, value in (("sampler", sampler), ("batch_sampler", getattr(batch_sampler, "sampler", None))):
+        if isinstance(value, DistributedSampler):
+            raise SettingError(
+                f"run.loader({key}={type(value).__name__}): it picks a part for each rank, and Paceline cuts the global "
+                "batch itself, so that most examples would be lost. Give a sampler over the whole data set, or shuffle=True."
+            )

@@ -1,0 +1,337 @@
+"""The step: from a batch to an update, exact over micro-batches, losses, loaders and optimizers.
+
+A loader's yield opens a micro-batch; the first of a global batch opens that too. `backward` weighs a loss by its share
+of the global batch (gradients.py) and hands it to the strategy. `step` acts when every loader that took part has come
+to the last micro-batch of its global batch: it checks the gradient, clips, updates, moves the schedule, and clears.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import collectives
+from paceline.errors import EmptyShardError, UsageError
+from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
+from paceline.train.finite import FiniteWatch, gradient_norm
+from paceline.train.gradients import MEANS, Accounts, Counts, Key
+from paceline.train.guards import Guards
+from paceline.train.loader import Bundle, Loader
+from paceline.train.loss import local_loss, mean_term, sum_term, terms_of
+from paceline.train.order import Request
+from paceline.train.precision import Precision
+from paceline.train.randomness import seed_torch
+
+
+class Stepper:
+    """The state of the step at hand. models, optimizers and schedulers are those of `Run`, which adds to them."""
+
+    def __init__(
+        self, strategy: Strategy, precision: Precision, guards: Guards, *, rank: int, device: torch.device, skip: bool
+    ) -> None:
+        self.strategy, self.precision, self.guards = strategy, precision, guards
+        self.accounts = Accounts()
+        self.accounts.views = strategy.views
+        self.names: dict[Tensor, str] = {}
+        self.updates: dict[torch.optim.Optimizer, int] = {}
+        self.skipped = 0
+        self._counts = Counts()
+        self._watch = FiniteWatch(rank, device)
+        self._device, self._skip = device, skip
+        self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
+        self._open: list[Loader] = []  # those whose current global batch has gradients
+        self._call = 0
+
+    def on_yield(self, loader: Loader) -> None:
+        """A training loader yields: a micro-batch, and perhaps a global batch, begins."""
+        if loader not in self._loaders:
+            self._loaders.append(loader)
+        request = loader.current
+        assert request is not None
+        self._call = 0
+        if request.micro == 0:
+            self._begin(loader)
+
+    def _begin(self, loader: Loader) -> None:
+        for other in self._open:
+            if other is not loader and other.current is not None and not other.current.final:
+                raise UsageError(
+                    f"loader {loader.name!r} begins a global batch while that of loader {other.name!r} is not complete "
+                    f"(micro-batch {other.current.micro + 1} of {other.current.micros}). Loaders that take turns in one loop "
+                    "need the same number of micro-batches in a global batch: set micro_batch of each accordingly."
+                )
+        self._open = []
+        self.accounts.drop_unreduced()
+        self._counts.clear()
+        self._watch.forget()
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
+
+    # --- backward
+
+    def forward_backward(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        model: Any,
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None,
+        of: Loader | None,
+    ) -> Tensor:
+        loader, request = self._loader_of(of, "forward_backward")
+        if isinstance(batch, Bundle):
+            pieces = batch.pieces
+        else:
+            part = request.parts[0]
+            pieces = [Piece(part.shard, part.micro, len(part.indices), batch)]
+        several = len(pieces) > 1
+
+        def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:
+            if several:
+                seed_torch(loader.streams.torch_key(request, piece.shard, piece.micro), device)
+            with self.precision.autocast():
+                try:
+                    return terms_of(loss_fn(replica, piece.batch))
+                except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+                    if piece.count:
+                        raise
+                    raise EmptyShardError(empty_message(error)) from error
+
+        call = self._opened(loader)
+        work = Work(
+            model,
+            pieces,
+            compute,
+            lambda terms: self._passes(terms, [piece.count for piece in pieces], request, call, False),
+            request.final,
+            call,
+            self._inputs(optimizer),
+            request.total,
+        )
+        # Stages of a pipeline run outside the closure, and belong under autocast with it.
+        with self.precision.autocast() if self.strategy.layout.together else nullcontext():
+            terms = self.strategy.forward_backward(work)
+        loss = local_loss(terms, [piece.count for piece in pieces])
+        self._watch.saw(loss, request.indices)
+        return loss
+
+    def backward(
+        self,
+        loss: Tensor | None,
+        total: Tensor | None,
+        count: Weight | None,
+        optimizer: torch.optim.Optimizer | None,
+        of: Loader | None,
+        retain_graph: bool,
+    ) -> None:
+        if self.strategy.closure_only:
+            raise UsageError(CLOSURE_NEEDED)
+        loader, request = self._loader_of(of, "backward")
+        term = mean_term(loss, count) if loss is not None else sum_term(total, count)
+        inputs = self._inputs(optimizer)
+        call = self._opened(loader)
+        for ((weight,),), retain in self._passes([[term]], [request.count], request, call, retain_graph):
+            assert weight is not None
+            self.strategy.backward(
+                [term.value], [weight], final=request.final, call=call, inputs=inputs, retain_graph=retain
+            )
+        self._watch.saw(term.value if loss is None else loss, request.indices)
+
+    def _opened(self, loader: Loader) -> int:
+        if loader not in self._open:
+            self._open.append(loader)
+        call, self._call = self._call, self._call + 1
+        return call
+
+    def _inputs(self, optimizer: torch.optim.Optimizer | None) -> list[Tensor] | None:
+        if optimizer is None:
+            return None
+        self._known(optimizer)
+        return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _passes(
+        self, terms: list[list[Term]], counts: Sequence[int], request: Request, call: int, retain: bool
+    ) -> Iterator[tuple[Weights, bool]]:
+        """The weights of each backward pass, with the accounts before and after it in order (gradients.py)."""
+        scale = self.precision.loss_scale
+        keys: list[Key] = []
+        for i, term in enumerate(terms[0]):
+            key = (call, MEANS if term.count is None else i)
+            if key not in keys:
+                keys.append(key)
+        counted = [key for key in keys if key[1] != MEANS]
+        for _, i in counted:
+            self._counts.add((call, i), [c for piece in terms if (c := piece[i].count) is not None])
+        if not request.final:
+            for number, key in enumerate(keys):
+                self.accounts.hold(key)
+                inverse = {key[1]: 1 / self._counts.scale(key)} if key[1] != MEANS else {}
+                weights = weigh(terms, counts, request.total, scale, inverse, only=key[1])
+                yield weights, retain or number < len(keys) - 1
+            return
+        inverse = self._inverse_totals(counted)
+        factors: list[Weight | None] = [
+            self._counts.scale(key) * inverse[key[1]] if key in counted and request.micros > 1 else None for key in keys
+        ]
+        self.accounts.gather(keys, factors)
+        yield weigh(terms, counts, request.total, scale, dict(inverse), only=None), retain
+        self.accounts.settle(1.0 / scale)
+
+    def _inverse_totals(self, keys: Sequence[Key]) -> dict[int, Tensor]:
+        """1 / C for each of these accounts, C its count in the whole global batch; 0 where nothing was counted."""
+        if not keys:
+            return {}
+        counts = collectives.all_reduce(self._counts.vector(keys, self._device))
+        inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
+        return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
+
+    # --- step
+
+    def step(
+        self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
+    ) -> bool:
+        optimizer = self._only(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        loaders = [loader for loader in self._open if loader.current is not None]
+        if not loaders or (self._call == 0 and not all(loader.stepped for loader in loaders)):
+            raise UsageError(without_backward(parameters))
+        if not all(loader.current is not None and loader.current.final for loader in loaders):
+            return False
+        self.strategy.finish()
+        if self.accounts.unreduced:
+            raise UsageError(
+                "run.step: an earlier micro-batch of this global batch made a backward call that its last one did not make, "
+                "so that its gradient was never combined over the processes. Make the same backward calls in every "
+                "micro-batch (a loss of zero is fine)."
+            )
+        graded = [p for p in parameters if p.grad is not None]
+        if not graded:
+            raise UsageError(without_backward(parameters))
+        acted = self._update(optimizer, graded, max_grad_norm)
+        if acted:
+            self.updates[optimizer] += 1
+            for scheduler in schedulers:
+                with self.guards.stepping():
+                    scheduler.step()
+        else:
+            self.skipped += 1
+        for p in parameters:
+            p.grad = None
+        for loader in loaders:
+            loader.mark_stepped()
+        return True
+
+    def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
+        """Whether the update was made, and not skipped for a gradient that is not finite."""
+        grads = [p.grad for p in graded if p.grad is not None]
+        norm = gradient_norm(grads)
+        if self.precision.scaler is not None or self._skip:
+            finite = math.isfinite(norm.item())
+            if self.precision.scaler is not None:
+                self.precision.scaler.record(not finite)
+            if not finite:
+                return False
+        else:
+            step = sum(self.updates.values())
+            self._watch.check(norm, step, [self.names.get(p, "?") for p in graded], grads)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
+        with self.guards.stepping():
+            self.strategy.step(optimizer)
+        return True
+
+    def drain(self) -> None:
+        """Looks at what the last step left to be looked at."""
+        self._watch.drain()
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a global batch has gradients but no update yet."""
+        return any(loader.current is not None and not loader.stepped for loader in self._open)
+
+    # --- which loader, which optimizer
+
+    def _loader_of(self, of: Loader | None, call: str) -> tuple[Loader, Request]:
+        if of is not None:
+            if of.current is None or not of.train:
+                raise UsageError(f"run.{call}(of=...): that is not a training loader which is being iterated.")
+            return of, of.current
+        active = [loader for loader in self._loaders if loader.current is not None]
+        if not active:
+            raise UsageError(
+                f"run.{call} was called outside a loop over a training loader, so that the size of the global batch is not "
+                "known. Iterate over run.loader(...) and call it there."
+            )
+        if len(active) > 1:
+            names = ", ".join(repr(loader.name) for loader in active)
+            raise UsageError(f"run.{call}: several training loaders are being iterated ({names}): say which, with of=loader.")
+        current = active[0].current
+        assert current is not None
+        return active[0], current
+
+    def _only(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        if optimizer is not None:
+            return self._known(optimizer)
+        if len(self.updates) != 1:
+            raise UsageError(f"run.step(): {len(self.updates)} optimizers are prepared: say which, run.step(optimizer).")
+        return next(iter(self.updates))
+
+    def _known(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if optimizer not in self.updates:
+            raise UsageError(
+                f"this {type(optimizer).__name__} was not prepared: model, optimizer = run.prepare(model, optimizer)."
+            )
+        return optimizer
+
+
+def weigh(
+    terms: list[list[Term]],
+    counts: Sequence[int],
+    total: int,
+    scale: float,
+    inverse: dict[int, Weight],
+    only: int | None,
+) -> Weights:
+    """The weight of each term of each piece: its examples' share of the global batch, or 1 / the count of its term."""
+
+    def weight(number: int, term: Term, count: int) -> Weight | None:
+        if only is not None and only != (MEANS if term.count is None else number):
+            return None
+        return (count / total if term.count is None else inverse[number]) * scale
+
+    return [[weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)]
+
+
+def without_backward(parameters: Sequence[Tensor]) -> str:
+    if any(p.grad is not None for p in parameters):
+        return (
+            "run.step: there are gradients, but run.backward was not called for this batch: loss.backward() was called "
+            "directly, and its gradients are neither weighed by their share of the global batch nor combined over the "
+            "processes. Write run.backward(loss) in its place."
+        )
+    return (
+        "run.step without backward: no gradient has reached this optimizer's parameters. Call run.backward(loss), or "
+        "run.forward_backward(loss_fn, model, batch), in the same turn of the loop before it."
+    )
+
+
+def empty_message(error: BaseException) -> str:
+    return (
+        f"this rank's shard of the global batch is empty, and the model or the loss cannot take its zero-length batch: "
+        f"{type(error).__name__}: {error}. Let it (view(x.size(0), -1) becomes flatten(1)), or see that no shard is empty: a "
+        "global_batch of at least the number of shards, and drop_last=True."
+    )
+
+
+CLOSURE_NEEDED = (
+    "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get a loss "
+    "from a batch. Write\n"
+    "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
+    "    for batch in loader:\n"
+    "        loss = run.forward_backward(loss_fn, model, batch)\n"
+    "or choose a strategy with one replica a process, such as ddp."
+)

@@ -1,0 +1,313 @@
+"""Nested Python state, as a JSON document and named tensors, and back: what a checkpoint holds instead of a pickle.
+
+A document is JSON. `None`, bools, strings, lists, finite floats, ints of 64 bits and dicts with string keys stand for
+themselves; everything else is an object with the key "$", which says what it is:
+
+    {"$": "tuple", "items": [...]}                   also set, frozenset, torch.Size, deque (with "maxlen")
+    {"$": "dict", "items": [[key, value], ...]}      a dict with other keys; also OrderedDict, defaultdict, Counter
+    {"$": "tensor", "name": "state/0/exp_avg"}       the tensor of that name, kept beside the document
+    {"$": "float", "hex": "..."}                     the 8 bytes of an inf or NaN; also int (hexadecimal) and complex
+    {"$": "numpy", "name": ..., "dtype": "<f8", "shape": [...]}     and numpy.scalar
+    {"$": "bytes", "base64": "..."}                  also bytearray; torch.dtype and torch.device have a "name"
+
+Tensors are named by their place ("layer.weight" at the top, "state/0/exp_avg" below), so that the tensors of a model's
+state_dict bear the model's own names. Dtypes that not every safetensors release knows are kept as real pairs (complex)
+or as bytes. A dense tensor in another memory order (channels_last) gets that order back. Values, types, order and bits
+come back exactly. Devices, `requires_grad` and the sharing of memory do not: decoded tensors are plain, on the host.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError
+from paceline.train.refusal import refusal, spell
+
+Json = Any  # None, bool, int, float, str, list or dict with string keys
+
+MARK = "$"
+DEEPEST = 100  # levels; the JSON of one level may nest three deep, and Python's recursion limit is 1,000
+
+_NATIVE_DTYPES = {  # what every safetensors release since 0.4 reads back by itself
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+# Of these, torch.from_numpy makes native tensors.
+_NATIVE_NUMPY = {"f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "b1"}
+_NUMPY_KINDS = "biufcmMSU"  # numbers, times and fixed-length strings: bytes with a dtype, no Python objects
+_FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
+
+
+def encode(tree: Any, what: str = "the state") -> tuple[Json, dict[str, Tensor]]:
+    """`tree` as (document, tensors); `decode` reverses it.
+
+    The tensors are detached, but share their memory with `tree` wherever they can: they may lie on any device, be
+    non-contiguous and overlap. `what` opens error messages ("tracked 'ema'").
+
+    Raises CheckpointError, naming the place in the tree and the remedy, for anything that has no exact plain form:
+    functions, classes, modules, objects, namedtuples, sparse tensors, subclasses of the types above.
+    """
+    encoder = _Encoder(what)
+    return encoder.node(tree, ()), encoder.tensors
+
+
+def decode(document: Json, tensors: Mapping[str, Tensor], what: str = "the state") -> Any:
+    """The tree of a document. It takes over `tensors`: most come back as they are, not as copies.
+
+    Raises CheckpointError for a document that `encode` did not write, and for a tensor that is missing.
+    """
+    try:
+        return _decode(document, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{what} cannot be read back: {type(error).__name__}: {error}. The document and its tensors do not fit "
+            "together, or another program wrote them; use another checkpoint."
+        ) from error
+
+
+class _Encoder:
+    """One walk over one tree. `path` is the keys and indices from the root to the value at hand."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.tensors: dict[str, Tensor] = {}
+        self._open: set[int] = set()  # ids of the containers that the walk is in: a cycle meets one of them again
+        self._hashed = 0  # > 0 inside dict keys and set members, where a tensor means its identity, not its values
+
+    def node(self, value: Any, path: tuple[Any, ...]) -> Json:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**63 else {MARK: "int", "hex": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {MARK: "float", "hex": struct.pack("<d", value).hex()}
+        if kind in _CONTAINERS:
+            return self._container(value, path)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            return self._tensor(value, path)
+        if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
+            return self._array(value, path)
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+            return {MARK: "numpy.scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+        if kind in _SIMPLE:
+            return {MARK: _NAMES[kind], **_SIMPLE[kind](value)}
+        raise self._refuse(path, *refusal(value))
+
+    def _container(self, value: Any, path: tuple[Any, ...]) -> Json:
+        if id(value) in self._open:
+            raise self._refuse(path, "a container that holds itself", "Take the cycle out of the state.")
+        if len(path) >= DEEPEST:
+            raise self._refuse(path, f"a container nested {DEEPEST} levels deep", "Flatten it.")
+        self._open.add(id(value))
+        try:
+            return self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
+        finally:
+            self._open.remove(id(value))
+
+    def _mapping(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Json:
+        kind = type(value)
+        if kind is dict and all(type(key) is str for key in value) and MARK not in value:
+            return {key: self.node(item, (*path, key)) for key, item in value.items()}
+        items = [[self._key(key, (*path, key)), self.node(item, (*path, key))] for key, item in value.items()]
+        node: dict[str, Json] = {MARK: _NAMES[kind], "items": items}
+        if isinstance(value, defaultdict):
+            factory = value.default_factory
+            if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+                raise self._refuse(path, "a defaultdict of a function", f"Known factories: {', '.join(_FACTORIES)}.")
+            node["default"] = None if factory is None else factory.__name__
+        # A module's state_dict carries the version of each layer's format there, and load_state_dict looks at it.
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            node["metadata"] = self.node(value._metadata, (*path, "_metadata"))
+        return node
+
+    def _sequence(self, value: Iterable[Any], path: tuple[Any, ...]) -> Json:
+        kind = type(value)
+        if kind is set or kind is frozenset:
+            # In one order, whatever the hashes: equal states give equal files.
+            items = sorted((self._key(item, (*path, item)) for item in value), key=json.dumps)
+        else:
+            items = [self.node(item, (*path, index)) for index, item in enumerate(value)]
+        if kind is list:
+            return items
+        node: dict[str, Json] = {MARK: _NAMES[kind], "items": items}
+        if isinstance(value, deque):
+            node["maxlen"] = value.maxlen
+        return node
+
+    def _key(self, key: Any, path: tuple[Any, ...]) -> Json:
+        self._hashed += 1
+        try:
+            return self.node(key, path)
+        finally:
+            self._hashed -= 1
+
+    def _tensor(self, value: Tensor, path: tuple[Any, ...]) -> Json:
+        if self._hashed or value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
+            raise self._refuse(path, *refusal(value, hashed=self._hashed > 0))
+        value = value.detach()
+        node: dict[str, Json] = {MARK: "tensor"}
+        if strides := _permuted_strides(value):
+            node["strides"] = strides
+        if value.is_complex():
+            node["dtype"] = _dtype_name(value.dtype)
+            value = torch.view_as_real(value.resolve_conj())
+        elif value.dtype not in _NATIVE_DTYPES:
+            node.update(dtype=_dtype_name(value.dtype), shape=list(value.shape))
+            value = value.contiguous().reshape(-1).view(torch.uint8)
+        node["name"] = self._keep(value.resolve_neg(), path)
+        return node
+
+    def _array(self, value: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Json:
+        node = {MARK: "numpy", "dtype": value.dtype.str, "shape": list(value.shape)}
+        if value.dtype.isnative and value.dtype.str[1:] in _NATIVE_NUMPY:
+            plain = value if value.flags.c_contiguous and value.flags.writeable else value.copy(order="C")
+        else:
+            plain = np.frombuffer(bytearray(value.tobytes()), np.uint8)
+        node["name"] = self._keep(torch.from_numpy(plain), path)
+        return node
+
+    def _keep(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+        """Files `tensor` under a name made of its path, which safetensors and UTF-8 can hold."""
+        place = "/".join(part if isinstance(part, str) else str(part) for part in path)
+        place = place.encode("utf-8", "backslashreplace").decode()
+        name, number = place, 1
+        while name in self.tensors or name == "__metadata__":  # the header of a safetensors file owns that one
+            number += 1
+            name = f"{place}#{number}"
+        self.tensors[name] = tensor
+        return name
+
+    def _refuse(self, path: tuple[Any, ...], described: str, remedy: str) -> CheckpointError:
+        return CheckpointError(f"{self.what}{spell(path)}: {described} cannot be saved. {remedy}")
+
+
+def _permuted_strides(value: Tensor) -> list[int] | None:
+    """The strides of a dense tensor whose dims lie in another order in memory (channels_last), else None."""
+    if value.is_contiguous():
+        return None
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride()) if size != 1):
+        if stride != expected:
+            return None
+        expected *= size
+    return list(value.stride())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque, torch.Size}
+_SIMPLE: dict[type, Callable[[Any], dict[str, str]]] = {
+    complex: lambda value: {"hex": struct.pack("<dd", value.real, value.imag).hex()},
+    bytes: lambda value: {"base64": base64.b64encode(value).decode()},
+    bytearray: lambda value: {"base64": base64.b64encode(value).decode()},
+    torch.dtype: lambda value: {"name": _dtype_name(value)},
+    torch.device: lambda value: {"name": str(value)},
+}
+_NAMES = {kind: kind.__name__ for kind in (*_CONTAINERS, *_SIMPLE)}
+_NAMES |= {torch.Size: "torch.Size", torch.dtype: "torch.dtype", torch.device: "torch.device"}
+
+
+def _decode(node: Json, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if MARK not in node:
+        return {key: _decode(item, tensors) for key, item in node.items()}
+    return _DECODERS[node[MARK]](node, tensors)
+
+
+def _items(node: Json, tensors: Mapping[str, Tensor]) -> list[Any]:
+    return [_decode(item, tensors) for item in node["items"]]
+
+
+def _pairs(node: Json, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
+    return [(_decode(key, tensors), _decode(value, tensors)) for key, value in node["items"]]
+
+
+def _ordered_dict(node: Json, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
+    result = OrderedDict(_pairs(node, tensors))
+    if "metadata" in node:
+        result._metadata = _decode(node["metadata"], tensors)  # type: ignore[attr-defined]
+    return result
+
+
+def _default_dict(node: Json, tensors: Mapping[str, Tensor]) -> defaultdict[Any, Any]:
+    factory = None if node["default"] is None else _FACTORIES[node["default"]]
+    return defaultdict(factory, _pairs(node, tensors))
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return dtype
+
+
+def _tensor(node: Json, tensors: Mapping[str, Tensor]) -> Tensor:
+    value = tensors[node["name"]]
+    if "shape" in node:
+        value = value.view(_dtype(node["dtype"])).reshape(node["shape"])
+    elif "dtype" in node:
+        value = torch.view_as_complex(value)
+    if "strides" in node:
+        ordered = torch.empty_strided(value.shape, node["strides"], dtype=value.dtype)
+        value = ordered.copy_(value)
+    return value
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"a numpy array of dtype {name!r} is never saved")
+    return dtype
+
+
+def _array(node: Json, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
+    plain, dtype, shape = tensors[node["name"]].numpy(), _numpy_dtype(node["dtype"]), tuple(node["shape"])
+    if plain.dtype == dtype and plain.shape == shape:
+        return plain
+    if plain.nbytes == 0:
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, buffer=plain.data)
+
+
+def _scalar(node: Json) -> Any:
+    dtype, data = _numpy_dtype(node["dtype"]), bytes.fromhex(node["hex"])
+    return (np.ndarray((), dtype, buffer=data) if data else np.empty((), dtype))[()]
+
+
+_DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
+    "dict": lambda node, tensors: dict(_pairs(node, tensors)),
+    "OrderedDict": _ordered_dict,
+    "defaultdict": _default_dict,
+    "Counter": lambda node, tensors: Counter(dict(_pairs(node, tensors))),
+    "tuple": lambda node, tensors: tuple(_items(node, tensors)),
+    "set": lambda node, tensors: set(_items(node, tensors)),
+    "frozenset": lambda node, tensors: frozenset(_items(node, tensors)),
+    "torch.Size": lambda node, tensors: torch.Size(_items(node, tensors)),
+    "deque": lambda node, tensors: deque(_items(node, tensors), node["maxlen"]),
+    "int": lambda node, tensors: int(node["hex"], 16),
+    "float": lambda node, tensors: struct.unpack("<d", bytes.fromhex(node["hex"]))[0],
+    "complex": lambda node, tensors: complex(*struct.unpack("<dd", bytes.fromhex(node["hex"]))),
+    "bytes": lambda node, tensors: base64.b64decode(node["base64"]),
+    "bytearray": lambda node, tensors: bytearray(base64.b64decode(node["base64"])),
+    "torch.dtype": lambda node, tensors: _dtype(node["name"]),
+    "torch.device": lambda node, tensors: torch.device(node["name"]),
+    "tensor": _tensor,
+    "numpy": _array,
+    "numpy.scalar": lambda node, tensors: _scalar(node),
+}

@@ -1,0 +1,322 @@
+"""Which process is this, and of how many? Read from what the launcher left in the environment. Imports no torch.
+
+The first of these that describes a world decides:
+
+1. RANK and its companions, written by torchrun and by `paceline run`, or by hand. First, because torchrun also runs
+   inside Slurm jobs.
+2. Open MPI's OMPI_COMM_WORLD_* and the PMI_* of MPICH and Intel MPI. Before Slurm, because inside a Slurm job mpirun
+   starts one helper on each node with srun, and its processes inherit the *helper's* SLURM_* variables.
+3. A Slurm step (srun) of several tasks. A batch script or an salloc shell is not a world: it has SLURM_PROCID=0 and
+   SLURM_NTASKS=4, but it is one process.
+4. Otherwise the process is alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import WorldError
+
+# How `paceline run` speaks to its workers, beside torchrun's variables. Not a way to configure.
+LAUNCHER_PID = "PACELINE_LAUNCHER_PID"  # process id of the launcher: a worker ends when it is gone
+SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the command line, such as {"strategy": "ddp"}
+ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
+
+Environment = Mapping[str, str]
+
+_ALONE = "To run as one process, unset the launcher's variables."
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of a run, seen from one of them.
+
+    Attributes:
+        rank: this process's number among all, 0 <= rank < size.
+        size: the number of processes.
+        local_rank: its number among those on its node.
+        local_size: the number of processes on its node.
+        node: the number of its machine, 0 <= node < nodes.
+        nodes: the number of machines.
+        source: who said so: "torchrun", "paceline", "slurm", "openmpi", "mpich", "alone" or "start()".
+        master_addr: the host where rank 0 is (or the launcher's store). None where a lone process needs none.
+        master_port: the TCP port of the store there. None where a lone process needs none.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    source: str
+    master_addr: str | None = None
+    master_port: int | None = None
+
+
+def from_env(environ: Environment) -> World:
+    """The world that `environ` describes.
+
+    Raises:
+        WorldError: a variable is missing, not a whole number, or contradicts another.
+    """
+    if "RANK" in environ:
+        return _torchrun(environ)
+    world = _open_mpi(environ) or _mpich(environ) or _slurm(environ)
+    if environ.get("WORLD_SIZE"):
+        size = _number(environ, "WORLD_SIZE", least=1)
+        if size != (world.size if world else 1):
+            found = f"{world.source} started {world.size} processes" if world else "RANK is not set"
+            raise WorldError(f"WORLD_SIZE={size} is set, but {found}. Set RANK too, or unset WORLD_SIZE.")
+    if world is None and environ.get("LOCAL_RANK") and _number(environ, "LOCAL_RANK") > 0:
+        raise WorldError(
+            f"LOCAL_RANK={environ['LOCAL_RANK']} is set, but RANK and WORLD_SIZE are not: this process would train "
+            f"by itself, beside the others. Set RANK and WORLD_SIZE, or unset LOCAL_RANK."
+        )
+    return world or World(0, 1, 0, 1, 0, 1, "alone")
+
+
+# ---------------------------------------------------------------- torchrun, paceline run, and by hand
+
+
+def _torchrun(environ: Environment) -> World:
+    rank = _number(environ, "RANK")
+    size = _number(environ, "WORLD_SIZE", least=1, why="RANK is")
+    given = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
+    if not given:
+        step = _slurm(environ)  # srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS python train.py'
+        if step is not None and (step.rank, step.size) == (rank, size):
+            return step
+    local_rank, local_size = _local_place(environ, given, rank, size)
+    block = size % local_size == 0 and rank % local_size == local_rank  # ranks 0..n-1 on node 0, and so on
+    if "GROUP_RANK" in environ or block:
+        node = _number(environ, "GROUP_RANK") if "GROUP_RANK" in environ else rank // local_size
+    else:
+        raise WorldError(
+            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_size} do not say on "
+            f"which node this process is. Set GROUP_RANK to the number of this machine, counted from 0."
+        )
+    least_nodes = -(-size // local_size)
+    nodes = _number(environ, "GROUP_WORLD_SIZE", least=1) if "GROUP_WORLD_SIZE" in environ else least_nodes
+    addr, port = _master(environ, size)
+    source = "paceline" if LAUNCHER_PID in environ else "torchrun"
+    world = World(rank, size, local_rank, local_size, node, nodes, source, addr, port)
+    return _consistent(world, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+
+
+def _local_place(environ: Environment, given: list[str], rank: int, size: int) -> tuple[int, int]:
+    """(local rank, local size). Older launchers, and people, set only RANK, WORLD_SIZE and MASTER_*."""
+    if len(given) == 2:
+        return _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", least=1)
+    if size == 1 or _is_loopback(environ.get("MASTER_ADDR", "")):  # one machine
+        place = (rank, size)
+    elif not given:  # one process on each machine, as Kubernetes' PyTorchJob starts them
+        place = (0, 1)
+    else:
+        missing = "LOCAL_WORLD_SIZE" if given == ["LOCAL_RANK"] else "LOCAL_RANK"
+        raise WorldError(
+            f"{given[0]}={environ[given[0]]} is set, but {missing} is not. Set both (this process's number on its "
+            f"machine, and how many run there), or start the script with torchrun, which does."
+        )
+    for name, value in zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), place, strict=True):
+        if name in given and _number(environ, name) != value:
+            raise WorldError(
+                f"{name}={environ[name]} contradicts RANK={rank} and WORLD_SIZE={size}, all on this machine "
+                f"(MASTER_ADDR={environ.get('MASTER_ADDR', '')!r}): it would be {value}. Correct it, or set both "
+                f"LOCAL_RANK and LOCAL_WORLD_SIZE."
+            )
+    return place
+
+
+# ---------------------------------------------------------------- MPI
+
+
+def _open_mpi(environ: Environment) -> World | None:
+    prefix = "OMPI_COMM_WORLD_"
+    names = (prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE")
+    if not any(name in environ for name in names[:2]):
+        return None
+    nodes_name = "OMPI_MCA_orte_num_nodes"  # Open MPI 4; 5 has no such variable
+    nodes = _number(environ, nodes_name, least=1) if environ.get(nodes_name) else None
+    job = environ.get("PMIX_NAMESPACE", "")  # unlike for every mpirun
+    return _mpi(environ, names, "openmpi", nodes, _port(job) if job else 29500)
+
+
+def _mpich(environ: Environment) -> World | None:
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if not any(name in environ for name in names[:2]):
+        return None
+    if "MPI_LOCALRANKID" not in environ and _slurm_step(environ):
+        return None  # srun --mpi=pmi2 sets PMI_RANK as well; Slurm's own variables say more
+    return _mpi(environ, names, "mpich", None, 29500)  # 29500: torch's default; nothing here names the job
+
+
+def _mpi(environ: Environment, names: tuple[str, str, str, str], source: str, nodes: int | None, port: int) -> World:
+    """`names`: the variables for rank, size, local rank and local size. `nodes`: their number, where it is known."""
+    rank, local_rank = _number(environ, names[0], why="mpirun runs"), _number(environ, names[2], why="mpirun runs")
+    size = _number(environ, names[1], least=1, why="mpirun runs")
+    local_size = _number(environ, names[3], least=1, why="mpirun runs")
+    # MPI tells nobody the number of its node. With as many ranks on each node, one node after another, it follows.
+    if size % local_size or rank % local_size != local_rank or nodes not in (None, size // local_size):
+        raise WorldError(
+            f"{names[0]}={rank}, {names[1]}={size}, {names[2]}={local_rank} and {names[3]}={local_size}: the ranks are "
+            f"not laid out evenly, one node after another. Start as many on each node, and in order (Open MPI: "
+            f"`mpirun --map-by slot`), or use torchrun."
+        )
+    place = (rank // local_size, size // local_size)
+    if place[1] == 1:
+        addr, master_port = _master(environ, size, "127.0.0.1", port)
+    else:
+        addr, master_port = _master(environ, size)
+    world = World(rank, size, local_rank, local_size, *place, source, addr, master_port)
+    return _consistent(world, names)
+
+
+# ---------------------------------------------------------------- Slurm
+
+
+def _slurm_step(environ: Environment) -> bool:
+    """Is this a task of an srun step? (The batch script and the shell of salloc have no step id.)"""
+    return "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ)
+
+
+def _slurm(environ: Environment) -> World | None:
+    if not _slurm_step(environ):
+        return None
+    # In the shell of a newer salloc, itself a step of one task, SLURM_NTASKS is the number of the whole job.
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    size = _number(environ, size_name, least=1, why="SLURM_PROCID is")
+    if size == 1:
+        return None
+    why = "SLURM_PROCID is"
+    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", why=why)
+    node = _number(environ, "SLURM_NODEID", why=why)
+    nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
+    nodes = _number(environ, nodes_name, least=1, why=why)
+    tasks = _tasks_per_node(environ, why)
+    if sum(tasks) != size or len(tasks) != nodes or node >= nodes:
+        raise WorldError(
+            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} is {sum(tasks)} tasks on {len(tasks)} "
+            f"nodes, but {size_name}={size}, {nodes_name}={nodes} and SLURM_NODEID={node}. Do not set Slurm's "
+            f"variables by hand; start the script with srun."
+        )
+    if nodes == 1:
+        host = "127.0.0.1"
+    else:
+        host = expand_hosts(_text(environ, "SLURM_STEP_NODELIST", why))[0]
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID", "")
+    port = _port(f"{environ.get('SLURM_JOB_ID', '')}.{step}")
+    addr, master_port = _master(environ, size, host, port)
+    world = World(rank, size, local_rank, tasks[node], node, nodes, "slurm", addr, master_port)
+    return _consistent(world, ("SLURM_PROCID", size_name, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"))
+
+
+def _tasks_per_node(environ: Environment, why: str) -> list[int]:
+    """Slurm's "2(x3),1" as [2, 2, 2, 1]."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = _text(environ, name, why)
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise WorldError(f"{name}={text!r} is not of the form '2(x3),1'. Start the script with srun.")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Slurm's short form of host names, written out: "gpu[07-09,12],login" is gpu07, gpu08, gpu09, gpu12, login."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        choices: list[list[str]] = []
+        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
+            choices.append([literal] if literal else [number for part in ranges.split(",") for number in _range(part)])
+        hosts += ["".join(parts) for parts in itertools.product(*choices)]
+    if not hosts or any(not host for host in hosts):
+        raise WorldError(f"SLURM_STEP_NODELIST={text!r} names no host. Set MASTER_ADDR to the host of rank 0.")
+    return hosts
+
+
+def _range(text: str) -> list[str]:
+    """ "07-09" as 07, 08, 09: leading zeros stay."""
+    first, dash, last = text.strip().partition("-")
+    if not dash:
+        return [first]
+    if not (first.isdigit() and last.isdigit()):
+        raise WorldError(f"SLURM_STEP_NODELIST has a range {text!r}. Set MASTER_ADDR to the host of rank 0.")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+# ---------------------------------------------------------------- reading and checking
+
+
+def _text(environ: Environment, name: str, why: str) -> str:
+    text = environ.get(name, "").strip()
+    if not text:
+        raise WorldError(f"{name} is not set, but {why}. Set it, or start the script with a launcher. {_ALONE}")
+    return text
+
+
+def _number(environ: Environment, name: str, *, least: int = 0, why: str = "others of its family are") -> int:
+    """The whole number in variable `name`, at least `least`. `why` ends the sentence "it is not set, but ..."."""
+    text = _text(environ, name, why)
+    if not re.fullmatch(r"\d+", text, re.ASCII) or int(text) < least:
+        raise WorldError(f"{name}={text!r} is not a whole number of at least {least}. Correct it. {_ALONE}")
+    return int(text)
+
+
+def _master(
+    environ: Environment, size: int, addr: str | None = None, port: int | None = None
+) -> tuple[str | None, int | None]:
+    """MASTER_ADDR and MASTER_PORT where they are set, otherwise the given ones. A world of several needs both."""
+    addr = environ.get("MASTER_ADDR") or addr
+    if environ.get("MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT", least=1)
+        if port > 65535:
+            raise WorldError(f"MASTER_PORT={port} is no TCP port. Set one from 1024 to 65535 that is free.")
+    for name, value in (("MASTER_ADDR", addr), ("MASTER_PORT", port)):
+        if value is None and size > 1:
+            raise WorldError(
+                f"{name} is not set, and this is one of {size} processes. Set MASTER_ADDR to the host of rank 0 and "
+                f"MASTER_PORT to a free port there, alike for all (Open MPI: `mpirun -x {name}=...`), or start the "
+                f"script with `paceline run` or torchrun. {_ALONE}"
+            )
+    return addr, port
+
+
+def _port(job: str) -> int:
+    """A port that all processes of a job agree on and that two jobs rarely share.
+
+    From 15000 to 29399: above the well-known ports, below torch's usual 29400 and 29500, and below the range from
+    which Linux takes ports for outgoing connections (32768 and up).
+    """
+    return 15000 + zlib.crc32(job.encode()) % 14400
+
+
+def _is_loopback(addr: str) -> bool:
+    return addr in ("localhost", "::1") or addr.startswith("127.")
+
+
+def _consistent(world: World, names: tuple[str, ...]) -> World:
+    """`world`, if its numbers can be. `names`: the variables of rank, size, local rank, local size and node."""
+    rank, size, local_rank, local_size = names[:4]
+    problem = None
+    if world.rank >= world.size:
+        problem = f"{rank}={world.rank} is not below {size}={world.size}"
+    elif world.local_rank >= world.local_size:
+        problem = f"{local_rank}={world.local_rank} is not below {local_size}={world.local_size}"
+    elif world.local_size > world.size:
+        problem = f"{local_size}={world.local_size} is more than {size}={world.size}"
+    elif world.local_rank > world.rank:
+        problem = f"{local_rank}={world.local_rank} is more than {rank}={world.rank}"
+    elif world.node >= world.nodes:
+        problem = f"{names[4]}={world.node} is not below the number of nodes, {world.nodes}"
+    elif world.nodes > world.size - world.local_size + 1:
+        problem = f"{size}={world.size} is too few for {world.nodes} nodes with {local_size}={world.local_size} on one"
+    if problem:
+        raise WorldError(f"{problem}. Set them right, or start the script with `paceline run` or torchrun. {_ALONE}")
+    return world

@@ -1,0 +1,67 @@
+"""Collectives on 3 real processes, and alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.comm import checks
+from tests.ranks import checks_in, run_ranks
+
+from paceline.comm import collectives
+from paceline.comm.replicas import Alone
+from paceline.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    return run_ranks(3, "tests.comm.checks:run_all", deadline=60)
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in checks_in(vars(checks))])
+def test_on_three_ranks(name: str, failures: list[dict[str, str]]) -> None:
+    for rank, failed in enumerate(failures):
+        assert name not in failed, f"rank {rank}:\n{failed.get(name)}"
+
+
+def test_alone_nothing_travels() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert collectives.all_reduce(tensor).tolist() == [1, 2]
+    assert collectives.all_reduce(tensor, async_op=True).wait().tolist() == [1, 2]
+    assert collectives.gather_objects("x") == ["x"]
+    assert collectives.broadcast_object("x", src=0) == "x"
+    assert collectives.digest_mismatch([("a", tensor)]) == []
+    collectives.broadcast_tensors([tensor])
+    collectives.barrier()
+    assert collectives.device_of() == torch.device("cpu")
+    assert (collectives.size_of(), collectives.rank_of()) == (1, 0)
+
+
+def test_alone_gather_gives_a_new_tensor() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    joined = collectives.gather_uneven(tensor)
+    assert joined.data_ptr() != tensor.data_ptr()
+    joined.sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad.tolist() == [1, 1]
+    assert not collectives.differentiable_sum(tensor.detach(), Alone()).requires_grad
+    with pytest.raises(UsageError, match="0-dim"):
+        collectives.gather_uneven(torch.tensor(1.0))
+
+
+def test_digest_tells_permutations_and_dtypes_apart() -> None:
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    others = [tensor.flip(0), tensor + 0.0 * tensor - 1e-7, tensor.double(), torch.cat([tensor, torch.zeros(0)])]
+    digests = [collectives.digest(other).item() for other in (tensor, *others)]
+    assert digests[0] == digests[4]
+    assert len(set(digests)) == 4
+
+
+def test_a_failing_rank_is_reported_and_ends_the_others() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: Traceback.*one of us"):
+        run_ranks(2, "tests.comm.test_collectives:one_fails", deadline=30)
+
+
+def one_fails() -> None:
+    if collectives.rank_of() == 1:
+        raise ValueError("one of us")
+    collectives.barrier()

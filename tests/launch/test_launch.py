@@ -1,0 +1,435 @@
+"""`paceline run` with real processes. Every wait has a deadline, and no launch may leave a process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline import launch
+from paceline.errors import LaunchError
+from paceline.launch import processes
+
+DEADLINE_SECONDS = 60.0  # for what takes two seconds on an idle machine
+MARK = "PACELINE_TEST_MARK"  # every descendant of a launch inherits it
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> float:
+    """Seconds waited."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All living processes that descend from a launch, also those whose parent has gone."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+class Launches:
+    """Starts `paceline run` in a directory of its own, and ends what a failed test leaves."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.mark = uuid.uuid4().hex
+        self.environ = {**os.environ, MARK: self.mark, "TMPDIR": str(directory / "tmp")}
+        (directory / "tmp").mkdir()
+        self._started: list[subprocess.Popen[str]] = []
+
+    def script(self, code: str, name: str = "script.py") -> str:
+        (self.directory / name).write_text(textwrap.dedent(code))
+        return name
+
+    def start(self, *line: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "run", *line],
+            cwd=self.directory,
+            env=self.environ,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr); nothing is left of the launch, no process and no file."""
+        out, err = process.communicate(timeout=DEADLINE_SECONDS)
+        assert marked(self.mark) == []
+        assert list((self.directory / "tmp").iterdir()) == []
+        return process.returncode, out, err
+
+    def run(self, *line: str) -> tuple[int, str, str]:
+        return self.end(self.start(*line))
+
+    def wait_for_file(self, *names: str) -> None:
+        wait_for(lambda: all((self.directory / name).exists() for name in names), f"the files {names}")
+
+    def close(self) -> list[int]:
+        left = [process.pid for process in marked(self.mark)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.communicate(timeout=DEADLINE_SECONDS)
+        return left
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    launches = Launches(tmp_path)
+    yield launches
+    assert launches.close() == []
+
+
+# ---------------------------------------------------------------- a good run
+
+
+def test_script_runs_as_with_plain_python(launches: Launches) -> None:
+    """Arguments, path, names, settings and environment; also that lines of two ranks never mix."""
+    (launches.directory / "inner").mkdir()
+    (launches.directory / "inner" / "beside.py").write_text("HERE = True")
+    code = """
+        import atexit, json, os, sys
+        import beside
+        class Thing: pass
+        atexit.register(lambda: print("at exit", sys.modules["__main__"].Thing.__module__))
+        facts = dict(argv=sys.argv, path=sys.path[0], name=__name__, file=__file__, annotations=__annotations__,
+                     environ={name: os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "PACELINE_SETTINGS")})
+        if __name__ == "__main__":
+            with open(f"facts{os.environ.get('RANK', '')}.json", "w") as file:
+                json.dump(facts, file)
+        for _ in range(200):
+            print("a" * 10, "b" * 10, "c" * 10)
+        value: int = 3
+    """
+    script = launches.script(code, "inner/script.py")
+    arguments = ["--epochs", "3", "--nproc", "7", "--", "a b", "--help"]
+    plain = subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=launches.directory,
+        env=launches.environ,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    launches.environ |= {"RANK": "5", "PACELINE_SETTINGS": '{"seed": 1}', "PYTHONUNBUFFERED": "1"}
+    launches.environ.pop("OMP_NUM_THREADS", None)
+    code_, out, err = launches.run("--nproc", "2", "--strategy", "ddp", script, *arguments)
+
+    assert (code_, err) == (0, "")
+    assert sorted(out.splitlines()) == sorted(plain.stdout.splitlines() * 2)
+    expected = json.loads((launches.directory / "facts.json").read_text())
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in ("0", "1"):
+        facts = json.loads((launches.directory / f"facts{rank}.json").read_text())
+        assert facts.pop("environ") == {
+            "RANK": rank,
+            "OMP_NUM_THREADS": threads,
+            "PACELINE_SETTINGS": '{"strategy": "ddp"}',
+        }
+        assert facts == {name: value for name, value in expected.items() if name != "environ"}
+
+
+def test_only_loopback_listens(launches: Launches) -> None:
+    code = """
+        import os, pathlib, time
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        dist.new_group([0, 1])
+        pathlib.Path(f"ready{dist.get_rank()}").write_text(str(int(total)))
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+        dist.destroy_process_group()
+    """
+    process = launches.start("--nproc", "2", launches.script(code))
+    launches.wait_for_file("ready0", "ready1")
+    tree = marked(launches.mark)
+    listening = {c.laddr.ip for p in tree for c in p.net_connections("all") if c.status == psutil.CONN_LISTEN}
+    bound = {c.laddr.ip for p in tree for c in p.net_connections("inet")}
+    (launches.directory / "go").touch()
+    assert launches.end(process) == (0, "", "")
+    assert len(tree) == 3
+    assert listening == {"127.0.0.1"}
+    assert bound <= {"127.0.0.1", "::ffff:127.0.0.1"}  # the second: a client by way of an IPv6 socket
+    assert (launches.directory / "ready0").read_text() == "2"
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_failing_rank_is_shown_once_and_the_stubborn_ends(launches: Launches) -> None:
+    code = """
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["RANK"] == "0":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])  # ignores SIGTERM too
+            open("ready", "w").close()
+            time.sleep(300)
+        while not os.path.exists("ready"):
+            time.sleep(0.02)
+        open("failed", "w").write(str(time.time()))
+        def load(path):
+            raise ValueError(f"bad data in {path}")
+        load("shard-3")
+    """
+    result = launches.run("--nproc", "2", launches.script(code))
+    seconds = time.time() - float((launches.directory / "failed").read_text())
+    path = launches.directory / "script.py"
+    expected = f"""\
+        rank 1 failed: ValueError: bad data in shard-3
+        Traceback (most recent call last):
+          File "{path}", line 13, in <module>
+            load("shard-3")
+          File "{path}", line 12, in load
+            raise ValueError(f"bad data in {{path}}")
+        ValueError: bad data in shard-3
+    """
+    assert result == (1, "", textwrap.dedent(expected))
+    assert seconds < 5.0
+
+
+def test_a_killed_rank_is_named_and_not_its_victim(launches: Launches) -> None:
+    """Gloo tells the survivor within milliseconds that its peer has gone."""
+    code = """
+        import os, signal
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            open("told", "w").write(str(error))
+            raise
+    """
+    assert launches.run("--nproc", "2", launches.script(code)) == (
+        137,
+        "",
+        "rank 1 was killed by SIGKILL (perhaps out of memory)\n",
+    )
+
+
+def test_a_rank_that_leaves_early_is_named(launches: Launches) -> None:
+    """Also that gloo's own words are known as a consequence: only then are the others looked at."""
+    code = """
+        import os
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 0:
+            os._exit(0)
+        dist.all_reduce(torch.ones(1))
+    """
+    exit_code, _, err = launches.run("--nproc", "2", launches.script(code))
+    assert exit_code == 1
+    assert err.startswith("rank 1 failed: RuntimeError: ")
+    assert err.endswith("rank 0 had ended before, without an error: do all ranks take the same number of steps?\n")
+    assert err.count("Traceback") == 1
+
+
+VICTIM_FIRST = """
+    import os, sys, time
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:1")
+    time.sleep(0.5)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "first_line"),
+    [
+        pytest.param(
+            VICTIM_FIRST.format(end="raise ValueError('why')"), 1, "rank 1 failed: ValueError: why", id="error"
+        ),
+        pytest.param(VICTIM_FIRST.format(end="sys.exit(3)"), 3, "rank 1 ended with exit code 3", id="exit code"),
+        pytest.param(
+            VICTIM_FIRST.format(end="os.kill(os.getpid(), 11)"),
+            139,
+            "rank 1 was killed by SIGSEGV (a crash in native code)",
+            id="signal",
+        ),
+        pytest.param(  # it has failed, and has not ended yet
+            VICTIM_FIRST.format(end="import atexit; atexit.register(time.sleep, 300); raise ValueError('why')"),
+            1,
+            "rank 1 failed: ValueError: why",
+            id="error and a slow end",
+        ),
+        pytest.param(
+            VICTIM_FIRST.format(end="time.sleep(300)"), 1, "rank 0 failed: RuntimeError: [pair.cc]", id="nothing else"
+        ),
+        pytest.param("import sys; sys.exit('no data')", 1, "rank 0 ended with exit code 1", id="exit with words"),
+        pytest.param("import sys; sys.exit(0)", 0, "", id="exit code 0"),
+        pytest.param("print('a'\n", 1, "rank 0 failed: ", id="syntax error"),
+    ],
+)
+def test_cause(
+    launches: Launches, capfd: pytest.CaptureFixture[str], code: str, exit_code: int, first_line: str
+) -> None:
+    """In this process, which has torch already: `paceline run` calls the same function."""
+    script = str(launches.directory / launches.script(code))
+    start = time.monotonic()
+    nproc = 2 if "RANK" in code else 1
+    assert launch.run(script, nproc=nproc) == exit_code
+    err = capfd.readouterr().err
+    if "no data" in code:
+        assert err.startswith("no data\n")
+        err = err.removeprefix("no data\n")
+    assert err.split("\n")[0][: len(first_line)] == first_line
+    assert "worker.py" not in err
+    assert time.monotonic() - start < 10.0
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_failure_ends_what_the_rank_started(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+    """A killed rank cannot end its own children."""
+    code = """
+        import os, subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        open("child", "w").write(str(child.pid))
+        os.kill(os.getpid(), 9)
+    """
+    script = launches.script(code)
+    os_cwd = os.getcwd()
+    os.chdir(launches.directory)
+    try:
+        assert launch.run(script) == 137
+    finally:
+        os.chdir(os_cwd)
+    pid = int((launches.directory / "child").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the end of the child", 5)
+
+
+# ---------------------------------------------------------------- signals
+
+WAITING = """
+    import os, pathlib, time
+    rank = os.environ["RANK"]
+    try:
+        pathlib.Path("ready" + rank).touch()
+        time.sleep(300)
+    finally:
+        pathlib.Path("cleaned" + rank).touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "to_group", "exit_code", "line"),
+    [
+        (signal.SIGINT, True, 130, "paceline: interrupted; all ranks have ended.\n"),
+        (signal.SIGINT, False, 130, "paceline: interrupted; all ranks have ended.\n"),
+        (signal.SIGTERM, False, 143, "paceline: stopped by SIGTERM; all ranks have ended.\n"),
+    ],
+)
+def test_signals_end_all(launches: Launches, signum: int, to_group: bool, exit_code: int, line: str) -> None:
+    process = launches.start("--nproc", "2", launches.script(WAITING))
+    launches.wait_for_file("ready0", "ready1")
+    start = time.monotonic()
+    (os.killpg if to_group else os.kill)(process.pid, signum)
+    assert launches.end(process) == (exit_code, "", line)
+    assert time.monotonic() - start < 5.0
+    cleaned = [(launches.directory / f"cleaned{rank}").exists() for rank in (0, 1)]
+    assert cleaned == [signum == signal.SIGINT] * 2  # Ctrl-C lets a script's `finally` run, as in plain python
+
+
+def test_a_second_ctrl_c_does_not_wait(launches: Launches) -> None:
+    code = """
+        import os, pathlib, signal, time
+        signal.signal(signal.SIGINT, lambda *_: pathlib.Path("heard").touch())
+        pathlib.Path("ready").touch()
+        while True:
+            time.sleep(1)
+    """
+    process = launches.start(launches.script(code))
+    launches.wait_for_file("ready")
+    process.send_signal(signal.SIGINT)
+    launches.wait_for_file("heard")
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    assert launches.end(process)[0] == 130
+    assert time.monotonic() - start < processes.GRACE_SECONDS - 1.0
+
+
+def test_ctrl_c_before_there_are_workers(launches: Launches) -> None:
+    process = launches.start(launches.script(WAITING))
+    wait_for(lambda: any("libtorch" in m.path for m in psutil.Process(process.pid).memory_maps()), "import torch")
+    process.send_signal(signal.SIGINT)
+    exit_code, _, err = launches.end(process)
+    assert exit_code == 130
+    assert err.splitlines()[-1] == "paceline: interrupted; all ranks have ended."
+    assert "Traceback" not in err
+
+
+def test_nohup(launches: Launches) -> None:
+    """What is ignored when the launcher starts stays ignored."""
+    code = """
+        import os, time
+        open("ready", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+    """
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launches.start(launches.script(code))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launches.wait_for_file("ready")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    (launches.directory / "go").touch()
+    assert launches.end(process)[0] == 0
+
+
+def test_killed_launcher_leaves_nothing(launches: Launches) -> None:
+    """kill -9 of the launcher ends the ranks at once; their DataLoader workers notice within torch's 5 seconds."""
+    code = """
+        import os, pathlib, time
+        import torch
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 1000
+            def __getitem__(self, i): time.sleep(0.1); return i
+        for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1):
+            pathlib.Path("ready" + os.environ["RANK"]).touch()
+    """
+    process = launches.start("--nproc", "2", launches.script(code))
+    launches.wait_for_file("ready0", "ready1")
+    assert len(marked(launches.mark)) >= 5
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in ranks), "the end of the ranks", 3)
+    wait_for(lambda: marked(launches.mark) == [], "the end of the DataLoader workers", 15)
+    process.communicate(timeout=DEADLINE_SECONDS)
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_a_process_that_cannot_start(tmp_path: Path) -> None:
+    sleep = ([sys.executable, "-c", "import time; time.sleep(300)"], dict(os.environ))
+    with pytest.raises(LaunchError, match=r"Process 1 of 2 could not be started.*--nproc"):
+        processes.start([sleep, ([str(tmp_path / "none")], {})])
+    assert psutil.Process().children() == []

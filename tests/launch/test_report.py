@@ -1,0 +1,181 @@
+"""Which rank is named as the cause, and what a worker writes down about its exception."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from paceline.launch import worker
+from paceline.launch.report import Ending, Error, cause, describe, exit_code, read_error
+from paceline.world import ERROR_FILE, from_env
+
+CLOSED = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:12345"
+
+
+def error(time: float, *chain: str, shown: bool = False) -> Error:
+    return Error(time, chain[0], f"Traceback of {chain[0]}\n", chain, shown)
+
+
+REAL = Ending(0, 1, 9.0, error(2.0, "ValueError: bad"))
+LATER = Ending(3, 1, 4.0, error(3.0, "KeyError: 'x'"))
+VICTIM = Ending(1, 1, 1.0, error(1.0, CLOSED))
+WRAPPED = Ending(4, 1, 1.0, error(0.5, "TrainingFailed: step 3", CLOSED))
+KILLED = Ending(2, -9, 5.0)
+EXITED = Ending(5, 3, 0.5)
+FINE = Ending(6, 0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("endings", "first"),
+    [
+        ([REAL, LATER], REAL),  # by the time of the error, not of the exit
+        ([LATER, REAL], REAL),
+        ([VICTIM, REAL], REAL),
+        ([VICTIM, WRAPPED, LATER], LATER),
+        ([VICTIM, KILLED], KILLED),
+        ([KILLED, REAL], REAL),
+        ([KILLED, EXITED], EXITED),
+        ([VICTIM, WRAPPED], WRAPPED),  # victims only: the first
+        ([FINE, VICTIM], VICTIM),
+    ],
+)
+def test_cause(endings: list[Ending], first: Ending) -> None:
+    assert cause(endings) is first
+
+
+@pytest.mark.parametrize(
+    ("message", "consequence"),
+    [
+        (CLOSED, True),
+        ("RuntimeError: Read error [127.0.0.1]:1: Connection reset by peer", True),
+        ("DistBackendError: NCCL error: remote process exited or there was a network error", True),
+        ("DistNetworkError: failed to recv, got 0 bytes", True),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", False),
+        ("HTTPError: Connection reset by peer", False),  # a download of the script's own
+    ],
+)
+def test_consequence(message: str, consequence: bool) -> None:
+    assert error(0.0, message).consequence is consequence
+
+
+@pytest.mark.parametrize(
+    ("endings", "text"),
+    [
+        ([REAL], "rank 0 failed: ValueError: bad\nTraceback of ValueError: bad\n"),
+        ([VICTIM, REAL, LATER], "rank 0 failed: ValueError: bad\nTraceback of ValueError: bad\nrank 3 failed too.\n"),
+        (
+            [REAL, LATER, KILLED],
+            "rank 0 failed: ValueError: bad\nTraceback of ValueError: bad\nranks 2, 3 failed too.\n",
+        ),
+        ([VICTIM, KILLED], "rank 2 was killed by SIGKILL (perhaps out of memory)\n"),
+        ([Ending(1, -15, 0.0)], "rank 1 was killed by SIGTERM\n"),
+        ([Ending(1, -40, 0.0)], "rank 1 was killed by signal 40\n"),
+        ([EXITED, FINE], "rank 5 ended with exit code 3\n"),
+        ([Ending(0, 1, 0.0, error(0.0, "E: x", shown=True))], "rank 0 failed: E: x (shown above)\n"),
+        ([Ending(0, None, 0.0, error(0.0, "E: x\ny"))], "rank 0 failed: E: x\nTraceback of E: x\ny\n"),
+        (
+            [FINE, VICTIM],
+            f"rank 1 failed: {CLOSED}\nTraceback of {CLOSED}\n"
+            "rank 6 had ended before, without an error: do all ranks take the same number of steps?\n",
+        ),
+    ],
+)
+def test_text(endings: list[Ending], text: str) -> None:
+    assert describe(endings) == text
+
+
+@pytest.mark.parametrize(("ending", "code"), [(REAL, 1), (KILLED, 137), (EXITED, 3), (Ending(0, None, 0.0), 1)])
+def test_exit_code(ending: Ending, code: int) -> None:
+    assert exit_code(ending) == code
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"time": "x"}', '{"time": 1}'])
+def test_damaged_record_is_no_record(tmp_path: Path, content: str) -> None:
+    (tmp_path / "error.json").write_text(content)
+    assert read_error(str(tmp_path / "error.json")) is None
+    assert read_error(str(tmp_path / "none.json")) is None
+
+
+def fail(kind: type[BaseException], cause: BaseException | None = None) -> NoReturn:
+    raise kind("why") from cause
+
+
+def test_record_of_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    hook = worker._Hook()
+    monkeypatch.setattr(sys, "excepthook", hook)
+    try:
+        fail(ValueError, KeyError("inner"))
+    except ValueError as caught:
+        worker.report(caught, hook)
+    found = read_error(str(tmp_path / "error.json"))
+    assert found is not None
+    assert found.summary == "ValueError: why"
+    assert found.chain == ("ValueError: why", "KeyError: 'inner'")
+    assert "in fail" in found.traceback
+    assert found.traceback.endswith("ValueError: why\n")
+    assert not found.shown
+    assert capfd.readouterr().err == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_hooks_of_the_script_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], chained: bool
+) -> None:
+    """One that calls the hook before it, as experiment trackers do, and one that prints by itself, as rich does."""
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    before = worker._Hook()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        if chained:
+            before(kind, error, None)
+        print("hook", error, file=sys.stderr)
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    worker.report(ValueError("why"), before)
+    assert capfd.readouterr().err == "hook why\n"
+    assert json.loads((tmp_path / "error.json").read_text())["shown"] is not chained
+
+
+def test_a_broken_hook_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: 1 / 0)
+    worker.report(ValueError("why"), worker._Hook())
+    found = read_error(str(tmp_path / "error.json"))
+    assert found is not None
+    assert (found.summary, found.shown) == ("ValueError: why", False)
+
+
+def test_without_a_launcher_the_traceback_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(ERROR_FILE, raising=False)
+    hook = worker._Hook()
+    monkeypatch.setattr(sys, "excepthook", hook)
+    worker.report(ValueError("why"), hook)
+    assert capfd.readouterr().err == "ValueError: why\n"
+
+
+def test_errors_of_paceline_show_only_the_script() -> None:
+    try:
+        from_env({"RANK": "x"})
+    except Exception as caught:
+        text = str(worker.describe(caught)["traceback"])
+    assert 'from_env({"RANK": "x"})' in text
+    assert "world.py" not in text
+    assert text.splitlines()[-1].startswith("paceline.errors.WorldError: RANK='x'")
+
+
+def test_other_errors_show_the_frames_inside_paceline() -> None:
+    try:
+        from_env(None)  # type: ignore[arg-type]
+    except Exception as caught:
+        text = str(worker.describe(caught)["traceback"])
+    assert "world.py" in text

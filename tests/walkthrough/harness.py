@@ -1,0 +1,184 @@
+"""Launches cases, many to a launch, and compares what they end with.
+
+A launch costs seconds and a case one, so all cases of one number of processes share a launch. A case with several
+`worlds` is run part by part, each part in the next launch that has the right number of processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .common import Case, Result
+from .matrix import module
+from .record import Step, merge
+
+TOLERANCE = {"sgd": 1e-10, "adamw": 1e-8}
+WORKER = Path(__file__).with_name("worker.py")
+LAUNCH_SECONDS = 600
+
+
+@dataclass
+class Outcome:
+    """What a case gave: the results of all processes after its last part, and the steps of all parts; or errors."""
+
+    case: Case
+    results: list[Result] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    error: str = ""
+
+
+def run_cases(cases: list[Case], folder: Path) -> dict[str, Outcome]:
+    """Runs all cases, with checkpoints and results under `folder`. Outcomes by the cases' names."""
+    cases = [replace(case, folder=str(folder / "checkpoints" / case.name)) for case in cases]
+    waiting = [(case, part) for case in cases for part in range(len(case.worlds))]
+    done: set[tuple[str, int]] = set()
+    while waiting:
+        for world in sorted({case.worlds[part] for case, part in waiting}):
+            ready: list[tuple[Case, int]] = []
+            for case, part in waiting:
+                before = part == 0 or (case.name, part - 1) in done or (case, part - 1) in ready
+                if case.worlds[part] == world and before:
+                    ready.append((case, part))
+            launch_until_done(world, ready, folder)
+            done |= {(case.name, part) for case, part in ready}
+            waiting = [item for item in waiting if item not in ready]
+    return {case.name: collect(case, folder) for case in cases}
+
+
+def launch_until_done(world: int, items: list[tuple[Case, int]], folder: Path) -> None:
+    """Launches; if the launch ends early, launches again for what comes after the case that ended it."""
+    while items:
+        plan = folder / f"plan.{world}.pt"
+        torch.save([(part_name(case, part), case) for case, part in items], plan)
+        log = launch(world, [str(WORKER), str(plan), str(folder / "results")])
+        left = []
+        for case, part in items:
+            at = folder / "results" / part_name(case, part)
+            if not at.exists():
+                left.append((case, part))
+            elif not (at / "result.0").exists():
+                torch.save(f"ended the launch, or hung.\n{log[-8000:]}", at / "result.0")
+        if len(left) == len(items):  # nothing even started
+            for case, part in left:
+                at = folder / "results" / part_name(case, part)
+                at.mkdir(parents=True)
+                torch.save(f"the launch failed.\n{log[-8000:]}", at / "result.0")
+            return
+        items = left
+
+
+def launch(world: int, command: list[str]) -> str:
+    """Runs a script on `world` processes and returns what was printed. Leaves no process behind."""
+    if importlib.util.find_spec("paceline.cli"):
+        launcher = ["-m", "paceline", "run", "--nproc", str(world)]
+    else:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    source = importlib.util.find_spec("paceline").submodule_search_locations[0]  # type: ignore[union-attr,index]
+    paths = [str(Path(source).parent), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        return process.communicate(timeout=LAUNCH_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0] + f"\nkilled after {LAUNCH_SECONDS} s"
+
+
+def part_name(case: Case, part: int) -> str:
+    return f"{case.name}.{part}"
+
+
+def collect(case: Case, folder: Path) -> Outcome:
+    """Reads what the processes saved, part by part."""
+    outcome = Outcome(case)
+    for part, world in enumerate(case.worlds):
+        at = folder / "results" / part_name(case, part)
+        loaded = [
+            torch.load(f, weights_only=False) if (f := at / f"result.{rank}").exists() else "no result"
+            for rank in range(world)
+        ]
+        errors = [f"part {part}, rank {r} of {world}: {text}" for r, text in enumerate(loaded) if isinstance(text, str)]
+        results = [result for result in loaded if isinstance(result, Result)]
+        if errors:
+            outcome.error = "\n".join(errors)
+            return outcome
+        outcome.results = results
+        outcome.steps += merge([result.record for result in results])
+        if results[0].finished != (part == len(case.worlds) - 1):
+            outcome.error = f"part {part} ended with finished={results[0].finished}"
+            return outcome
+    return outcome
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """The surroundings of a plain job: float64, one thread, generators put back afterwards."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+
+
+def plain(case: Case, steps: list[Step]) -> Result:
+    """The same job without Paceline, with the order and the draws of the record, if these are legal."""
+    with float64():
+        return module(case.job).plain_job(case, steps)
+
+
+def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """||ours - theirs|| / ||theirs||, over all tensors together."""
+    assert ours.keys() == theirs.keys(), f"names differ: {sorted(ours.keys() ^ theirs.keys())}"
+    apart = sum((ours[name] - theirs[name]).square().sum().item() for name in theirs)
+    return float((apart / (sum(theirs[name].square().sum().item() for name in theirs) or 1.0)) ** 0.5)
+
+
+def problems(case: Case, ours: Result, losses: list[dict[str, float]], theirs: Result) -> list[str]:
+    """What is not the same, in words; nothing if the two are the same model."""
+    tolerance, found = TOLERANCE[case.optimizer], []
+    for what in ("parameters", "buffers", "state"):
+        mine, reference = getattr(ours, what), getattr(theirs, what)
+        assert all(t.dtype in (torch.float64, torch.long) for t in mine.values()), f"{what} are not in float64"
+        counts = {name for name, tensor in reference.items() if not tensor.is_floating_point()}
+        found += [
+            f"{name} is {mine.get(name)}, not {reference[name]}" for name in counts if mine.get(name) != reference[name]
+        ]
+        floats = [{k: v for k, v in side.items() if k not in counts} for side in (mine, reference)]
+        apart = difference(*floats)
+        if not apart <= tolerance:
+            found.append(f"{what} differ by {apart:.1e} of their norm, more than {tolerance:.0e}")
+    if ours.metrics != theirs.metrics:
+        found.append(f"counts are {ours.metrics}, not {theirs.metrics}")
+    pairs = [(f"step {k} {name}", mine[name], reference[name]) for k, (mine, reference) in
+             enumerate(zip(losses, theirs.losses, strict=True)) for name in mine]  # fmt: skip
+    pairs += [(name, ours.values[name], value) for name, value in theirs.values.items()]
+    wrong = [
+        (name, mine, value)
+        for name, mine, value in pairs
+        if not abs(mine - value) <= 10 * tolerance * max(1, abs(value))
+    ]
+    if wrong:
+        found.append(f"{len(wrong)} of {len(pairs)} losses and means differ; first: {wrong[0]}")
+    return found
