@@ -14,9 +14,10 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 BOUND = 1e-5
-WHY = """Both runs add the same numbers, in another order: after 180 steps in fp32 their weights differ by rounding, by less than
-1e-6 where this was written. What is wrong shows: a gradient 1% too small moves a weight by 8e-3, another global batch
-by 3e-2, batch norm over each process's own examples by 5e-2. The bound lies between."""
+WHY = """\
+Both runs add the same numbers, in another order: after 180 steps in fp32 their weights differ by rounding, by less
+than 1e-6 where this was written. What is wrong shows: a gradient 1% too small moves a weight by 8e-3, another global
+batch by 3e-2, batch norm over each process's own examples by 5e-2. The bound lies between."""
 
 
 def train(processes: int, folder: Path, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -26,7 +27,9 @@ def train(processes: int, folder: Path, arguments: list[str]) -> tuple[dict[str,
     script = Path(__file__).with_name("digits.py")
     done = subprocess.run([*command, str(script), *arguments, "--out", str(out)])
     if done.returncode:
-        sys.exit(f"demo: training on {processes} process(es) ended with exit code {done.returncode}; its message is above.")
+        sys.exit(
+            f"demo: training with --nproc {processes} ended with exit code {done.returncode}; see the message above."
+        )
     return json.loads(out.with_suffix(".json").read_text()), load_file(out)
 
 

@@ -34,7 +34,7 @@ TEST_EXAMPLES = 297
 
 
 def digits(data: Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set: (image (1, 8, 8) from 0 to 1, label). data: an .npz with `images` and `target`, or None."""
+    """Training and test set of (image (1, 8, 8) from 0 to 1, label). data: an .npz with images and target, or None."""
     source = np.load(data) if data else load_digits()
     images = torch.tensor(source["images"], dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(source["target"], dtype=torch.int64)
@@ -84,12 +84,13 @@ def main() -> None:
             right += int((model(images).argmax(1) == labels).sum())
             seen += len(labels)
         model.train()
-        return float(run.ratio(right, seen))  # exact: every test example counts once, on however many processes
+        return run.ratio(right, seen)  # exact: every test example counts once, on however many processes
 
     console = Console()
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("step {task.completed}"), TimeRemainingColumn()
     started, score = time.perf_counter(), 0.0
-    with Progress(*columns, console=console, transient=True, disable=not (run.main and console.is_terminal)) as progress:
+    hidden = not (run.main and console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         bar = progress.add_task("training", total=options.epochs * train.steps)
         for epoch in run.epochs(options.epochs):
             total, seen = 0.0, 0
@@ -99,7 +100,7 @@ def main() -> None:
                     progress.advance(bar)
                 count = len(batch[1])
                 total, seen = total + (float(loss) * count if count else 0.0), seen + count
-            mean_loss, score = float(run.ratio(total, seen)), accuracy()
+            mean_loss, score = run.ratio(total, seen), accuracy()
             if run.main:
                 console.print(f"epoch {epoch + 1:2}  loss {mean_loss:.4f}  test accuracy {score:.4f}", highlight=False)
     seconds = time.perf_counter() - started

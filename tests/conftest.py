@@ -63,9 +63,9 @@ def signal_handlers() -> Snapshot:
 def torch_globals() -> Snapshot:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_dtype"):
-        return {"default dtype": "torch.float32", "autocast": False, "grad": True, "deterministic": False}
+        return {"default_dtype": "torch.float32", "autocast": False, "grad": True, "deterministic": False}
     return {
-        "default dtype": str(torch.get_default_dtype()),
+        "default_dtype": str(torch.get_default_dtype()),
         "autocast": torch.is_autocast_enabled("cpu"),
         "grad": torch.is_grad_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -111,7 +111,7 @@ def clean_up(kind: str, before: Snapshot, found: Snapshot) -> None:
             signal.signal(signal.Signals[str(name)], before[name])  # type: ignore[arg-type]
     elif kind == "torch global":
         torch = sys.modules["torch"]
-        torch.set_default_dtype(getattr(torch, str(before["default dtype"]).removeprefix("torch.")))
+        torch.set_default_dtype(getattr(torch, str(before["default_dtype"]).removeprefix("torch.")))
         torch.set_autocast_enabled("cpu", before["autocast"])
         torch.set_grad_enabled(before["grad"])
         torch.use_deterministic_algorithms(before["deterministic"])

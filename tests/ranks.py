@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -33,7 +34,7 @@ def run_ranks(size: int, target: str, deadline: float = 60.0) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "paceline", "run", "--nproc", str(size)]
-        command += [__file__, target, str(folder), str(deadline)]
+        command += [__file__, target, str(folder), str(time.time() + deadline)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(folder / "output", "wb") as output:
             process = subprocess.Popen(
@@ -85,6 +86,7 @@ def run_checks(checks: Iterable[Callable[[], None]]) -> dict[str, str]:
             check()
         except Exception:
             failed[check.__name__] = traceback.format_exc()
+            traceback.print_exc()  # also into the output, which is what remains when the ranks now miss each other
         # Together, so that a rank that failed does not run into the next check while others are in this one.
         collectives.gather_objects(None)
     return failed
@@ -96,15 +98,16 @@ def checks_in(namespace: dict[str, Any]) -> list[Callable[[], None]]:
 
 
 def _main() -> None:
-    target, folder, deadline = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    target, folder = sys.argv[1], Path(sys.argv[2])
+    left = float(sys.argv[3]) - time.time()  # seconds
     rank = int(os.environ["RANK"])
     with open(folder / f"{rank}.stood", "w") as stood:
-        faulthandler.dump_traceback_later(max(deadline - 2.0, 0.1), file=stood)
+        faulthandler.dump_traceback_later(max(left - 2.0, 0.1), file=stood)
         import torch.distributed as dist
 
         result: dict[str, Any] = {}
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=deadline))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=max(left, 1.0)))
             module, function = target.split(":")
             result["value"] = getattr(importlib.import_module(module), function)()
         except Exception:

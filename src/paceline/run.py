@@ -146,7 +146,12 @@ class Run:
         self._normalisation = Normalisation(settings.batch_norm, self._strategy.layout)
         self._guards = Guards()
         self._stepper = Stepper(
-            self._strategy, self._precision, self._guards, device=device, rank=world.rank, skip=settings.nonfinite == "skip"
+            self._strategy,
+            self._precision,
+            self._guards,
+            device=device,
+            rank=world.rank,
+            skip=settings.nonfinite == "skip",
         )
         self._state = State(self._strategy, rank=world.rank, size=world.size, device=device, seed=settings.seed)
         if self._precision.scaler is not None:
@@ -178,7 +183,9 @@ class Run:
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
         for thing in objects:
-            if not isinstance(thing, (nn.Module, torch.optim.Optimizer, LRScheduler)) or isinstance(thing, ReduceLROnPlateau):
+            if not isinstance(thing, (nn.Module, torch.optim.Optimizer, LRScheduler)) or isinstance(
+                thing, ReduceLROnPlateau
+            ):
                 raise UsageError(_not_prepared(thing))
         for model in models:
             if not any(model is own for own in self._models):
@@ -335,9 +342,7 @@ class Run:
         prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop").
         """
         chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
-        acted = self._stepper.step(
-            chosen, [s for s in self._state.schedulers if s.optimizer is chosen], max_grad_norm
-        )
+        acted = self._stepper.step(chosen, [s for s in self._state.schedulers if s.optimizer is chosen], max_grad_norm)
         if acted:
             self._normalisation.agree(self._models)
         return acted
@@ -360,7 +365,7 @@ class Run:
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
-        return metrics.mean(values, lambda: self._latest.count if self._latest is not None else 1, self.device)
+        return metrics.mean(values, lambda: self._latest.examples if self._latest is not None else 1, self.device)
 
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""

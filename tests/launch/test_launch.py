@@ -162,8 +162,7 @@ def test_only_loopback_listens(launches: Launches) -> None:
         pathlib.Path(f"ready{dist.get_rank()}").write_text(str(int(total)))
         while not os.path.exists("go"):
             time.sleep(0.02)
-        dist.destroy_process_group()
-    """
+    """  # leaves its process group open, at which gloo would abort it every other time
     process = launches.start("--nproc", "2", launches.script(code))
     launches.wait_for_file("ready0", "ready1")
     tree = marked(launches.mark)

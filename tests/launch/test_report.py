@@ -88,7 +88,16 @@ def test_text(endings: list[Ending], text: str) -> None:
     assert describe(endings) == text
 
 
-@pytest.mark.parametrize(("ending", "code"), [(REAL, 1), (KILLED, 137), (EXITED, 3), (Ending(0, None, 0.0), 1)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        (REAL, 1),
+        (KILLED, 137),
+        (EXITED, 3),
+        (Ending(0, None, 0.0, REAL.error), 1),
+        (Ending(0, -6, 0.0, REAL.error), 1),  # native code that gave up while the script's error was on its way out
+    ],
+)
 def test_exit_code(ending: Ending, code: int) -> None:
     assert exit_code(ending) == code
 

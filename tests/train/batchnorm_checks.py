@@ -88,7 +88,7 @@ CASES = [
     Case("penalty, weight and bias", order=2, needs="wb"),
     Case("penalty, channels last", order=2, layout="channels_last"),
     Case("penalty, eval", order=2, training=False),
-    Case("third order", order=3),
+    Case("third order", order=3, layer={"track_running_stats": False}),
 ]
 
 
@@ -136,6 +136,15 @@ def differentiated(case: Case, layer: nn.Module, x: Tensor, weights: Tensor) -> 
     return y, gradients
 
 
+class Composite(nn.BatchNorm2d):
+    """Batch norm in training, of differentiable operations: torch's own has a wrong third derivative (2.13)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean((0, 2, 3), keepdim=True)
+        scale = (centred.square().mean((0, 2, 3), keepdim=True) + self.eps).rsqrt()
+        return centred * scale * self.weight.view(-1, 1, 1) + self.bias.view(-1, 1, 1)
+
+
 def make_layer(case: Case) -> nn.Module:
     layer = LAYERS[len(case.shape)](CHANNELS, dtype=torch.float64, **case.layer)
     generator = torch.Generator().manual_seed(17)
@@ -152,22 +161,28 @@ def run_case(case: Case) -> None:
     plain = make_layer(case)
     layer = copy.deepcopy(plain)
     assert convert(layer) == 1
+    if case.order > 2:
+        plain.__class__ = Composite
     own = case.cut[replicas.rank]
+    pairs = []  # compared at the end: a replica that fails in the middle would leave the others waiting
     for number in range(case.batches):
         x = whole_batch(case, number)
         weights = torch.randn(case.shape, generator=torch.Generator().manual_seed(50), dtype=torch.float64)
         expected, expected_gradients = differentiated(case, plain, x, weights)
         y, gradients = differentiated(case, layer, x[own], weights[own])
-        close(y, expected[own], case.offset)
-        assert y.stride() == expected[own].stride() or 0 in y.shape
+        pairs.append((y, expected[own]))
         assert gradients.keys() == expected_gradients.keys()
         for name, gradient in gradients.items():
             wanted = expected_gradients[name]
             whole = gradient if name == "x" else replicas.sum(gradient)
-            close(whole, wanted[own] if name == "x" else wanted, case.offset)
+            pairs.append((whole, wanted[own] if name == "x" else wanted))
         for name, buffer in layer.named_buffers():
-            close(buffer, plain.get_buffer(name), case.offset)
-            assert torch.equal(replicas.sum(buffer), buffer * 3) or buffer.dtype != torch.int64
+            pairs.append((buffer.clone(), plain.get_buffer(name).clone()))
+            first = replicas.sum(buffer if replicas.rank == 0 else torch.zeros_like(buffer))
+            pairs.append(((first != buffer).sum(), torch.tensor(0)))  # the same bits on every replica
+    for found, wanted in pairs:
+        close(found, wanted, case.offset)
+    assert y.stride() == expected[own].stride() or 0 in y.shape
 
 
 def close(found: Tensor, expected: Tensor, offset: float = 1.0) -> None:
@@ -208,7 +223,9 @@ def near(found: Tensor, plain: Tensor, exact: Tensor) -> None:
 def half_case(dtype: torch.dtype) -> None:
     """A layer with float32 parameters behind a convolution in autocast: dtypes and values as in plain torch."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, CHANNELS, 3), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Conv2d(CHANNELS, 2, 3))
+    plain = nn.Sequential(
+        nn.Conv2d(3, CHANNELS, 3, bias=False), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Conv2d(CHANNELS, 2, 3)
+    )
     layer = copy.deepcopy(plain)
     convert(layer)
     x = torch.randn(9, 3, 12, 12) + 1

@@ -100,9 +100,11 @@ def points(directory: Path) -> dict[str, int]:
         assert found.damage == [], found.damage
         assert check_whole(found.path) == found.step
         assert found.step == 3 or (status != 0 and found.step == 2), (number, status, found)
+        assert (place / (place / "latest").read_text().strip()).is_dir()
         outcomes["new" if found.step == 3 else "old"] += 1
         save(place, 4, 10, keep=1)  # a later writer clears up after the dead one
         assert sorted(os.listdir(place)) == ["latest", "step-00000004"], os.listdir(place)
+        shutil.rmtree(place)
         number += 1
     return outcomes
 

@@ -2,8 +2,8 @@
 
     paceline run --nproc N worker.py PLAN.pt FOLDER
 
-A case that raises on any process is given up by all of them: the process group is torn down, which wakes the peers, and
-the next case starts afresh. A case that hangs ends this process, and so the launch; the harness launches what is left.
+Where a case raises alike on all processes, they go on with the next. Where it does not, or hangs, the launch ends, since
+what is left of its collectives could disturb the next case; the harness launches again for what remains.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import faulthandler
 import importlib
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 
 import paceline
 from walkthrough.common import Case, Result
 from walkthrough.matrix import MODULES
 
-CASE_SECONDS = 90  # a case takes about one second; four processes on two busy cores some more
+CASE_SECONDS = 60  # a case takes about one second; four processes on two busy cores some more
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def attempt(case: Case) -> Result | str:
@@ -34,33 +35,43 @@ def attempt(case: Case) -> Result | str:
     try:
         job = importlib.import_module(f"walkthrough.{MODULES[case.job]}")
         run = paceline.start(seed=case.seed)
-        result = job.paceline_job(run, case)
+        result: Result = job.paceline_job(run, case)
         run.close()
         return result
     except Exception:
         error = traceback.format_exc()
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
         if run is not None:
             with contextlib.suppress(Exception):
                 run.close()
         return error
 
 
+def alike_everywhere(target: Path) -> bool:
+    """Whether, within five seconds, every process has failed in this case, and with the same message."""
+    deadline = time.monotonic() + 5
+    results = [target / f"result.{rank}" for rank in range(WORLD)]
+    while time.monotonic() < deadline and not all(result.exists() for result in results):
+        time.sleep(0.05)
+    if not all(result.exists() for result in results):
+        return False
+    errors = [torch.load(result, weights_only=False) for result in results]
+    return len({error.strip().splitlines()[-1] if isinstance(error, str) else "" for error in errors}) == 1
+
+
 def main(plan: str, folder: str) -> None:
-    rank = os.environ.get("RANK", "0")
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     for name, case in torch.load(plan, weights_only=False):
         target = Path(folder, name)
         target.mkdir(parents=True, exist_ok=True)
-        (target / f"started.{rank}").touch()
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         torch.manual_seed(hash(name) % 2**31)  # what an earlier case left in the generators must not matter
         outcome = attempt(case)
         faulthandler.cancel_dump_traceback_later()
-        torch.save(outcome, target / f"part.{rank}")
-        (target / f"part.{rank}").rename(target / f"result.{rank}")
+        torch.save(outcome, target / f"part.{RANK}")
+        (target / f"part.{RANK}").rename(target / f"result.{RANK}")
+        if isinstance(outcome, str) and not alike_everywhere(target):
+            sys.exit(f"{name} failed on rank {RANK}\n{outcome}")
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ class LoopbackRendezvous(RendezvousHandler):
         listener.bind(("127.0.0.1", 0))
         host, port = listener.getsockname()
         # The store takes the descriptor over and closes it.
-        self._store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:

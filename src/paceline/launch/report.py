@@ -105,7 +105,7 @@ def cause(endings: Sequence[Ending]) -> Ending:
 
 def exit_code(ending: Ending) -> int:
     """The launcher's, for this cause: as shells do, 128 + n for signal n."""
-    if ending.code is None:
+    if ending.error or ending.code is None:
         return 1
     return 128 - ending.code if ending.code < 0 else ending.code
 

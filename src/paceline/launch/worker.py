@@ -6,12 +6,15 @@ Run as `python -m paceline.launch.worker script args...`. It differs from plain 
 - An exception that ends the script is written into a file, for the launcher to show once for all ranks; stderr stays
   empty. A hook that the script put into sys.excepthook is called as always.
 - Ctrl-C ends it with exit code 130 and no traceback.
+- A process group that the script leaves open is closed at its exit.
 - Each line of output is written at once, in one piece: lines of several ranks do not mix, and none is lost.
 """
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
 import ctypes
 import importlib.machinery
 import json
@@ -36,6 +39,7 @@ def main() -> None:
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
     pid = os.getpid()
+    atexit.register(_close_process_group, pid)  # the first to be registered is the last to be called
     hook = sys.excepthook = _Hook()
     try:
         run_script(script, args)
@@ -81,6 +85,14 @@ def run_script(script: str, args: Sequence[str]) -> None:
     with open(path, "rb") as file:
         source = file.read()
     exec(compile(source, path, "exec", dont_inherit=True), vars(module))
+
+
+def _close_process_group(pid: int) -> None:
+    """Without this, gloo aborts the process in the interpreter's exit, about every other time (torch 2.13)."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and os.getpid() == pid and dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(Exception):  # of a group that is broken already
+            dist.destroy_process_group()
 
 
 class _Hook:

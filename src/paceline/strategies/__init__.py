@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 import torch
-from paceline.world import World
 
 from paceline.config import StrategySpec
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Layout, Piece, Strategy, Term, Work
+from paceline.world import World
 
 __all__ = ["STRATEGIES", "Layout", "Piece", "Strategy", "Term", "Work", "make"]
 

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from paceline.world import World
+
 Weight = float | Tensor
 """How much of the global batch a loss stands for: a number, or a 0-dim tensor on the loss's device."""
 
@@ -43,7 +45,8 @@ class Layout:
         return self.together or len(self.mine) != 1
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True)
+class Piece:
     """One micro-batch of one shard."""
 
     shard: int
@@ -52,7 +55,8 @@ class Piece(NamedTuple):
     batch: Any
 
 
-class Term(NamedTuple):
+@dataclass(slots=True)
+class Term:
     """One addend of a loss. value: a scalar. count: None for a mean over the piece's examples; else value is a sum
     over `count` things, whose total over the global batch it is to be divided by."""
 
@@ -64,8 +68,7 @@ Weights = list[list[Weight | None]]
 """For each piece, a weight for each of its terms; None leaves the term out of this pass."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A micro-batch to compute with a closure.
 
     compute(model, piece, device) runs the user's closure there and returns its terms. passes(terms of each piece) yields, for each
@@ -91,6 +94,10 @@ class Strategy(ABC):
     layout: Layout
     closure_only: bool = False
     views: bool = False  # whether `.grad` may share memory that the next backward writes to
+
+    @abstractmethod
+    def __init__(self, world: World, device: torch.device) -> None:
+        """Options are further keyword arguments. Raises SettingError for a world that it cannot work in."""
 
     @abstractmethod
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -134,8 +141,18 @@ class Strategy(ABC):
         return None
 
 
+_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+
 def as_gradient(weight: Weight, root: Tensor) -> Tensor:
-    """The weight as the gradient that `backward` starts from: a 0-dim tensor of the root's dtype and device."""
+    """The weight as the gradient that `backward` starts from: a tensor of the root's shape, dtype and device."""
     if isinstance(weight, Tensor):
-        return weight.to(device=root.device, dtype=root.dtype)
-    return torch.full((), weight, dtype=root.dtype, device=root.device)
+        return weight.to(device=root.device, dtype=root.dtype).reshape(root.shape)
+    if root.dim():
+        return torch.full_like(root, weight, requires_grad=False)
+    key = (weight, root.dtype, root.device)
+    if key not in _gradients:  # the weights of a run are few: making such a tensor costs a tenth of a small backward
+        if len(_gradients) >= 64:
+            _gradients.clear()
+        _gradients[key] = torch.full((), weight, dtype=root.dtype, device=root.device)
+    return _gradients[key]

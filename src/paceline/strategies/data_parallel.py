@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -163,7 +164,7 @@ def _swap(tree: Any, memo: dict[int, Any]) -> Any:
 
 
 def _forward(work: Work, model: Any, piece: Piece, device: torch.device) -> list[Term]:
-    return work.compute(model, piece._replace(batch=move(piece.batch, device)), device)
+    return work.compute(model, replace(piece, batch=move(piece.batch, device)), device)
 
 
 def _backward(

@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from paceline.world import World
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +42,7 @@ from paceline.strategies.replicated import (
     parameter_names,
     replicated_state,
 )
+from paceline.world import World
 
 # torch 2.13 renamed the argument; all buffers are ignored by name too (_Together), so that neither name syncs them.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -252,7 +252,7 @@ class _Reducer:
         reducer.prepare_for_forward()
         reducer.prepare_for_backward([])
         if self._delay_first:  # a static graph is recorded in its first backward, and reduced at its end
-            torch.autograd.Variable._execution_engine.queue_callback(reducer._delay_all_reduce)
+            torch.autograd.Variable._execution_engine.queue_callback(reducer._delay_all_reduce)  # type: ignore[attr-defined]
             self._delay_first = False
 
     def check_complete(self) -> None:
@@ -263,4 +263,5 @@ class _Reducer:
         self._ddp.reducer._remove_autograd_hooks()
         # The C++ reducer holds the process group, whose threads must have ended before the interpreter does: let go of
         # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
-        self._ddp.reducer = self._ddp.logger = self._ddp.process_group = None
+        for name in ("reducer", "logger", "process_group"):
+            setattr(self._ddp, name, None)

@@ -17,7 +17,7 @@ torch's stages have fixed shapes, so that micro-batches of another size go throu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
 
-class _Input(Exception):  # noqa: N818 - no error: it carries the arguments out of the user's closure
+class _Input(Exception):
     """`args`: what the closure called the model with."""
 
 
@@ -59,7 +59,9 @@ class Pipeline(Strategy):
 
     def __init__(self, world: World, device: torch.device, *, stages: int = 0) -> None:
         if world.size < 2:
-            raise SettingError("strategy pipeline needs at least two processes: paceline run --nproc 2 --strategy pipeline ...")
+            raise SettingError(
+                "strategy pipeline needs at least two processes: paceline run --nproc 2 --strategy pipeline ..."
+            )
         if stages not in (0, world.size):
             raise SettingError(
                 f"strategy pipeline: stages={stages}, but there are {world.size} processes. For now every process is a stage: "
@@ -74,7 +76,9 @@ class Pipeline(Strategy):
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if len(models) > 1 or not all(isinstance(model, nn.Sequential) for model in models):
             names = ", ".join(type(model).__name__ for model in models)
-            raise ModelError(f"strategy pipeline takes one nn.Sequential, which it can cut, not {names}. Use strategy='ddp'.")
+            raise ModelError(
+                f"strategy pipeline takes one nn.Sequential, which it can cut, not {names}. Use strategy='ddp'."
+            )
         self.models, self.optimizers = list(models), list(optimizers)
         for model in models:
             model.to(self.device)
@@ -83,7 +87,9 @@ class Pipeline(Strategy):
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         if work.inputs is not None:
-            raise UsageError("strategy pipeline: forward_backward(optimizer=...) is not there yet. Leave optimizer out.")
+            raise UsageError(
+                "strategy pipeline: forward_backward(optimizer=...) is not there yet. Leave optimizer out."
+            )
         if work.model is not self.models[0]:
             raise UsageError("strategy pipeline: forward_backward was given another model than the prepared one.")
         terms: list[list[Term]] = []
@@ -147,10 +153,12 @@ class Pipeline(Strategy):
         torch's stages would find out by running themselves on made-up data, which moves the running statistics of batch
         norms and calls the loss. In evaluation mode nothing of that happens.
         """
-        forms = []
+        forms: list[Any] = []
         for rank, stage in enumerate(self._stages):
-            form = collectives.broadcast_object((value.shape, value.dtype) if value is not None else None, src=max(rank - 1, 0))
-            assert form is not None
+            form = collectives.broadcast_object(
+                (value.shape, value.dtype) if value is not None else None, src=max(rank - 1, 0)
+            )
+            assert form is not None  # the stage before it has run
             forms.append(form)
             value = None
             if rank == self.world.rank:
@@ -159,7 +167,9 @@ class Pipeline(Strategy):
                 for module, was in training.items():
                     module.training = was
         forms.append(
-            collectives.broadcast_object((value.shape, value.dtype) if value is not None else None, src=len(self._stages) - 1)
+            collectives.broadcast_object(
+                (value.shape, value.dtype) if value is not None else None, src=len(self._stages) - 1
+            )
         )
         made = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in forms]
         return made[:1] + [form.requires_grad_() for form in made[1:]]
@@ -223,7 +233,7 @@ def cut_layers(layers: list[nn.Module], stages: int) -> list[nn.Sequential]:
             cuts.append(number)
         before += size
     cuts.append(len(layers))
-    return [nn.Sequential(*layers[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
 
 
 def _padded(terms: list[list[Term]], pieces: Sequence[Piece]) -> list[list[Term]]:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from paceline.world import World
 from torch import Tensor, nn
 
 from paceline.errors import SettingError
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
 from paceline.strategies.replicated import closure_on_one_replica, load_replicated, replicated_state
+from paceline.world import World
 
 
 class Single(Strategy):

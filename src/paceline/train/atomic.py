@@ -70,7 +70,7 @@ def scratch(parent: Path, label: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         if lock is not None:
-            _release(_lock_path(path), lock)
+            _release(_lock_path(path), lock, remove=not path.exists())
 
 
 def remove_debris(parent: Path) -> None:
@@ -95,13 +95,9 @@ def _remove_if_dead(path: Path) -> None:
     except OSError:
         os.close(lock)  # alive
         return
-    try:
-        if path.exists():
-            shutil.rmtree(path)
-    except OSError:
-        os.close(lock)  # the lock's file stays, for the next who tries
-        raise
-    _release(_lock_path(path), lock)
+    if path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+    _release(_lock_path(path), lock, remove=not path.exists())
 
 
 def _lock_path(path: Path) -> Path:
@@ -130,8 +126,10 @@ def _hold(path: Path) -> int | None:
         os.close(handle)  # it thought so, and removed the file before we had locked it
 
 
-def _release(path: Path, handle: int) -> None:
+def _release(path: Path, handle: int, *, remove: bool) -> None:
+    """Frees a lock. Its file stays where the directory could not be removed: the next writer finds both, and tries."""
     with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
+        if remove:
+            path.unlink(missing_ok=True)
         fcntl.flock(handle, fcntl.LOCK_UN)  # close alone would not do where a forked worker has the handle too
     os.close(handle)

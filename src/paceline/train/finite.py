@@ -10,7 +10,7 @@ each other which examples they had and whether their losses were finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,11 +62,11 @@ class FiniteWatch:
         """A new global batch begins."""
         self._seen = []
 
-    def check(self, norm: Tensor, step: int, names: Sequence[str], grads: Sequence[Tensor]) -> None:
+    def check(self, norm: Tensor, step: int, names: Mapping[Tensor, str], graded: Sequence[Tensor]) -> None:
         """Raises NonFiniteError for this step (CPU) or the one before it (accelerators)."""
         if norm.device.type == "cpu":
             if not math.isfinite(norm.item()):
-                where = [n for n, g in zip(names, grads, strict=True) if not bool(torch.isfinite(g).all())]
+                where = [names.get(p, "?") for p in graded if p.grad is not None and not bool(p.grad.isfinite().all())]
                 self._stop(_Pending(norm, None, step, self._seen), where)
             return
         self.drain()
@@ -104,7 +104,9 @@ def _message(step: int, everyone: list[list[tuple[float, tuple[int, ...]]]], whe
     else:
         rows = (f"rank {rank}: {_ids(ids)}" for rank, calls in enumerate(everyone) for _, ids in calls)
         named = f" (first in {', '.join(where[:3])})" if where else ""
-        what = f"the losses are finite, but a gradient is not{named}. The examples of this step:\n  " + "\n  ".join(rows)
+        what = f"the losses are finite, but a gradient is not{named}. The examples of this step:\n  " + "\n  ".join(
+            rows
+        )
     return (
         f"step {step}: {what}\n"
         "Look at these examples, lower the learning rate, or clip (run.step(optimizer, max_grad_norm=1.0)). With "

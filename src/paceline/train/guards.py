@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,14 +43,13 @@ class Guards:
                 "in the data would not follow. Write run.step(optimizer) in its place."
             )
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Inside, `run.step` itself calls them."""
-        before, self._allowed = self._allowed, True
+    def allow(self, function: Callable[..., object], *args: Any) -> None:
+        """Calls it on behalf of `run.step`."""
+        self._allowed = True
         try:
-            yield
+            function(*args)
         finally:
-            self._allowed = before
+            self._allowed = False
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -24,7 +24,7 @@ def explain_uncaught(latest: Callable[[], Loader | None]) -> Callable[[], None]:
             error.__cause__, error.__suppress_context__ = None, True
         previous(kind, error, trace)
         loader = latest()
-        empty = loader is not None and loader.current is not None and loader.count == 0
+        empty = loader is not None and loader.current is not None and loader.examples == 0
         if empty and not isinstance(error, (PacelineError, KeyboardInterrupt)):
             print(f"paceline: {empty_message(error)}", file=sys.stderr)
 

@@ -79,9 +79,9 @@ class Loader:
         return self.current.indices if self.current is not None else ()
 
     @property
-    def count(self) -> int:
+    def examples(self) -> int:
         """Examples in the current yield on this process."""
-        return self.current.count if self.current is not None else 0
+        return self.current.examples if self.current is not None else 0
 
     def __len__(self) -> int:
         return self._source.yields()

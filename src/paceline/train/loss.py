@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight
 
 
-class Total(NamedTuple):
+@dataclass(frozen=True)
+class Total:
     """A loss that is not a mean over examples: `sum` (a scalar) over `count` things, such as tokens.
 
     The gradient is that of (sum of sums) / (sum of counts) over the whole global batch. count: a number or a 0-dim
@@ -26,7 +28,7 @@ class Total(NamedTuple):
 def terms_of(result: Any) -> list[Term]:
     """What a closure returned, as terms. Raises UsageError for anything that is no loss."""
     if isinstance(result, Total):
-        return [sum_term(*result)]
+        return [sum_term(result.sum, result.count)]
     if isinstance(result, (tuple, list)):
         return [term for item in result for term in terms_of(item)]
     return [mean_term(result, None)]
@@ -37,12 +39,11 @@ def mean_term(loss: Any, count: Weight | None) -> Term:
     if count is None:
         return Term(loss, None)
     _check_count(count)
-    if not isinstance(count, Tensor) and count == 0 or isinstance(count, Tensor) and _known_zero(count):
-        if not bool(torch.isfinite(loss.detach())):
-            raise UsageError(
-                "run.backward(loss, count=0): the mean over nothing is not a number, and neither is its gradient. Give the "
-                "sum instead: run.backward(total=sum, count=n)."
-            )
+    if _known_zero(count) and not bool(torch.isfinite(loss.detach())):
+        raise UsageError(
+            "run.backward(loss, count=0): the mean over nothing is not a number, and neither is its gradient. Give "
+            "the sum instead: run.backward(total=sum, count=n)."
+        )
     return Term(loss * count, count)
 
 
@@ -54,8 +55,10 @@ def sum_term(total: Any, count: Weight | None) -> Term:
     return Term(total, count)
 
 
-def _known_zero(count: Tensor) -> bool:
-    return count.device.type == "cpu" and count.item() == 0  # elsewhere, looking would wait for the device
+def _known_zero(count: Weight) -> bool:
+    if isinstance(count, Tensor) and count.device.type != "cpu":
+        return False  # to look would wait for the device
+    return bool(count == 0)
 
 
 def _check(loss: Any) -> None:
@@ -90,12 +93,16 @@ def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int]) -> Tens
         for column in zip(*terms, strict=True):
             if column[0].count is None:
                 weights: list[Any] = list(examples)
-                values = [term.value * n if n else term.value.new_zeros(()) for term, n in zip(column, weights, strict=True)]
+                values = [
+                    term.value * n if n else term.value.new_zeros(()) for term, n in zip(column, weights, strict=True)
+                ]
             else:
                 weights = [term.count for term in column]
                 values = [term.value for term in column]
             device = values[0].device
-            whole = torch.stack([torch.as_tensor(w, device=device, dtype=torch.float64).reshape(()) for w in weights]).sum()
+            whole = torch.stack(
+                [torch.as_tensor(w, device=device, dtype=torch.float64).reshape(()) for w in weights]
+            ).sum()
             top = torch.stack([value.to(device).reshape(()) for value in values]).sum()
             parts.append(top / whole.to(top.dtype))
         loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()

@@ -47,7 +47,7 @@ class Request(NamedTuple):
         return tuple(i for part in self.parts for i in part.indices)
 
     @property
-    def count(self) -> int:
+    def examples(self) -> int:
         """Examples in this yield, on this process."""
         return sum(len(part.indices) for part in self.parts)
 

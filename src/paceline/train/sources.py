@@ -21,13 +21,32 @@ STREAM_BUFFER = 1000
 """Examples that wait in the buffered shuffle of an iterable data set, unless `shuffle_buffer` says otherwise."""
 
 DATALOADER_OPTIONS = frozenset(
-    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor "
-    "persistent_workers pin_memory_device".split()
+    [
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "prefetch_factor",
+        "persistent_workers",
+        "pin_memory_device",
+    ]
 )
 """Arguments of torch's DataLoader that `run.loader` passes on."""
 
 OWN_ARGUMENTS = frozenset(
-    "global_batch micro_batch shuffle train sampler batch_sampler drop_last name shuffle_buffer".split()
+    [
+        "global_batch",
+        "micro_batch",
+        "shuffle",
+        "train",
+        "sampler",
+        "batch_sampler",
+        "drop_last",
+        "name",
+        "shuffle_buffer",
+    ]
 )
 
 

@@ -118,7 +118,9 @@ class State:
             return None
         if damages and self._rank == 0:
             warnings.warn(
-                "damaged checkpoints were passed over:\n  " + "\n  ".join(damages) + f"\nThe newest whole one is used: {path}",
+                "damaged checkpoints were passed over:\n  "
+                + "\n  ".join(damages)
+                + f"\nThe newest whole one is used: {path}",
                 stacklevel=2,
             )
         parts = self._distribute(checkpoint.read(Path(path))[1] if self._rank == 0 else None)
@@ -229,7 +231,7 @@ def _map(node: Any, function: Any) -> Any:
 
 
 def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:
-    found = []
+    found: list[Any] = []
     while f"{kind}_{len(found)}" in parts:
         found.append(parts[f"{kind}_{len(found)}"])
     return found
@@ -239,7 +241,9 @@ def model_number(models: Sequence[nn.Module], model: nn.Module | None) -> int:
     """Which prepared model is meant. Raises UsageError."""
     if model is None:
         if len(models) != 1:
-            raise UsageError(f"run.export(path): {len(models)} models are prepared: say which, run.export(path, model).")
+            raise UsageError(
+                f"run.export(path): {len(models)} models are prepared: say which, run.export(path, model)."
+            )
         return 0
     for number, own in enumerate(models):
         if own is model:

@@ -8,7 +8,7 @@ to the last micro-batch of its global batch: it checks the gradient, clips, upda
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -134,7 +134,7 @@ class Stepper:
         term = mean_term(loss, count) if loss is not None else sum_term(total, count)
         inputs = self._inputs(optimizer)
         call = self._opened(loader)
-        for ((weight,),), retain in self._passes([[term]], [request.count], request, call, retain_graph):
+        for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
             assert weight is not None
             self.strategy.backward(
                 [term.value], [weight], final=request.final, call=call, inputs=inputs, retain_graph=retain
@@ -158,19 +158,15 @@ class Stepper:
     ) -> Iterator[tuple[Weights, bool]]:
         """The weights of each backward pass, with the accounts before and after it in order (gradients.py)."""
         scale = self.precision.loss_scale
-        keys: list[Key] = []
-        for i, term in enumerate(terms[0]):
-            key = (call, MEANS if term.count is None else i)
-            if key not in keys:
-                keys.append(key)
+        keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
         counted = [key for key in keys if key[1] != MEANS]
         for _, i in counted:
             self._counts.add((call, i), [c for piece in terms if (c := piece[i].count) is not None])
         if not request.final:
             for number, key in enumerate(keys):
                 self.accounts.hold(key)
-                inverse = {key[1]: 1 / self._counts.scale(key)} if key[1] != MEANS else {}
-                weights = weigh(terms, counts, request.total, scale, inverse, only=key[1])
+                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key)} if key[1] != MEANS else {}
+                weights = weigh(terms, counts, request.total, scale, plan, only=key[1])
                 yield weights, retain or number < len(keys) - 1
             return
         inverse = self._inverse_totals(counted)
@@ -178,7 +174,7 @@ class Stepper:
             self._counts.scale(key) * inverse[key[1]] if key in counted and request.micros > 1 else None for key in keys
         ]
         self.accounts.gather(keys, factors)
-        yield weigh(terms, counts, request.total, scale, dict(inverse), only=None), retain
+        yield weigh(terms, counts, request.total, scale, inverse, only=None), retain
         self.accounts.settle(1.0 / scale)
 
     def _inverse_totals(self, keys: Sequence[Key]) -> dict[int, Tensor]:
@@ -215,8 +211,7 @@ class Stepper:
         if acted:
             self.updates[optimizer] += 1
             for scheduler in schedulers:
-                with self.guards.stepping():
-                    scheduler.step()
+                self.guards.allow(scheduler.step)
         else:
             self.skipped += 1
         for p in parameters:
@@ -237,11 +232,10 @@ class Stepper:
                 return False
         else:
             step = sum(self.updates.values())
-            self._watch.check(norm, step, [self.names.get(p, "?") for p in graded], grads)
+            self._watch.check(norm, step, self.names, graded)
         if max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
-        with self.guards.stepping():
-            self.strategy.step(optimizer)
+        self.guards.allow(self.strategy.step, optimizer)
         return True
 
     def drain(self) -> None:
@@ -268,7 +262,9 @@ class Stepper:
             )
         if len(active) > 1:
             names = ", ".join(repr(loader.name) for loader in active)
-            raise UsageError(f"run.{call}: several training loaders are being iterated ({names}): say which, with of=loader.")
+            raise UsageError(
+                f"run.{call}: several training loaders are being iterated ({names}): say which, with of=loader."
+            )
         current = active[0].current
         assert current is not None
         return active[0], current
@@ -277,7 +273,9 @@ class Stepper:
         if optimizer is not None:
             return self._known(optimizer)
         if len(self.updates) != 1:
-            raise UsageError(f"run.step(): {len(self.updates)} optimizers are prepared: say which, run.step(optimizer).")
+            raise UsageError(
+                f"run.step(): {len(self.updates)} optimizers are prepared: say which, run.step(optimizer)."
+            )
         return next(iter(self.updates))
 
     def _known(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -293,7 +291,7 @@ def weigh(
     counts: Sequence[int],
     total: int,
     scale: float,
-    inverse: dict[int, Weight],
+    inverse: Mapping[int, Weight],
     only: int | None,
 ) -> Weights:
     """The weight of each term of each piece: its examples' share of the global batch, or 1 / the count of its term."""
@@ -303,7 +301,9 @@ def weigh(
             return None
         return (count / total if term.count is None else inverse[number]) * scale
 
-    return [[weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)]
+    return [
+        [weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)
+    ]
 
 
 def without_backward(parameters: Sequence[Tensor]) -> str:

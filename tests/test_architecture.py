@@ -1,0 +1,136 @@
+"""The house keeps its shape: imports run one way, units stay small, and the launcher's side loads no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "paceline"
+FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+BELOW = {  # unit -> the units that it may import; a unit is a module or a folder of paceline
+    "errors": set[str](),
+    "world": {"errors"},
+    "config": {"errors"},
+    "comm": {"world", "config", "errors"},
+    "strategies": {"comm", "world", "config", "errors"},
+    "train": {"strategies", "comm", "world", "config", "errors"},
+    "run": {"train", "strategies", "comm", "world", "config", "errors"},
+    "launch": {"world", "config", "errors"},
+    "cli": {"run", "launch", "world", "config", "errors"},
+    "__main__": {"cli"},
+    "__init__": {"run", "train", "world", "config", "errors"},
+}
+STRATEGY_NAMES = {"single", "ddp", "data_parallel", "pipeline"}
+COLLECTIVES = {
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv",
+}  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    parts = ("paceline", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit(name: str) -> str:
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of paceline that a file imports anywhere: at its top, in functions, for type checking."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in whole}
+    return {name for name in found if name.split(".")[0] == "paceline"} - {module_name(path)}
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(TREES[path]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def strings(path: Path) -> set[str]:
+    """String literals in code: neither docstrings nor parts of an f-string."""
+    skipped = {id(n.value) for n in ast.walk(TREES[path]) if isinstance(n, ast.Expr)}
+    constants = [n for n in ast.walk(TREES[path]) if isinstance(n, ast.Constant) and id(n) not in skipped]
+    return {n.value for n in constants if isinstance(n.value, str)}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_one_way(name: str) -> None:
+    own = unit(name)
+    assert own in BELOW, f"a new unit {own!r}: say in BELOW what it may import"
+    wrong = {other for other in imports(MODULES[name]) if unit(other) not in {own, *BELOW[own]}}
+    assert not wrong, f"{name} may not import {sorted(wrong)}: imports run one way (docs/architecture.md)"
+
+
+def test_no_cycles() -> None:
+    try:
+        TopologicalSorter({name: imports(path) for name, path in MODULES.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) == "launch"])
+def test_the_launcher_speaks_to_workers_only_through_world(name: str) -> None:
+    named = {text for text in strings(MODULES[name]) if text.startswith("PACELINE_")}
+    assert not named, f"{sorted(named)}: environment variables between launcher and worker are named in world.py"
+
+
+@pytest.mark.parametrize("name", ["errors", "world", "config", "launch", "cli"])
+def test_the_launchers_side_loads_no_torch(name: str) -> None:
+    code = f"import sys, paceline.{name}; print(*(m for m in ('torch', 'numpy') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not done.stdout.strip(), f"import paceline.{name} loads {done.stdout}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) in ("run", "fit")])
+def test_the_run_never_asks_which_strategy_it_holds(name: str) -> None:
+    path = MODULES[name]
+    assert not strings(path) & STRATEGY_NAMES
+    checked = [
+        n.args[1] for n in ast.walk(TREES[path]) if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance"
+    ]
+    assert not {ast.unparse(what) for what in checked} & {"Strategy", "Single", "DDP", "DataParallel", "Pipeline"}
+    concrete = {f"paceline.strategies.{strategy}" for strategy in STRATEGY_NAMES}
+    assert not imports(path) & concrete
+
+
+def test_a_strategy_has_at_most_eight_methods() -> None:
+    tree = TREES[SOURCE / "strategies" / "base.py"]
+    (base,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "Strategy"]
+    methods = [node.name for node in base.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    assert len(methods) <= 8, methods
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) != "comm"])
+def test_only_comm_calls_collectives(name: str) -> None:
+    calls = [node.func for node in ast.walk(TREES[MODULES[name]]) if isinstance(node, ast.Call)]
+    direct = [f for f in calls if isinstance(f, ast.Attribute) and f.attr in COLLECTIVES]
+    wrong = [f"{f.lineno}: {ast.unparse(f)}" for f in direct if ast.unparse(f.value) in ("dist", "torch.distributed")]
+    assert not wrong, f"{MODULES[name]}: {wrong}: go through paceline.comm"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_units_stay_small(name: str) -> None:
+    path = MODULES[name]
+    lines = len(path.read_text().splitlines())
+    assert lines <= 400, f"{path} has {lines} lines: 400 are enough for one subject"
+    for function in functions(path):
+        docstring = ast.get_docstring(function, clean=False)
+        size = function.end_lineno - function.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)  # type: ignore[operator]
+        assert size <= 60, f"{path}:{function.lineno} {function.name} has {size} lines besides its docstring"

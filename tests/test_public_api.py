@@ -1,0 +1,57 @@
+"""The public surface is what this list says, and importing it costs nothing."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import paceline
+import paceline.errors
+
+EXPORTED = ["Run", "Total", "World", "__version__", "errors", "start", "strategy"]
+RUN = {
+    "autocast", "backward", "close", "epochs", "export", "forward_backward", "gather", "loader", "main_first", "mean",
+    "prepare", "ratio", "restore", "save", "skipped", "step", "steps", "sum", "track",
+}  # fmt: skip
+START = [
+    "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "init_method", "rank",
+    "world_size",
+]  # fmt: skip
+
+
+def test_the_names_of_the_package() -> None:
+    assert sorted(paceline.__all__) == EXPORTED
+    assert dir(paceline) == EXPORTED
+    for name in EXPORTED:
+        assert getattr(paceline, name) is not None
+
+
+def test_the_methods_of_a_run() -> None:
+    assert {name for name in vars(paceline.Run) if not name.startswith("_")} == RUN
+    undocumented = [name for name in RUN if not inspect.getdoc(getattr(paceline.Run, name))]
+    assert not undocumented
+
+
+def test_the_arguments_of_start() -> None:
+    parameters = inspect.signature(paceline.start).parameters
+    assert list(parameters) == START
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in parameters.values())
+
+
+def test_every_error_is_a_paceline_error_and_in_the_tree() -> None:
+    classes = [c for c in vars(paceline.errors).values() if inspect.isclass(c) and c.__module__ == "paceline.errors"]
+    assert len(classes) >= 10
+    for cls in classes:
+        assert issubclass(cls, paceline.errors.PacelineError)
+        assert cls.__name__ in (paceline.errors.__doc__ or "")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(paceline, "Trainer")
+
+
+def test_importing_is_free_and_silent() -> None:
+    code = "import sys, paceline, paceline.errors; print(*(m for m in ('torch', 'numpy', 'rich') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
