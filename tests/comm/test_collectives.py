@@ -48,6 +48,24 @@ def test_alone_gather_gives_a_new_tensor() -> None:
         collectives.gather_uneven(torch.tensor(1.0))
 
 
+@pytest.mark.parametrize(
+    ("config", "lies_on", "travels_from"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cpu", "cuda:3"),
+    ],
+)
+def test_device_of(config: str, lies_on: str, travels_from: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "size_of", lambda group: 2)
+    monkeypatch.setattr(collectives.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert collectives.device_of(None, torch.device(lies_on)) == torch.device(travels_from)
+
+
 def test_digest_tells_permutations_and_dtypes_apart() -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     others = [tensor.flip(0), tensor + 0.0 * tensor - 1e-7, tensor.double(), torch.cat([tensor, torch.zeros(0)])]

@@ -63,6 +63,7 @@ def test_sums_in_the_order_of_the_replicas(team: ThreadTeam) -> None:
                 time.sleep(0.02 * (late == rank))
                 own = torch.tensor([values[rank]])
                 total = current().sum(own)
+                assert own.item() == values[rank]
                 own.zero_()  # the others have theirs already
                 found.append(total.item())
                 total += 1  # a tensor of one's own

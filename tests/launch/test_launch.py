@@ -114,14 +114,14 @@ def test_script_runs_as_with_plain_python(launches: Launches) -> None:
         import beside
         class Thing: pass
         atexit.register(lambda: print("at exit", sys.modules["__main__"].Thing.__module__))
-        facts = dict(argv=sys.argv, path=sys.path[0], name=__name__, file=__file__, annotations=__annotations__,
+        value: int = 3
+        facts = dict(argv=sys.argv, path=sys.path[0], name=__name__, file=__file__, annotations=str(__annotations__),
                      environ={name: os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "PACELINE_SETTINGS")})
         if __name__ == "__main__":
             with open(f"facts{os.environ.get('RANK', '')}.json", "w") as file:
                 json.dump(facts, file)
         for _ in range(200):
             print("a" * 10, "b" * 10, "c" * 10)
-        value: int = 3
     """
     script = launches.script(code, "inner/script.py")
     arguments = ["--epochs", "3", "--nproc", "7", "--", "a b", "--help"]
@@ -162,7 +162,7 @@ def test_only_loopback_listens(launches: Launches) -> None:
         pathlib.Path(f"ready{dist.get_rank()}").write_text(str(int(total)))
         while not os.path.exists("go"):
             time.sleep(0.02)
-    """  # leaves its process group open, at which gloo would abort it every other time
+    """
     process = launches.start("--nproc", "2", launches.script(code))
     launches.wait_for_file("ready0", "ready1")
     tree = marked(launches.mark)
@@ -174,6 +174,20 @@ def test_only_loopback_listens(launches: Launches) -> None:
     assert listening == {"127.0.0.1"}
     assert bound <= {"127.0.0.1", "::ffff:127.0.0.1"}  # the second: a client by way of an IPv6 socket
     assert (launches.directory / "ready0").read_text() == "2"
+
+
+def test_open_process_group_is_closed(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+    """After the script's own exit functions. Left open, gloo aborts the process every other time."""
+    code = """
+        import atexit, sys, types
+        yes = lambda: True
+        sys.modules["torch.distributed"] = types.SimpleNamespace(
+            is_available=yes, is_initialized=yes, destroy_process_group=lambda: print("closed"))
+        atexit.register(print, "at exit")
+        print("end")
+    """
+    assert launch.run(str(launches.directory / launches.script(code))) == 0
+    assert capfd.readouterr().out.split("\n") == ["end", "at exit", "closed", ""]
 
 
 # ---------------------------------------------------------------- failures
@@ -207,11 +221,12 @@ def test_failing_rank_is_shown_once_and_the_stubborn_ends(launches: Launches) ->
         ValueError: bad data in shard-3
     """
     assert result == (1, "", textwrap.dedent(expected))
-    assert seconds < 5.0
+    assert seconds < 8.0  # less than 5 on an idle machine, 3 of them patience; torch's own agent takes 30
 
 
-def test_a_killed_rank_is_named_and_not_its_victim(launches: Launches) -> None:
-    """Gloo tells the survivor within milliseconds that its peer has gone."""
+def test_a_killed_rank_is_named_and_not_its_victim(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+    """Gloo tells the survivor within milliseconds that its peer has gone. (From here on most launches are made in
+    this process, which has torch already; `paceline run` calls the same function.)"""
     code = """
         import os, signal
         import torch, torch.distributed as dist
@@ -219,20 +234,13 @@ def test_a_killed_rank_is_named_and_not_its_victim(launches: Launches) -> None:
         dist.all_reduce(torch.ones(1))
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            dist.all_reduce(torch.ones(1))
-        except RuntimeError as error:
-            open("told", "w").write(str(error))
-            raise
+        dist.all_reduce(torch.ones(1))
     """
-    assert launches.run("--nproc", "2", launches.script(code)) == (
-        137,
-        "",
-        "rank 1 was killed by SIGKILL (perhaps out of memory)\n",
-    )
+    assert launch.run(str(launches.directory / launches.script(code)), nproc=2) == 137
+    assert capfd.readouterr() == ("", "rank 1 was killed by SIGKILL (perhaps out of memory)\n")
 
 
-def test_a_rank_that_leaves_early_is_named(launches: Launches) -> None:
+def test_a_rank_that_leaves_early_is_named(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
     """Also that gloo's own words are known as a consequence: only then are the others looked at."""
     code = """
         import os
@@ -243,8 +251,8 @@ def test_a_rank_that_leaves_early_is_named(launches: Launches) -> None:
             os._exit(0)
         dist.all_reduce(torch.ones(1))
     """
-    exit_code, _, err = launches.run("--nproc", "2", launches.script(code))
-    assert exit_code == 1
+    assert launch.run(str(launches.directory / launches.script(code)), nproc=2) == 1
+    err = capfd.readouterr().err
     assert err.startswith("rank 1 failed: RuntimeError: ")
     assert err.endswith("rank 0 had ended before, without an error: do all ranks take the same number of steps?\n")
     assert err.count("Traceback") == 1
@@ -289,7 +297,6 @@ VICTIM_FIRST = """
 def test_cause(
     launches: Launches, capfd: pytest.CaptureFixture[str], code: str, exit_code: int, first_line: str
 ) -> None:
-    """In this process, which has torch already: `paceline run` calls the same function."""
     script = str(launches.directory / launches.script(code))
     start = time.monotonic()
     nproc = 2 if "RANK" in code else 1

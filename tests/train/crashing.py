@@ -81,6 +81,7 @@ def die_before_call(number: int) -> None:
 
 
 def points(directory: Path) -> dict[str, int]:
+    os.fsync = lambda handle: None  # a killed process loses nothing that the kernel has; this saves half of the time
     outcomes = {"old": 0, "new": 0}
     template = directory / "template"
     save(template, 1, 1000, keep=9)

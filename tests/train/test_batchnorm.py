@@ -97,6 +97,33 @@ def test_eval_does_not_communicate() -> None:
             layer(torch.randn(3, 4))
 
 
+class Counting(Replicas):
+    """Two replicas, of which the other's shards are all empty."""
+
+    size, rank, sums = 2, 0, 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.sums += 1
+        return tensor.clone()
+
+
+def test_the_backward_is_of_the_forwards_replicas() -> None:
+    """On CUDA it runs in a thread of autograd's, where current() is something else. It communicates once, if at all."""
+    layer, x = nn.BatchNorm1d(4), torch.randn(3, 4, requires_grad=True)
+    convert(layer)
+    replicas = Counting()
+    with use(replicas):
+        outputs = [layer(x), layer(x), layer(x.detach())]
+    assert replicas.sums == 3
+    with use(Untouched()):
+        outputs[0].sum().backward()
+        assert replicas.sums == 4
+        torch.autograd.grad(outputs[1].sum(), x, create_graph=True)[0].sum().backward()
+        assert replicas.sums == 7
+        outputs[2].sum().backward()
+        assert replicas.sums == 7, "without a gradient for x there is nothing to add"
+
+
 # ---- convert ----
 
 

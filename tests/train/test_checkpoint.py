@@ -238,18 +238,12 @@ def test_files_of_others_are_never_removed(three: Path) -> None:
     shutil.copytree(three / "step-00000001", three / "best")
     (three / ".tmp-mine").mkdir()
     (three / "link").symlink_to(three / "step-00000002")
+    shutil.copytree(three / "step-00000001", three.parent / "elsewhere", dirs_exist_ok=True)
+    (three / "step-00000000").symlink_to(three.parent / "elsewhere")
     save(three, 4, keep=1)
     assert names(three) == [
-        *(
-            ".tmp-mine",
-            "best",
-            "latest",
-            "link",
-            "step-00000001",
-            "step-00000004",
-            "step-00000008",
-            "step-00000009-old",
-        ),
+        *(".tmp-mine", "best", "latest", "link"),
+        *("step-00000000", "step-00000001", "step-00000004", "step-00000008", "step-00000009-old"),
     ]
     assert names(three / "step-00000001") == ["notes.txt"]
     assert find(three) == (three / "step-00000004", 4, [])

@@ -295,7 +295,10 @@ class ThreadTeam:
         error = failure if interruption is None else interruption
         self._busy.release()  # not where a second Ctrl-C broke off the waiting: threads still run then
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error, failure, interruption  # whose traceback holds this frame, and the batch
         return [results[rank] for rank in range(self.size)]
 
     def _one(

@@ -111,13 +111,17 @@ class DDP(Strategy):
             torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
             return
         self._follow_requires_grad()
+        seen: list[bool] = []
         armed: list[_Reducer] = []
 
         def arm(_: Tensor) -> None:
-            if armed:  # with several roots, only the first that autograd comes to
+            if seen:  # with several roots, only the first that autograd comes to
                 return
+            seen.append(True)
             mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
             reached = self._agreed(call, mine)
+            if not any(reached):  # everything that this loss depends on is frozen
+                return
             armed.append(self._reducer_of(reached))
             armed[0].arm()
             missing = [p for p, a, b in zip(self._trainable, mine, reached, strict=True) if b and not a]

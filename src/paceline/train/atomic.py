@@ -70,7 +70,7 @@ def scratch(parent: Path, label: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         if lock is not None:
-            _release(_lock_path(path), lock, remove=not path.exists())
+            _release(_lock_path(path), lock, remove=not os.path.lexists(path))
 
 
 def remove_debris(parent: Path) -> None:
@@ -95,9 +95,8 @@ def _remove_if_dead(path: Path) -> None:
     except OSError:
         os.close(lock)  # alive
         return
-    if path.exists():
-        shutil.rmtree(path, ignore_errors=True)
-    _release(_lock_path(path), lock, remove=not path.exists())
+    shutil.rmtree(path, ignore_errors=True)
+    _release(_lock_path(path), lock, remove=not os.path.lexists(path))
 
 
 def _lock_path(path: Path) -> Path:

@@ -121,7 +121,8 @@ def write(
     the same step stands beside the first (step-00000042-2), and counts as the newer.
 
     Raises CheckpointError for state that has no plain form, and when the files cannot be written (disk full, no
-    permission, not a directory): then nothing of it is left, and the older checkpoints and the pointer are untouched.
+    permission, not a directory): then the older checkpoints and the pointer are untouched, and of this one nothing is
+    left (or, where only the last sync failed, all). What fails after that, in tidying up, is a warning.
     """
     assert step >= 0, step
     if keep is not None and (not isinstance(keep, int) or keep < 1):

@@ -16,7 +16,7 @@ rule, it is never swapped. What has been reduced is the account FINAL: the exact
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -86,10 +86,17 @@ class Accounts:
         if both[0]:
             torch._foreach_add_(both[0], both[1])
 
-    @property
-    def unreduced(self) -> bool:
-        """Whether gradients of earlier micro-batches wait for a backward call that was not made in the last one."""
-        return self._held != FINAL or any(key != FINAL for key in self._waiting)
+    def unreduced(self, parameters: Collection[Tensor]) -> bool:
+        """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
+        asked = set(parameters)
+        if self._held != FINAL and any(p.grad is not None for p in asked):
+            return True
+        return any(
+            grad is not None and p in asked
+            for key, grads in self._waiting.items()
+            if key != FINAL
+            for p, grad in zip(self.parameters, grads, strict=False)
+        )
 
     def drop_unreduced(self) -> None:
         """Forgets a global batch that was left before its end."""

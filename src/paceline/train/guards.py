@@ -16,25 +16,26 @@ class Guards:
     def __init__(self) -> None:
         self._allowed = False
         self._hooks: list[Any] = []
-        self._schedulers: list[Any] = []
+        self._schedulers: list[tuple[Any, type]] = []
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def watch_scheduler(self, scheduler: Any) -> None:
-        own = scheduler.step
+        """By a subclass, not an attribute: a scheduler's attributes are its state_dict."""
+        cls, guards = type(scheduler), self
 
-        def step(*args: Any, **kwargs: Any) -> None:
-            if not self._allowed:
+        def step(own: Any, *args: Any, **kwargs: Any) -> None:
+            if not guards._allowed:
                 raise UsageError(
-                    f"{type(scheduler).__name__}.step() was called directly, but it is prepared: run.step(optimizer) moves it, "
-                    "once per optimizer step. Delete the call; or, to move it yourself (once per epoch, or with a metric), do "
-                    "not prepare it and track it: run.track(scheduler=scheduler)."
+                    f"{cls.__name__}.step() was called directly, but it is prepared: run.step(optimizer) moves it, once "
+                    "per optimizer step. Delete the call; or, to move it yourself (once per epoch, or with a metric), "
+                    "do not prepare it and track it: run.track(scheduler=scheduler)."
                 )
-            own(*args, **kwargs)
+            cls.step(own, *args, **kwargs)
 
-        scheduler.step = step
-        self._schedulers.append(scheduler)
+        scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
+        self._schedulers.append((scheduler, cls))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._allowed:
@@ -54,6 +55,6 @@ class Guards:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for scheduler in self._schedulers:
-            del scheduler.step
+        for scheduler, cls in self._schedulers:
+            scheduler.__class__ = cls
         self._hooks, self._schedulers = [], []

@@ -39,11 +39,6 @@ def mean_term(loss: Any, count: Weight | None) -> Term:
     if count is None:
         return Term(loss, None)
     _check_count(count)
-    if _known_zero(count) and not bool(torch.isfinite(loss.detach())):
-        raise UsageError(
-            "run.backward(loss, count=0): the mean over nothing is not a number, and neither is its gradient. Give "
-            "the sum instead: run.backward(total=sum, count=n)."
-        )
     return Term(loss * count, count)
 
 
@@ -53,12 +48,6 @@ def sum_term(total: Any, count: Weight | None) -> Term:
     _check(total)
     _check_count(count)
     return Term(total, count)
-
-
-def _known_zero(count: Weight) -> bool:
-    if isinstance(count, Tensor) and count.device.type != "cpu":
-        return False  # to look would wait for the device
-    return bool(count == 0)
 
 
 def _check(loss: Any) -> None:

@@ -44,9 +44,13 @@ def seed_torch(key: int, device: torch.device | None = None) -> None:
 
 
 def seed_python(key: int) -> None:
-    """Keys Python's `random` and NumPy's legacy generator (whose seeds have 32 bits)."""
+    """Keys Python's `random` and NumPy's legacy generator.
+
+    NumPy takes the upper half of the key, since torch's CPU generator is the same Mersenne Twister and uses only the
+    lower half: with the same 32 bits the two would draw the same numbers.
+    """
     random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
+    np.random.seed(key >> 32)
 
 
 def seed_all(key: int, device: torch.device | None = None) -> None:

@@ -65,9 +65,7 @@ def on_host(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     borrowed: list[tuple[int, int, str]] = []  # [start, end) in memory, of what was not copied
     for name, source in named.items():
         plain = source.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if plain.numel() == 0:
-            plain = plain.clone()  # without bytes, yet safetensors would count it as overlapping its storage
-        else:
+        if plain.numel():
             borrowed.append((plain.data_ptr(), plain.data_ptr() + plain.nbytes, name))
         ready[name] = plain
     free_from = 0

@@ -101,7 +101,7 @@ class State:
             step=step,
             parts=checkpoint.stage(parts, self._buffers),
             keep=keep,
-            meta={"world_size": self._size, "torch": torch.__version__},
+            meta={"world_size": self._size, "torch": str(torch.__version__)},
         )
 
     # --- restoring

@@ -198,7 +198,7 @@ class Stepper:
         if not all(loader.current is not None and loader.current.final for loader in loaders):
             return False
         self.strategy.finish()
-        if self.accounts.unreduced:
+        if self.accounts.unreduced(parameters):
             raise UsageError(
                 "run.step: an earlier micro-batch of this global batch made a backward call that its last one did not make, "
                 "so that its gradient was never combined over the processes. Make the same backward calls in every "

@@ -165,7 +165,7 @@ class _Encoder:
         elif value.dtype not in _NATIVE_DTYPES:
             node.update(dtype=_dtype_name(value.dtype), shape=list(value.shape))
             value = value.contiguous().reshape(-1).view(torch.uint8)
-        node["name"] = self._keep(value.resolve_neg(), path)
+        node["name"] = self._keep(value, path)
         return node
 
     def _array(self, value: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Json:
