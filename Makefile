@@ -42,9 +42,11 @@ clean:  ## remove the environment, caches and builds
 # The environment is whole only when the last command has written $(READY). A set-up that was interrupted has no such
 # file, and a changed pin makes it old: either way the next one starts from nothing.
 $(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: there is no '$(PYTHON)'. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1). Paceline runs on Python 3.10, but the pinned environment" >&2; \
-	  echo "      (constraints.txt) needs 3.11 or newer. Name one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	  echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1). The pinned environment (constraints.txt) needs Python 3.11 or newer;" >&2; \
+	  echo "      Paceline itself runs on 3.10 too. Name one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@rm -rf $(VENV)
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version): about 1 GB to fetch, one to five minutes, once."
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
