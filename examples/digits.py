@@ -98,7 +98,7 @@ def main() -> None:
                 loss = run.forward_backward(loss_fn, model, batch)
                 if run.step(optimizer):
                     progress.advance(bar)
-                count = len(batch[1])
+                count = len(train.indices)  # of this process, in this batch
                 total, seen = total + (float(loss) * count if count else 0.0), seen + count
             mean_loss, score = run.ratio(total, seen), accuracy()
             if run.main:

@@ -19,6 +19,7 @@ import pytest
 from paceline import launch
 from paceline.errors import LaunchError
 from paceline.launch import processes
+from paceline.launch.interrupts import Interrupts, Stopped
 
 DEADLINE_SECONDS = 60.0  # for what takes two seconds on an idle machine
 MARK = "PACELINE_TEST_MARK"  # every descendant of a launch inherits it
@@ -116,6 +117,7 @@ def test_script_runs_as_with_plain_python(launches: Launches) -> None:
         atexit.register(lambda: print("at exit", sys.modules["__main__"].Thing.__module__))
         value: int = 3
         facts = dict(argv=sys.argv, path=sys.path[0], name=__name__, file=__file__, annotations=str(__annotations__),
+                     stdout=[sys.stdout.line_buffering, sys.stdout.write_through],
                      environ={name: os.environ.get(name) for name in ("RANK", "OMP_NUM_THREADS", "PACELINE_SETTINGS")})
         if __name__ == "__main__":
             with open(f"facts{os.environ.get('RANK', '')}.json", "w") as file:
@@ -148,7 +150,8 @@ def test_script_runs_as_with_plain_python(launches: Launches) -> None:
             "OMP_NUM_THREADS": threads,
             "PACELINE_SETTINGS": '{"strategy": "ddp"}',
         }
-        assert facts == {name: value for name, value in expected.items() if name != "environ"}
+        assert facts.pop("stdout") == [True, False]  # each line in one piece
+        assert facts == {name: value for name, value in expected.items() if name not in ("environ", "stdout")}
 
 
 def test_only_loopback_listens(launches: Launches) -> None:
@@ -291,6 +294,7 @@ VICTIM_FIRST = """
         ),
         pytest.param("import sys; sys.exit('no data')", 1, "rank 0 ended with exit code 1", id="exit with words"),
         pytest.param("import sys; sys.exit(0)", 0, "", id="exit code 0"),
+        pytest.param("raise KeyboardInterrupt", 130, "rank 0 ended with exit code 130\n", id="interrupt of a rank"),
         pytest.param("print('a'\n", 1, "rank 0 failed: ", id="syntax error"),
     ],
 )
@@ -305,7 +309,7 @@ def test_cause(
     if "no data" in code:
         assert err.startswith("no data\n")
         err = err.removeprefix("no data\n")
-    assert err.split("\n")[0][: len(first_line)] == first_line
+    assert err.startswith(first_line)
     assert "worker.py" not in err
     assert time.monotonic() - start < 10.0
     assert psutil.Process().children(recursive=True) == []
@@ -360,6 +364,25 @@ def test_signals_end_all(launches: Launches, signum: int, to_group: bool, exit_c
     assert time.monotonic() - start < 5.0
     cleaned = [(launches.directory / f"cleaned{rank}").exists() for rank in (0, 1)]
     assert cleaned == [signum == signal.SIGINT] * 2  # Ctrl-C lets a script's `finally` run, as in plain python
+
+
+def test_interrupts() -> None:
+    """At once while there are no workers; afterwards only when asked."""
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts() as interrupts:
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+        interrupts.received.clear()
+        interrupts.deferred = True
+        interrupts.check()
+        signal.raise_signal(signal.SIGTERM)
+        assert not interrupts.impatient
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.impatient
+        with pytest.raises(Stopped) as caught:
+            interrupts.check()
+        assert caught.value.signum == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_second_ctrl_c_does_not_wait(launches: Launches) -> None:

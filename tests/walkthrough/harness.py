@@ -6,7 +6,6 @@ A launch costs seconds and a case one, so all cases of one number of processes s
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+import paceline
 
 from .common import Case, Result
 from .matrix import module
@@ -80,15 +81,10 @@ def launch_until_done(world: int, items: list[tuple[Case, int]], folder: Path) -
 
 def launch(world: int, command: list[str]) -> str:
     """Runs a script on `world` processes and returns what was printed. Leaves no process behind."""
-    if importlib.util.find_spec("paceline.cli"):
-        launcher = ["-m", "paceline", "run", "--nproc", str(world)]
-    else:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    source = importlib.util.find_spec("paceline").submodule_search_locations[0]  # type: ignore[union-attr,index]
-    paths = [str(Path(source).parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(paceline.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     process = subprocess.Popen(
-        [sys.executable, *launcher, *command],
+        [sys.executable, "-m", "paceline", "run", "--nproc", str(world), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -171,9 +167,14 @@ def problems(case: Case, ours: Result, losses: list[dict[str, float]], theirs: R
             found.append(f"{what} differ by {apart:.1e} of their norm, more than {tolerance:.0e}")
     if ours.metrics != theirs.metrics:
         found.append(f"counts are {ours.metrics}, not {theirs.metrics}")
-    pairs = [(f"step {k} {name}", mine[name], reference[name]) for k, (mine, reference) in
-             enumerate(zip(losses, theirs.losses, strict=True)) for name in mine]  # fmt: skip
-    pairs += [(name, ours.values[name], value) for name, value in theirs.values.items()]
+    pairs = [
+        (f"step {k} {name}", mine[name], reference[name])
+        for k, (mine, reference) in enumerate(zip(losses, theirs.losses, strict=True))
+        for name in mine
+    ]
+    if ours.values.keys() != theirs.values.keys():
+        found.append(f"means are given of {sorted(ours.values)}, not of {sorted(theirs.values)}")
+    pairs += [(name, ours.values[name], value) for name, value in theirs.values.items() if name in ours.values]
     wrong = [
         (name, mine, value)
         for name, mine, value in pairs

@@ -115,6 +115,7 @@ def paceline_job(run: Run, case: Case) -> Result:
     model = build(case, case.seed + run.world.rank)
     model, optimizer = run.prepare(model, make_optimizer(case, model.parameters()))
 
+    means = []
     for epoch in run.epochs(EPOCHS):
         for batch in loader:
             hidden = batch["hidden"] != IGNORED
@@ -123,6 +124,7 @@ def paceline_job(run: Run, case: Case) -> Result:
                 loss = run.forward_backward(closure_two_terms if two_terms else closure, model, batch)
                 if not two_terms:
                     losses["words"] = (loss, hidden.sum())
+                    means.append(float(run.mean(loss)))  # weighs by what the loss is a mean over: hidden words
             elif two_terms:  # two calls in one step, each with its own denominator
                 words, following = words_loss(model, batch, "sum"), next_loss(model, batch)
                 run.backward(total=words, count=hidden.sum())
@@ -148,7 +150,10 @@ def paceline_job(run: Run, case: Case) -> Result:
             count += int((hidden != IGNORED).sum())
             total += float(words_loss(model, batch, "sum"))
     metrics = {"right": int(run.sum(right)), "hidden": int(run.sum(count)), "steps": run.steps}
-    return result_of(model, metrics=metrics, values={"loss": float(run.ratio(total, count))}, record=record)
+    values = {"loss": float(run.ratio(total, count))}
+    if means and not case.micro_batch:
+        values["mean of training losses"] = sum(means) / len(means)
+    return result_of(model, metrics=metrics, values=values, record=record)
 
 
 def every_second(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -189,6 +194,8 @@ def plain_job(case: Case, steps: list[Step]) -> Result:
     with torch.no_grad():
         right = int((model(batch["words"])[0].argmax(-1) == batch["hidden"]).sum())
         values = {"loss": words_loss(model, batch).item()}
+    if (case.form, case.variant, case.micro_batch) == ("closure", "mlm", None):
+        values["mean of training losses"] = sum(loss["words"] for loss in losses) / len(losses)
     metrics = {"right": right, "hidden": int((batch["hidden"] != IGNORED).sum()), "steps": len(steps)}
     return result_of(model, metrics=metrics, values=values, losses=losses)
 

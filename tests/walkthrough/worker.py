@@ -2,8 +2,8 @@
 
     paceline run --nproc N worker.py PLAN.pt FOLDER
 
-Where a case raises alike on all processes, they go on with the next. Where it does not, or hangs, the launch ends, since
-what is left of its collectives could disturb the next case; the harness launches again for what remains.
+Where a case raises alike on all processes, they go on with the next. Where it does not, or hangs, the launch ends:
+what is left of its collectives could disturb the next case. The harness launches again for what remains.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,14 @@ class Normalisation:
         self._found: list[nn.Module] = []
 
     def convert(self, model: nn.Module) -> None:
-        """`global`: its batch norms take their statistics over all replicas. `shard`: they stay as they are."""
+        """`global`: its batch norms take their statistics over all replicas. `shard`: they stay as they are, but for an empty shard."""
         present = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         if present and self._choice == "global" and self._layout.shards > 1:
             batchnorm.convert(model)
+        elif self._layout.shards > 1:
+            for module in present:
+                module.register_forward_pre_hook(_pass_over_empty)
+                module.register_forward_hook(_after_empty, always_call=True)
         self._found += present
 
     def check(self, request: Request | None, loader: str) -> None:
@@ -61,3 +66,19 @@ class Normalisation:
             mean = collectives.all_reduce(flat) / collectives.size_of()
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
+
+
+_PASSED_OVER: Final = "_paceline_passed_over"
+
+
+def _pass_over_empty(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """torch's batch norm makes its running statistics NaN when it is given nothing: here it only looks on."""
+    if module.training and inputs[0].numel() == 0:
+        module.training = False
+        setattr(module, _PASSED_OVER, True)
+
+
+def _after_empty(module: nn.Module, *_: object) -> None:
+    if getattr(module, _PASSED_OVER, False):
+        module.training = True
+        delattr(module, _PASSED_OVER)

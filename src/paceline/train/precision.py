@@ -13,6 +13,7 @@ loss outside it is computed in fp32; a closure is under autocast as a whole, oth
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -91,24 +92,28 @@ def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype) 
         return _to_fp32(output)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        self.__class__ = cls  # pickled as the user's own class, which can be imported
-        try:
-            return cls.__reduce_ex__(self, protocol)
-        finally:
-            self.__class__ = made
+        return _blank, (cls,), _state_of(self)  # pickled as the user's own class, which can be imported
 
-    made = type(cls.__name__, (cls,), {"forward": forward, "__reduce_ex__": reduce, "__deepcopy__": _deepcopy})
+    own = {"forward": forward, "__reduce_ex__": reduce}
+    if not hasattr(cls, "__deepcopy__"):
+        own["__deepcopy__"] = _deepcopy
+    made = type(cls.__name__, (cls,), own)
     made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
     return made
 
 
-def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
-    import copy
+def _blank(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
-    copied = self.__class__.__new__(self.__class__)
+
+def _state_of(model: nn.Module) -> Any:
+    return model.__getstate__() if hasattr(model, "__getstate__") else model.__dict__
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    copied = _blank(type(self))
     memo[id(self)] = copied
-    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    copied.__setstate__(copy.deepcopy(state, memo))
+    copied.__setstate__(copy.deepcopy(_state_of(self), memo))
     return copied
 
 
