@@ -21,10 +21,11 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "strategies": {"comm", "world", "config", "errors"},
     "train": {"strategies", "comm", "world", "config", "errors"},
     "run": {"train", "strategies", "comm", "world", "config", "errors"},
+    "session": {"run", "comm", "world", "config", "errors"},
     "launch": {"world", "config", "errors"},
-    "cli": {"run", "launch", "world", "config", "errors"},
+    "cli": {"__init__", "launch", "world", "config", "errors"},
     "__main__": {"cli"},
-    "__init__": {"run", "train", "world", "config", "errors"},
+    "__init__": {"session", "run", "train", "world", "config", "errors"},
 }
 STRATEGY_NAMES = {"single", "ddp", "data_parallel", "pipeline"}
 COLLECTIVES = {

@@ -14,38 +14,46 @@ Importing is free: torch is loaded with the first name that needs it.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.config import strategy
-    from paceline.run import Run, start
+    from paceline.run import Run
+    from paceline.session import start
     from paceline.train.loss import Total
     from paceline.world import World
 
-__all__ = ["Run", "Total", "World", "__version__", "errors", "start", "strategy"]
+    __version__: str
 
-try:
-    __version__ = version("paceline")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+__all__ = ["Run", "Total", "World", "__version__", "errors", "start", "strategy"]
 
 _HOME = {
     "Run": "paceline.run",
     "Total": "paceline.train.loss",
     "World": "paceline.world",
-    "start": "paceline.run",
+    "start": "paceline.session",
     "strategy": "paceline.config",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name == "errors":
         return import_module("paceline.errors")
     if name not in _HOME:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # takes longer to import than all of this module
+
+    try:
+        return version("paceline")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

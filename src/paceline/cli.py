@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from paceline import launch
+from paceline import __version__, launch
 from paceline.errors import PacelineError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="paceline", prog_name="paceline")
+@click.version_option(__version__, prog_name="paceline")
 def main() -> None:
     """One training script. Any number of devices. The same model."""
 

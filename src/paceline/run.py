@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paceline import world as worlds
-from paceline.comm import collectives, process_group, replicas
-from paceline.config import Settings, StrategySpec, resolve
-from paceline.errors import SettingError, UsageError, WorldError
+from paceline.comm import collectives, replicas
+from paceline.config import Settings
+from paceline.errors import UsageError
 from paceline.strategies import make
 from paceline.strategies.base import Layout, Weight
 from paceline.strategies.replicated import parameter_names
@@ -33,103 +28,6 @@ from paceline.train.sources import make_source
 from paceline.train.state import State, model_number
 from paceline.train.step import Stepper
 from paceline.world import World
-
-_open: list[Run] = []
-
-
-def start(
-    *,
-    strategy: str | StrategySpec | None = None,
-    precision: str | None = None,
-    seed: int | None = None,
-    batch_norm: str | None = None,
-    compile: bool | None = None,
-    nonfinite: str | None = None,
-    device: str | None = None,
-    init_method: str | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-) -> Run:
-    """Joins the world that the launcher made; alone, the world is this process.
-
-    The command line (`paceline run --strategy ... train.py`) overrides what the script gives here.
-
-    Args:
-        strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "pipeline"; with options,
-            "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
-        precision: "fp32", "bf16", "fp16" or "bf16-params".
-        seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
-        batch_norm: "global", statistics over the whole global batch, as on one device; "shard", over each shard, which
-            makes the model depend on the number of shards.
-        compile: compile prepared models with torch.compile.
-        nonfinite: what to do at a loss or gradient that is inf or NaN: "stop" or "skip".
-        device: such as "cpu" or "cuda:1"; else this process's accelerator, by its local rank, or the CPU.
-        init_method, rank, world_size: as for torch.distributed.init_process_group, in place of a launcher's environment.
-
-    Raises:
-        SettingError: a setting that cannot be. WorldError: an environment that describes no world.
-    """
-    given = {
-        "strategy": strategy,
-        "precision": precision,
-        "seed": seed,
-        "batch_norm": batch_norm,
-        "compile": compile,
-        "nonfinite": nonfinite,
-        "device": device,
-    }
-    settings, notes = resolve(given, json.loads(os.environ.get(worlds.SETTINGS) or "{}"))
-    world = _world(init_method, rank, world_size)
-    if world.rank == 0:
-        for note in notes:
-            print(f"paceline: {note}", file=sys.stderr)
-    _close_all()
-    where = _device(settings.device, world)
-    process_group.join(world, where, init_method)
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)  # before the process group ends, which was made earlier
-    return Run(world, settings, where)
-
-
-def _close_all() -> None:
-    for run in list(_open):
-        run.close()
-
-
-def _world(init_method: str | None, rank: int | None, world_size: int | None) -> World:
-    if rank is None and world_size is None and init_method is None:
-        return worlds.from_env(os.environ)
-    if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise WorldError(
-            f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, with "
-            "0 <= rank < world_size. Leave all out to take the launcher's."
-        )
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    return World(rank, world_size, local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), 0, 1, "start()")
-
-
-def _device(name: str | None, world: World) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name is None:
-        device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, world.local_rank)
-    else:
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise SettingError(f"device={name!r} is no device: {str(error).splitlines()[0]}") from None
-    if device.type == "cpu":
-        return device
-    if accelerator is None or device.type != accelerator.type:
-        raise SettingError(f"device={name!r}: this machine has {accelerator or 'no accelerator'}. Use device='cpu'.")
-    device = torch.device(device.type, world.local_rank if device.index is None else device.index)
-    count = torch.accelerator.device_count()
-    if device.index >= count:
-        raise SettingError(
-            f"device {device}: local rank {world.local_rank} has no device of its own, since {count} are visible for "
-            f"{world.local_size} processes. Start {count} processes on this machine."
-        )
-    torch.accelerator.set_device_index(device.index)
-    return device
 
 
 class Run:
@@ -166,7 +64,7 @@ class Run:
         )
         self._unhook = explain_uncaught(lambda: self._latest)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
-        _open.append(self)
+        self._closed = False
 
     # --- the objects of a run
 
@@ -449,9 +347,9 @@ class Run:
 
     def close(self) -> None:
         """Ends the run: hooks, threads and buffers. The process may start another one."""
-        if self not in _open:
+        if self._closed:
             return
-        _open.remove(self)
+        self._closed = True
         self._guards.close()
         self._strategy.close()
         replicas.set_default(self._before)

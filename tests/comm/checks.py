@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.ranks import checks_in, run_checks
 
 from paceline.comm import collectives
-from paceline.comm.replicas import ProcessReplicas
+from paceline.comm.replicas import ProcessReplicas, differentiable_sum
 from paceline.errors import SettingError, UsageError
 
 
@@ -89,7 +89,7 @@ def check_differentiable_sum_twice() -> None:
     xs = torch.tensor([0.5, -1.25, 2.0], dtype=torch.float64)[:size]
     factors = torch.tensor([1.0, 3.0, -0.5], dtype=torch.float64)[:size]
     x = xs[rank].clone().requires_grad_()
-    f = factors[rank] * collectives.differentiable_sum(x**3, ProcessReplicas()) ** 2
+    f = factors[rank] * differentiable_sum(x**3, ProcessReplicas()) ** 2
     (gradient,) = torch.autograd.grad(f, x, create_graph=True)
     (second,) = torch.autograd.grad(gradient * (rank + 1), x)
 

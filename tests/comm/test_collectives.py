@@ -8,7 +8,7 @@ from tests.comm import checks
 from tests.ranks import checks_in, run_ranks
 
 from paceline.comm import collectives
-from paceline.comm.replicas import Alone
+from paceline.comm.replicas import Alone, differentiable_sum
 from paceline.errors import UsageError
 
 
@@ -43,7 +43,7 @@ def test_alone_gather_gives_a_new_tensor() -> None:
     joined.sum().backward()
     assert tensor.grad is not None
     assert tensor.grad.tolist() == [1, 1]
-    assert not collectives.differentiable_sum(tensor.detach(), Alone()).requires_grad
+    assert not differentiable_sum(tensor.detach(), Alone()).requires_grad
     with pytest.raises(UsageError, match="0-dim"):
         collectives.gather_uneven(torch.tensor(1.0))
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.comm.collectives import differentiable_sum
-from paceline.comm.replicas import Alone, ProcessReplicas, current, set_default, use
+from paceline.comm.replicas import Alone, ProcessReplicas, current, differentiable_sum, set_default, use
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import ModelError, SettingError, UsageError
 

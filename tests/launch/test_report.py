@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 
+from paceline.config import resolve
 from paceline.launch import worker
 from paceline.launch.report import Ending, Error, cause, describe, exit_code, read_error
 from paceline.world import ERROR_FILE, from_env
@@ -180,6 +181,15 @@ def test_errors_of_paceline_show_only_the_script() -> None:
     assert 'from_env({"RANK": "x"})' in text
     assert "world.py" not in text
     assert text.splitlines()[-1].startswith("paceline.errors.WorldError: RANK='x'")
+
+
+def test_frames_without_a_file_and_causes_inside_paceline_are_left_out_too() -> None:
+    try:
+        resolve({"precision": "fp8"}, {})  # raised in the __init__ that dataclasses make
+    except Exception as caught:
+        text = str(worker.describe(caught)["traceback"])
+    assert 'resolve({"precision": "fp8"}, {})' in text
+    assert text.count("  File ") == 1
 
 
 def test_other_errors_show_the_frames_inside_paceline() -> None:

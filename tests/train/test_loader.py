@@ -333,7 +333,7 @@ def test_each_example_of_a_stream_is_seen_once(length: int, size: int, workers: 
 
 def test_the_buffered_shuffle_shuffles_and_follows_the_epoch() -> None:
     made = loader(Stream(40), global_batch=40, shuffle=True, shuffle_buffer=10)
-    epochs = [next(iter(made))[0].tolist() for _ in range(2)]
+    epochs = [batch[0].tolist() for _ in range(2) for batch in made]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(40))
     assert epochs[0] != epochs[1]
     assert epochs[0] != list(range(40))
@@ -373,11 +373,26 @@ def test_drop_last() -> None:
 def test_break_ends_the_epoch() -> None:
     made = loader(Noisy(), global_batch=8)
     for _ in made:
+        made.mark_stepped()
         break
     assert (made.epoch, made.step) == (1, 0)
     assert made.state_dict()["epoch"] == 1
     assert sum(1 for _ in made) == 3
     assert made.epoch == 2
+
+
+def test_a_look_at_the_first_batch_costs_no_epoch() -> None:
+    made, other = loader(Noisy(), global_batch=8, shuffle=True), loader(Noisy(), global_batch=8, shuffle=True)
+    peeked = iter(made)
+    next(peeked)
+    expected = [list(m.indices) for m in iterate(other)]
+    seen = []
+    for number, now in enumerate(iterate(made)):
+        if number == 1:
+            peeked.close()  # type: ignore[attr-defined]  # an abandoned iterator that is collected late
+        seen.append(list(now.indices))
+    assert seen == expected
+    assert made.epoch == 1
 
 
 def test_a_position_of_other_data_is_refused() -> None:

@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import SettingError, UsageError, suggest
-
-if TYPE_CHECKING:
-    from paceline.comm.replicas import Replicas
 
 T = TypeVar("T")
 
@@ -134,12 +131,11 @@ class _Sum(torch.autograd.Function):
         return _Sum.apply(gradients[0], ctx.total), None
 
 
-def differentiable_sum(tensor: Tensor, replicas: Replicas) -> Tensor:
-    """The sum of all replicas' tensors, differentiable any number of times: its backward is again this sum.
-
-    A backward through it communicates: all replicas run it, or none.
-    """
-    return tensor.clone() if replicas.size == 1 else _Sum.apply(tensor, replicas.sum)
+def differentiable(total: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """`total(tensor)`, where `total` adds up all replicas' tensors, as something autograd can go through. Its backward is
+    again this sum, so that it can be differentiated any number of times."""
+    result: Tensor = _Sum.apply(tensor, total)
+    return result
 
 
 def _world_sum(tensor: Tensor) -> Tensor:

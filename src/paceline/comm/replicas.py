@@ -37,7 +37,7 @@ class Replicas(ABC):
     def sum(self, tensor: Tensor) -> Tensor:
         """A new tensor: the sum of all replicas' tensors (of one shape and dtype), the same bits on each.
 
-        Not differentiable; for that see `collectives.differentiable_sum`.
+        Not differentiable; for that see `differentiable_sum`.
         """
 
 
@@ -100,3 +100,11 @@ def use(replicas: Replicas) -> Iterator[None]:
         yield
     finally:
         _local.replicas = previous
+
+
+def differentiable_sum(tensor: Tensor, replicas: Replicas) -> Tensor:
+    """The sum of all replicas' tensors, differentiable any number of times: its backward is again this sum.
+
+    A backward through it communicates: all replicas run it, or none.
+    """
+    return tensor.clone() if replicas.size == 1 else collectives.differentiable(replicas.sum, tensor)

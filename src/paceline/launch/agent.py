@@ -16,7 +16,6 @@ A failure goes through these phases:
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -52,7 +51,6 @@ def supervise(plan: Plan, interrupts: Interrupts) -> int:
         Stopped: a signal ended the run; no worker is left.
         LaunchError: a worker could not be started.
     """
-    _silence_elastic()
     with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
         spec = WorkerSpec(
             role="default",
@@ -72,14 +70,6 @@ def supervise(plan: Plan, interrupts: Interrupts) -> int:
         return 0
     print(report.describe(endings), end="", file=sys.stderr, flush=True)
     return report.exit_code(report.cause(endings))
-
-
-def _silence_elastic() -> None:
-    """torch's agent logs what the user did not ask for; LOGLEVEL=INFO, its own switch, brings that back."""
-    if "LOGLEVEL" not in os.environ:
-        elastic = logging.getLogger("torch.distributed.elastic")
-        elastic.addHandler(logging.NullHandler())
-        elastic.propagate = False
 
 
 class Agent(SimpleElasticAgent):

@@ -29,7 +29,6 @@ from collections.abc import Iterator, Sequence
 from paceline.errors import PacelineError
 from paceline.world import ERROR_FILE, LAUNCHER_PID
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -133,7 +132,7 @@ def describe(error: Exception) -> dict[str, object]:
     """
     text = traceback.TracebackException(type(error), error, _skip_worker(error.__traceback__))
     if isinstance(error, PacelineError):
-        _hide_package(text)
+        _hide_package(text, error)
     return {
         "time": time.time(),
         "summary": "".join(text.format_exception_only()).strip(),
@@ -150,13 +149,19 @@ def _skip_worker(trace: types.TracebackType | None) -> types.TracebackType | Non
     return trace
 
 
-def _hide_package(text: traceback.TracebackException) -> None:
-    """Leave out the frames inside Paceline, and causes of which nothing remains."""
-    text.stack[:] = [frame for frame in text.stack if not frame.filename.startswith(_PACKAGE)]
+def _hide_package(text: traceback.TracebackException, error: BaseException) -> None:
+    """Leave out the frames inside Paceline, and causes of which nothing remains.
+
+    By the module's name and not the file's: code that dataclasses make has no file.
+    """
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [module == "paceline" or module.startswith("paceline.") for module in modules]
+    hidden = inside[len(inside) - len(text.stack) :]  # of the worker's own frames, the text has none
+    text.stack[:] = [frame for frame, hide in zip(text.stack, hidden) if not hide]
     for name in ("__cause__", "__context__"):
-        inner = getattr(text, name)
-        if inner is not None:
-            _hide_package(inner)
+        inner, cause = getattr(text, name), getattr(error, name)
+        if inner is not None and cause is not None:
+            _hide_package(inner, cause)
             if not inner.stack:
                 setattr(text, name, None)
 

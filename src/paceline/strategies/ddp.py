@@ -4,7 +4,8 @@ Phase 1, forward: nothing of Paceline's runs. The user calls the model, or any o
 Phase 2, backward of all but the last micro-batch: autograd adds to `.grad`; nothing travels.
 Phase 3, backward of the last micro-batch: a hook at its root looks up which parameters this backward will reach, and
   arms the reducer that was made for that set. Autograd then runs; torch's C++ reducer all-reduces a bucket as soon as
-  its gradients are there. When the backward returns, `.grad` is the sum over all shards.
+  its gradients are there. When the backward returns, `.grad` is the sum over all shards. (The first time there is no
+  reducer yet: it is made and used when that backward is over.)
 Phase 4, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`.
@@ -111,31 +112,47 @@ class DDP(Strategy):
             torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
             return
         self._follow_requires_grad()
-        seen: list[bool] = []
-        armed: list[_Reducer] = []
+        found: list[Reached] = []
+        order: list[Tensor] = []
 
         def arm(_: Tensor) -> None:
-            if seen:  # with several roots, only the first that autograd comes to
+            if found:  # with several roots, only the first that autograd comes to
                 return
-            seen.append(True)
             mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
-            reached = self._agreed(call, mine)
-            if not any(reached):  # everything that this loss depends on is frozen
-                return
-            armed.append(self._reducer_of(reached))
-            armed[0].arm()
-            missing = [p for p, a, b in zip(self._trainable, mine, reached, strict=True) if b and not a]
-            if missing:  # other ranks reach these: this rank adds zeros, so that its buckets fill up too
-                torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
+            found.append(self._agreed(call, mine))
+            reducer = self._reducers.get(found[0])
+            if reducer is not None:
+                reducer.arm()
+                missing = [p for p, a, b in zip(self._trainable, mine, found[0], strict=True) if b and not a]
+                if missing:  # other ranks reach these: this rank adds zeros, so that its buckets fill up too
+                    torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
+            else:
+                reached = [p for p, used in zip(self._trainable, mine, strict=True) if used]
+                hooks.extend(p.register_post_accumulate_grad_hook(order.append) for p in reached)
 
-        hooks = [root.register_hook(arm) for root in roots]
+        hooks: list[Any] = [root.register_hook(arm) for root in roots]
         try:
             torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
         finally:
             for hook in hooks:
                 hook.remove()
-        if armed:
-            armed[0].check_complete()
+        if not any(found[0]):  # everything that this loss depends on is frozen
+            return
+        if found[0] not in self._reducers:
+            self._first_time(found[0], order)
+        self._reducers[found[0]].check_complete()
+
+    def _first_time(self, reached: Reached, order: Sequence[Tensor]) -> None:
+        """This set's first backward has run without a reducer, and has shown the order in which gradients come: the
+        reducer is laid out for it, and now reduces what that backward has left. So all steps have one layout, which
+        the bits of a sum over three ranks or more depend on, also the first one after a checkpoint is restored."""
+        numbers = {p: i for i, p in enumerate(self._trainable)}
+        ready = collectives.broadcast_object([numbers[p] for p in order])
+        ready += [i for i, used in enumerate(reached) if used and i not in set(ready)]
+        parameters = [self._trainable[i] for i in ready]
+        self._reducers[reached] = reducer = _Reducer(self, parameters)
+        reducer.arm()
+        fire(parameters, [p.grad for p in parameters])
 
     def _follow_requires_grad(self) -> None:
         """Parameters may be frozen and unfrozen between steps, alike on all ranks: start anew when they are."""
@@ -155,12 +172,6 @@ class DDP(Strategy):
         if mine != expected:
             raise UnusedParameterError(self._changed_message(call, expected, mine))
         return expected
-
-    def _reducer_of(self, reached: Reached) -> _Reducer:
-        if reached not in self._reducers:
-            chosen = {p for p, used in zip(self._trainable, reached, strict=True) if used}
-            self._reducers[reached] = _Reducer(self, chosen)
-        return self._reducers[reached]
 
     def _compare(self, call: int, mine: Reached) -> Reached:
         first = call not in self._expected
@@ -225,6 +236,13 @@ class DDP(Strategy):
         self._accumulators = []
 
 
+def fire(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Gives each parameter this gradient (None: zeros) as a backward would, in this order, with its hooks."""
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = None
+        torch.autograd.backward(p, torch.zeros_like(p) if gradient is None else gradient)
+
+
 class _Together(nn.Module):
     """All prepared models as one, which is what DistributedDataParallel wants to see."""
 
@@ -236,28 +254,34 @@ class _Together(nn.Module):
 
 
 class _Reducer:
-    """torch's C++ reducer over some of the parameters, driven by the backward and not by a forward."""
+    """torch's C++ reducer over these parameters, in the order in which their gradients come; driven by the backward and
+    not by a forward. Made outside of a backward."""
 
-    def __init__(self, strategy: DDP, reduced: set[Tensor]) -> None:
+    def __init__(self, strategy: DDP, ready: Sequence[Tensor]) -> None:
+        kept = [p.grad for p in ready]
+        for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
+            p.grad = None
         self._ddp = DistributedDataParallel(
-            _Together(strategy.models, reduced),
+            _Together(strategy.models, set(ready)),
             **_NO_BUFFERS,
             init_sync=False,
             bucket_cap_mb=strategy.bucket_mb,
             gradient_as_bucket_view=strategy.views,
             static_graph=strategy.static_graph,
         )
-        self._delay_first = strategy.static_graph
+        # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros.
+        self.arm()
+        fire(ready, [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)])
+        if strategy.static_graph:  # which is recorded in its first backward, and reduced at its end
+            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+        self._ddp.reducer._rebuild_buckets()
+        for p, gradient in zip(ready, kept, strict=True):
+            p.grad = gradient
 
     def arm(self) -> None:
         """From here on a gradient that is ready counts towards its bucket. Called at the root of a backward."""
-        reducer = self._ddp.reducer
-        reducer._rebuild_buckets()  # after the first backward, once: buckets in the order in which gradients came
-        reducer.prepare_for_forward()
-        reducer.prepare_for_backward([])
-        if self._delay_first:  # a static graph is recorded in its first backward, and reduced at its end
-            torch.autograd.Variable._execution_engine.queue_callback(reducer._delay_all_reduce)  # type: ignore[attr-defined]
-            self._delay_first = False
+        self._ddp.reducer.prepare_for_forward()
+        self._ddp.reducer.prepare_for_backward([])
 
     def check_complete(self) -> None:
         """Raises if a bucket still waits for a gradient, which `arm` was told would come."""
@@ -269,3 +293,11 @@ class _Reducer:
         # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
         for name in ("reducer", "logger", "process_group"):
             setattr(self._ddp, name, None)
+
+
+def _zeros(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is not None and gradient.is_sparse:
+        return torch.sparse_coo_tensor(
+            size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False
+        )
+    return torch.zeros_like(parameter)

@@ -8,7 +8,7 @@ objects. In training each layer then takes three steps, the second of which is t
 3. each combines the rows alike, in float64 (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm
    for computing sample variances", for any number of parts):
 
-    N = Σ n_r        mean = Σ n_r mean_r / N        M2 = Σ M2_r + Σ n_r (mean_r - mean)²        var = M2 / N
+    N = Σ n_r        mean = Σ (n_r / N) mean_r        var = Σ M2_r / N + Σ (n_r / N) (mean_r - mean)²
 
 No large numbers are subtracted, so this is as stable as two passes over the whole batch. An empty shard has a row of
 zeros: it adds nothing, and takes part. The backward sums one vector, [Σ dy, Σ dy·x̂], over the replicas. Gradients of
@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from paceline.comm.collectives import differentiable_sum, size_of
-from paceline.comm.replicas import Replicas, current
+from paceline.comm.collectives import size_of
+from paceline.comm.replicas import Replicas, current, differentiable_sum
 from paceline.errors import ModelError
 
 
@@ -67,20 +67,24 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, Tensor]:
-    """(C,) mean, (C,) biased variance and () count over all replicas; NaN, NaN and 0 where all shards are empty."""
+    """(C,) mean, (C,) biased variance and () count over all replicas; NaN, NaN and 0 where all shards are empty.
+
+    Few operations, for they are small: on a GPU their number is what this costs.
+    """
     channels = x.size(1)
     exact = torch.float32 if x.device.type == "mps" else torch.float64
     table = torch.zeros(replicas.size, 1 + 2 * channels, dtype=exact, device=x.device)  # (R, 1 + 2C)
     if x.numel() > 0:
         row = table[replicas.rank]
         row[0] = x.numel() // channels
-        row[1 : 1 + channels], row[1 + channels :] = _moments(x)
-    table = replicas.sum(table)
-    counts, means, m2s = table[:, :1], table[:, 1 : 1 + channels], table[:, 1 + channels :]
+        row[1:] = torch.cat(_moments(x))
+    counts, means, m2s = replicas.sum(table).split((1, channels, channels), dim=1)
     count = counts.sum()
-    mean = (counts * means).sum(0) / count
-    m2 = m2s.sum(0) + (counts * (means - mean).square()).sum(0)
-    return mean, m2 / count, count
+    shares = counts / count  # (R, 1)
+    mean = (shares * means).sum(0)
+    var = torch.addcmul(m2s / count, shares, (means - mean).square()).sum(0)
+    dtype = _statistics_dtype(x)
+    return mean.to(dtype), var.to(dtype), count.to(dtype)
 
 
 class _Statistics(torch.autograd.Function):
@@ -125,13 +129,13 @@ class _Normalise(torch.autograd.Function):
         replicas: Replicas,
     ) -> Tensor:
         dtype = _statistics_dtype(x)
-        ctx.save_for_backward(x, weight, mean.to(dtype), (var + eps).rsqrt().to(dtype), count.to(dtype))
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), count)
         ctx.bias_dtype = None if bias is None else bias.dtype
         # The handle goes along: on CUDA the backward runs in a thread of autograd's, where current() is another.
         ctx.replicas = replicas
         scale = None if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
-        return F.batch_norm(x, mean.to(dtype), var.to(dtype), scale, shift, training=False, eps=eps)
+        return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,9 +167,10 @@ def _fused_backward(
     dx = invstd · weight · (dy - Σdy/N - x̂ Σ(dy·x̂)/N), the sums over all replicas: Ioffe and Szegedy 2015, section 3.
     """
     if x.numel() > 0:
-        # The kernel's own dx would use this replica's sums, so it is left out; weight matters only to dx.
+        # The kernel's own dx would use this replica's sums: it is left out, and only dx would look at the weight.
+        any_weight = invstd
         _, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
-            dy, x, torch.ones_like(mean), None, None, mean, invstd, True, 0.0, [False, True, True]
+            dy, x, any_weight, None, None, mean, invstd, True, 0.0, [False, True, True]
         )
     else:
         d_weight, d_bias = torch.zeros_like(mean), torch.zeros_like(mean)
@@ -245,7 +250,7 @@ class _Global(_BatchNorm):
         factor = 0.0 if factor is None else factor
         for running, value in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             if running is not None:
-                running.copy_(running * (1 - factor) + value * factor)
+                running.lerp_(value.to(running.dtype), factor)
 
 
 class GlobalBatchNorm1d(_Global, nn.BatchNorm1d):

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.errors import NonFiniteError
+from paceline.train.order import Request
 
 
 class Seen(NamedTuple):
     """One backward call: the loss, and the examples it was computed from."""
 
     loss: Tensor
-    indices: tuple[int, ...]
+    request: Request
 
 
 class _Pending(NamedTuple):
@@ -53,10 +54,9 @@ class FiniteWatch:
         self._seen: list[Seen] = []
         self._pending: _Pending | None = None
 
-    def saw(self, loss: Tensor, indices: tuple[int, ...]) -> None:
+    def saw(self, loss: Tensor, request: Request) -> None:
         """Remembers a backward call of the current global batch."""
-        if indices:
-            self._seen.append(Seen(loss.detach(), indices))
+        self._seen.append(Seen(loss.detach(), request))
 
     def forget(self) -> None:
         """A new global batch begins."""
@@ -87,7 +87,7 @@ class FiniteWatch:
             self._stop(pending, [])
 
     def _stop(self, pending: _Pending, where: list[str]) -> None:
-        mine = [(float(seen.loss), seen.indices) for seen in pending.seen]
+        mine = [(float(seen.loss), seen.request.indices) for seen in pending.seen if seen.request.examples]
         everyone = collectives.gather_objects(mine)
         raise NonFiniteError(_message(pending.step, everyone, where))
 

@@ -62,6 +62,8 @@ class Loader:
         self.current: Request | None = None
         self.ended = 0  # epochs that have ended since the process started
         self._start = 0
+        self._iteration = 0  # counts the iterators that were made
+        self._used = False
         self.stepped = False  # whether the optimizer has acted on the current global batch
 
     @property
@@ -90,14 +92,21 @@ class Loader:
         return self._training() if self.train else self._evaluating()
 
     def _training(self) -> Iterator[Any]:
-        epoch, start = self.epoch, self._start
+        """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs none."""
+        self._iteration += 1
+        mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
+        self._used = False
         try:
             for request, batches in self._source.fetch(epoch, start):
                 self._enter(request)
                 yield self._present(request, batches)
+            whole = True
         finally:
-            self.current, self.epoch, self._start, self.stepped = None, epoch + 1, 0, False
-            self.ended += 1
+            if mine == self._iteration:  # and not one that was left behind, and is closed late
+                self.current, self.stepped = None, False
+                if whole or self._used:
+                    self.epoch, self._start = epoch + 1, 0
+                    self.ended += 1
 
     def _evaluating(self) -> Iterator[Any]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
@@ -129,7 +138,7 @@ class Loader:
 
     def mark_stepped(self) -> None:
         """The optimizer has acted on the current global batch: a checkpoint goes on with the next one."""
-        self.stepped = True
+        self.stepped = self._used = True
 
     def state_dict(self) -> dict[str, Any]:
         if self.current is None:

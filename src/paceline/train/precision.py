@@ -94,7 +94,7 @@ def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype) 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _blank, (cls,), _state_of(self)  # pickled as the user's own class, which can be imported
 
-    own = {"forward": forward, "__reduce_ex__": reduce}
+    own: dict[str, Any] = {"forward": forward, "__reduce_ex__": reduce}
     if not hasattr(cls, "__deepcopy__"):
         own["__deepcopy__"] = _deepcopy
     made = type(cls.__name__, (cls,), own)

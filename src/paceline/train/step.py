@@ -116,7 +116,7 @@ class Stepper:
         with self.precision.autocast() if self.strategy.layout.together else nullcontext():
             terms = self.strategy.forward_backward(work)
         loss = local_loss(terms, [piece.count for piece in pieces])
-        self._watch.saw(loss, request.indices)
+        self._watch.saw(loss, request)
         return loss
 
     def backward(
@@ -139,7 +139,7 @@ class Stepper:
             self.strategy.backward(
                 [term.value], [weight], final=request.final, call=call, inputs=inputs, retain_graph=retain
             )
-        self._watch.saw(term.value if loss is None else loss, request.indices)
+        self._watch.saw(term.value if loss is None else loss, request)
 
     def _opened(self, loader: Loader) -> int:
         if loader not in self._open:

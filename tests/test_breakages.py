@@ -1,0 +1,108 @@
+"""The acceptance suite notices when Paceline is broken: each deliberate breakage of a copy of the source makes it fail.
+
+The suite itself runs on the unbroken source beside this; here only what is selected for a breakage runs on the copy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WALKTHROUGH = "tests/walkthrough/test_walkthrough.py"
+
+
+class Breakage(NamedTuple):
+    file: str
+    right: str
+    wrong: str
+    notices: str
+    tests: str = WALKTHROUGH
+
+
+BREAKAGES = {
+    "halved gradient": Breakage(
+        "train/step.py",
+        "(count / total if term.count is None",
+        "(count / total / 2 if term.count is None",
+        "a-sgd-whole-closure-w1",
+    ),
+    "an empty shard counted as one example": Breakage(
+        "train/order.py",
+        "    total = len(batch)\n",
+        "    total = max(len(batch), layout.shards)\n",
+        "e- and sgd and w3",
+    ),
+    "an example in two shards": Breakage(
+        "train/order.py",
+        "batch[start + low : start + high]",
+        "batch[max(start + low - 1, 0) : start + high]",
+        "a-sgd and w2",
+    ),
+    "batch norm by shard where global is asked for": Breakage(
+        "train/normalisation.py", "            batchnorm.convert(model)\n", "            pass\n", "a-sgd and w2"
+    ),
+    "biased running variance": Breakage("train/batchnorm.py", "var * (count / (count - 1))", "var", "a-sgd and w2"),
+    "every epoch in the order of the first": Breakage(
+        "train/order.py", "tag(name), epoch))", "tag(name), 0))", "a-sgd-whole-closure-w1"
+    ),
+    "momentum lost at resume": Breakage(
+        "strategies/replicated.py",
+        'optimizer.load_state_dict({"state": state, "param_groups": groups})',
+        'optimizer.load_state_dict({"state": {}, "param_groups": groups})',
+        "f-other-sgd and closure",
+    ),
+    "resumed one step too early": Breakage(
+        "train/loader.py", "self.current.step + int(self.stepped)", "self.current.step", "f-other-sgd and closure"
+    ),
+    "last micro-batch not reduced": Breakage(
+        "strategies/ddp.py", "        if not final:\n", "        if True:\n", "g- and sgd and w2"
+    ),
+    "tokens counted on this process only": Breakage(
+        "train/step.py",
+        "collectives.all_reduce(self._counts.vector(keys, self._device))",
+        "self._counts.vector(keys, self._device)",
+        "b-mlm-sgd and w2",
+    ),
+    "clipping forgotten": Breakage(
+        "train/step.py", "if max_grad_norm is not None:", "if max_grad_norm is None:", "b-mlm-sgd and w2"
+    ),
+    "schedule not moved": Breakage(
+        "train/step.py", "                self.guards.allow(scheduler.step)\n", "                pass\n", "a-sgd and w1"
+    ),
+    "the same noise on every shard": Breakage(
+        "train/fetch.py", "request.step, shard, micro)", "request.step)", "yield", "tests/train/test_loader.py"
+    ),
+    "tracked objects not put back": Breakage(
+        "train/state.py",
+        '            self.tracked[name].load_state_dict(self._waiting["tracked"].pop(name))\n',
+        "            pass\n",
+        "f-exact-sgd",
+    ),
+}
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_is_noticed(name: str, tmp_path: Path) -> None:
+    breakage = BREAKAGES[name]
+    copy = tmp_path / "src" / "paceline"
+    shutil.copytree(ROOT / "src" / "paceline", copy)
+    source = (copy / breakage.file).read_text()
+    assert source.count(breakage.right) == 1, "the line to break has changed: adapt this test"
+    (copy / breakage.file).write_text(source.replace(breakage.right, breakage.wrong))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", breakage.tests, "-k", breakage.notices]
+    command += ["-o", "addopts=", "--timeout", "500"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "src"), str(ROOT)])}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=550, check=False)
+    closing = done.stdout.strip().splitlines()[-1]
+    assert done.returncode == 1, f"nothing failed: {closing}\n{done.stderr[-2000:]}"
+    assert re.search(r"[1-9]\d* failed", closing), closing
