@@ -2,11 +2,12 @@
 
     paceline run --nproc 2 benchmarks/overhead.py [--seconds 60] [--json FILE]
 
-For each of three models there are three training states that start alike: A and A' in hand-written DDP, P under Paceline's
-ddp. Rounds of one step each, in an order drawn anew every round (the same on all ranks), so that drift and neighbours hit all
-three alike. A step is: forward, loss, backward with all-reduce, optimizer step, gradients cleared; the batch is there. A rank is
-pinned to a core. Reported: medians; the ratio P / A with its 95% interval, from a bootstrap over blocks of 20 rounds of the
-ratio of medians; and A' / A beside it, which shows what the method can resolve.
+For each of three models there are three training states that start alike: A and A' in hand-written DDP, P under
+Paceline's ddp. Rounds of one step each, in an order drawn anew every round (the same on all ranks), so that drift and
+neighbours hit all three alike. A step is: forward, loss, backward with all-reduce, optimizer step, gradients cleared;
+the batch is there. A rank is pinned to a core. Reported: medians; the ratio P / A with its 95% interval, from a
+bootstrap over blocks of 20 rounds of the ratio of medians; and A' / A beside it, which shows what the method can
+resolve.
 
 Collectives and bytes of one step are counted by torch's profiler.
 """
@@ -72,7 +73,8 @@ class ByHand:
 
 
 class UnderPaceline:
-    """The same under Paceline. The loader's yield, which opens a step, is not timed: batches come ready-made to both."""
+    """The same under Paceline. The loader's yield, which opens a step, is not timed: batches come ready-made to
+    both."""
 
     def __init__(self, make: Callable[[], nn.Module], shape: tuple[int, ...], name: str) -> None:
         self.run = paceline.start(strategy="ddp")

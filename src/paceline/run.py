@@ -109,9 +109,9 @@ class Run:
         if foreign:
             shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
             raise UsageError(
-                f"run.prepare: {type(optimizer).__name__} updates {len(foreign)} parameter(s) that no prepared model has "
-                f"(shapes {shapes}). Prepare the model that it was made for, with or before it; a parameter of its own, such "
-                "as a temperature, belongs into a module."
+                f"run.prepare: {type(optimizer).__name__} updates {len(foreign)} parameter(s) that no prepared model "
+                f"has (shapes {shapes}). Prepare the model that it was made for, with or before it; a parameter of its "
+                "own, such as a temperature, belongs into a module."
             )
         self._optimizers.append(optimizer)
         self._stepper.updates[optimizer] = 0
@@ -122,7 +122,8 @@ class Run:
             return
         if scheduler.optimizer not in self._optimizers:
             raise UsageError(
-                f"run.prepare: {type(scheduler).__name__} moves an optimizer that is not prepared. Prepare them together."
+                f"run.prepare: {type(scheduler).__name__} moves an optimizer that is not prepared. Prepare them "
+                "together."
             )
         self._state.schedulers.append(scheduler)
         self._guards.watch_scheduler(scheduler)
@@ -204,11 +205,12 @@ class Run:
     ) -> Tensor:
         """Computes a loss and its gradients. Works under every strategy.
 
-        loss_fn(model, batch) returns a mean over the examples; or paceline.Total(sum, count); or a tuple of these, which
-        add. model: a prepared module, or a tuple, list or dict of them. optimizer: touch only its parameters. of: the
-        loader that the batch is from, where several training loaders are iterated together.
+        loss_fn(model, batch) returns a mean over the examples; or paceline.Total(sum, count); or a tuple of these,
+        which add. model: a prepared module, or a tuple, list or dict of them. optimizer: touch only its parameters.
+        of: the loader that the batch is from, where several training loaders are iterated together.
 
-        Returns this process's loss, a detached 0-dim tensor (NaN where its shard is empty); `run.mean` gives the global one.
+        Returns this process's loss, a detached 0-dim tensor (NaN where its shard is empty); `run.mean` gives the
+        global one.
         """
         return self._stepper.forward_backward(loss_fn, model, batch, optimizer, of)
 
@@ -225,8 +227,8 @@ class Run:
         """Adds a loss's gradients, as `loss.backward()` does in a script for one device.
 
         backward(loss): a mean over this micro-batch's examples. backward(loss, count=n): a mean over n things, such as
-        tokens. backward(total=s, count=n): a sum over n things. Several calls for one micro-batch add. optimizer, of: as
-        for forward_backward. After the last one of a global batch `.grad` is the exact mean over it, unscaled.
+        tokens. backward(total=s, count=n): a sum over n things. Several calls for one micro-batch add. optimizer, of:
+        as for forward_backward. After the last one of a global batch `.grad` is the exact mean over it, unscaled.
         """
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
@@ -284,7 +286,8 @@ class Run:
     # --- state
 
     def track(self, **objects: Any) -> None:
-        """Puts objects with state_dict and load_state_dict (an EMA, a metric, a best score) into checkpoints, by name."""
+        """Puts objects with state_dict and load_state_dict (an EMA, a metric, a best score) into checkpoints, by
+        name."""
         for name, thing in objects.items():
             self._state.add_tracked(name, thing)
 
@@ -297,8 +300,8 @@ class Run:
         self._stepper.drain()
         if self._stepper.incomplete:
             raise UsageError(
-                "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after run.step, "
-                "when that returned True."
+                "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after "
+                "run.step, when that returned True."
             )
         counters = {
             "updates": [self._stepper.updates[optimizer] for optimizer in self._optimizers],
@@ -308,8 +311,9 @@ class Run:
         return self._state.save(directory, self.steps, keep, counters)
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
-        """Puts back the newest whole checkpoint of `directory` (or the one that it is). Call it after `prepare`; loaders
-        and tracked objects may be made before or after it. The number of processes and the strategy may be others.
+        """Puts back the newest whole checkpoint of `directory` (or the one that it is). Call it after `prepare`;
+        loaders and tracked objects may be made before or after it. The number of processes and the strategy may be
+        others.
 
         Returns False where there is none and missing_ok is set. Raises CheckpointError where there is none, all are
         damaged, or it is of another program.
@@ -359,12 +363,12 @@ class Run:
 def _not_prepared(thing: Any) -> str:
     if isinstance(thing, ReduceLROnPlateau):
         return (
-            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it out of "
-            "prepare, step it yourself, and track it: run.track(plateau=scheduler)."
+            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it "
+            "out of prepare, step it yourself, and track it: run.track(plateau=scheduler)."
         )
     if isinstance(thing, torch.utils.data.DataLoader):
         return (
-            "run.prepare(DataLoader): a loader is made by run.loader(dataset, global_batch=...), which cuts each global batch "
-            "over the processes."
+            "run.prepare(DataLoader): a loader is made by run.loader(dataset, global_batch=...), which cuts each "
+            "global batch over the processes."
         )
     return f"run.prepare takes models, optimizers and schedulers, not {type(thing).__name__}."

@@ -37,7 +37,8 @@ def start(
     The command line (`paceline run --strategy ... train.py`) overrides what the script gives here.
 
     Args:
-        strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "pipeline"; with options,
+        strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "pipeline"; with
+        options,
             "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
         seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
@@ -46,7 +47,8 @@ def start(
         compile: compile prepared models with torch.compile.
         nonfinite: what to do at a loss or gradient that is inf or NaN: "stop" or "skip".
         device: such as "cpu" or "cuda:1"; else this process's accelerator, by its local rank, or the CPU.
-        init_method, rank, world_size: as for torch.distributed.init_process_group, in place of a launcher's environment.
+        init_method, rank, world_size: as for torch.distributed.init_process_group, in place of a launcher's
+        environment.
 
     Raises:
         SettingError: a setting that cannot be. WorldError: an environment that describes no world.
@@ -85,8 +87,8 @@ def _world(init_method: str | None, rank: int | None, world_size: int | None) ->
         return worlds.from_env(os.environ)
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise WorldError(
-            f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, with "
-            "0 <= rank < world_size. Leave all out to take the launcher's."
+            f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, "
+            "with 0 <= rank < world_size. Leave all out to take the launcher's."
         )
     local = int(os.environ.get("LOCAL_RANK", rank))
     return World(rank, world_size, local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), 0, 1, "start()")

@@ -1,4 +1,5 @@
-"""Checks that run on several ranks at once (tests/ranks.py): strategies against plain PyTorch on the whole global batch."""
+"""Checks that run on several ranks at once (tests/ranks.py): strategies against plain PyTorch on the whole global
+batch."""
 
 from __future__ import annotations
 
@@ -278,7 +279,7 @@ def check_weights_of_rank_0_are_taken_and_later_changes_on_one_rank_are_named() 
     with started() as run:
         torch.manual_seed(run.world.rank)
         model = Net().double()
-        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         torch.manual_seed(0)
         same(model, Net().double(), 0.0)
         if run.world.rank == 1:

@@ -1,5 +1,5 @@
-"""Loaders in one process: order, randomness, odd batches, samplers, streams, evaluation. Worlds of several processes are
-played by giving a source the layout of each rank."""
+"""Loaders in one process: order, randomness, odd batches, samplers, streams, evaluation. Worlds of several processes
+are played by giving a source the layout of each rank."""
 
 from __future__ import annotations
 

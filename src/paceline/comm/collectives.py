@@ -132,8 +132,8 @@ class _Sum(torch.autograd.Function):
 
 
 def differentiable(total: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """`total(tensor)`, where `total` adds up all replicas' tensors, as something autograd can go through. Its backward is
-    again this sum, so that it can be differentiated any number of times."""
+    """`total(tensor)`, where `total` adds up all replicas' tensors, as something autograd can go through. Its backward
+    is again this sum, so that it can be differentiated any number of times."""
     result: Tensor = _Sum.apply(tensor, total)
     return result
 

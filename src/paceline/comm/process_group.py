@@ -47,9 +47,9 @@ def join(world: World, device: torch.device, init_method: str | None, timeout_se
 def leave() -> None:
     """Ends the process group, if there is one, and its threads with it.
 
-    Gloo's threads drop a finished collective's tensors a moment after its waiter has gone on. One that does so while the
-    interpreter is being taken down aborts the process ("terminate called without an active exception"; plain DDP does
-    that in one of some ten exits). Destroying the group joins them, once nothing else holds it.
+    Gloo's threads drop a finished collective's tensors a moment after its waiter has gone on. One that does so while
+    the interpreter is being taken down aborts the process ("terminate called without an active exception"; plain DDP
+    does that in one of some ten exits). Destroying the group joins them, once nothing else holds it.
     """
     if dist.is_available() and dist.is_initialized():
         gc.collect()

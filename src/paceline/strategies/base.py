@@ -71,10 +71,11 @@ Weights = list[list[Weight | None]]
 class Work(NamedTuple):
     """A micro-batch to compute with a closure.
 
-    compute(model, piece, device) runs the user's closure there and returns its terms. passes(terms of each piece) yields, for each
-    backward pass that is needed, its weights and whether the graph must be kept for the next one. It is called once,
-    between the forwards and the backwards, may communicate, and must be exhausted. final: the last micro-batch of the
-    global batch, whose backward completes the reduction. call: the number of the backward call in this micro-batch.
+    compute(model, piece, device) runs the user's closure there and returns its terms. passes(terms of each piece)
+    yields, for each backward pass that is needed, its weights and whether the graph must be kept for the next one. It
+    is called once, between the forwards and the backwards, may communicate, and must be exhausted. final: the last
+    micro-batch of the global batch, whose backward completes the reduction. call: the number of the backward call in
+    this micro-batch.
     inputs: the only parameters to touch, or None. total: examples in the whole global batch.
     """
 

@@ -1,18 +1,18 @@
-"""data_parallel: one process, several devices, parameter-server style. (Thin for now: weights are copied for every batch.)
+"""data_parallel: one process, several devices, parameter-server style. (Thin: weights are copied for every batch.)
 
 Phase 1, scatter: weights and buffers of the first device, where the user's own model lives, are copied to the others.
-Phase 2, forward: each replica computes its own shard and its own loss, in a thread of its own. The first device carries no
-  outputs of the others, which is what nn.DataParallel lacks.
+Phase 2, forward: each replica computes its own shard and its own loss, in a thread of its own. The first device
+  carries no outputs of the others, which is what nn.DataParallel lacks.
 Phase 3, backward: each replica's, in its thread.
 Phase 4, gather: the replicas' gradients are added to the first device's.
 Phase 5, step: the update, on the first device.
 
-Between devices, a step: weights out and gradients in, 2 (n - 1) times their bytes, all through the first device. Memory:
-parameters and gradients once per device, optimizer state once.
+Between devices, a step: weights out and gradients in, 2 (n - 1) times their bytes, all through the first device.
+Memory: parameters and gradients once per device, optimizer state once.
 Follows torch.nn.DataParallel, with the loss on the replicas (as PyTorch-Encoding's DataParallelCriterion has it).
 
-Replicas on CPUs share one random generator, and so take turns (comm/replicas.py): `devices=cpu,cpu` computes the same as two
-devices do, without being faster. With batch_norm="shard" the running statistics are the first replica's.
+Replicas on CPUs share one random generator, and so take turns (comm/replicas.py): `devices=cpu,cpu` computes the same
+as two devices do, without being faster. With batch_norm="shard" the running statistics are the first replica's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class DataParallel(Strategy):
     def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
         if world.size != 1:
             raise SettingError(
-                f"strategy data_parallel runs in one process, but there are {world.size}. Start one, or use strategy='ddp'."
+                f"strategy data_parallel runs in one process, but there are {world.size}. Start one, or use "
+                "strategy='ddp'."
             )
         self.devices = _devices(devices)
         self.layout = Layout(shards=len(self.devices), mine=tuple(range(len(self.devices))))
@@ -141,13 +142,13 @@ def _devices(text: str) -> list[torch.device]:
     if len(devices) < 2:
         found = f"devices={text!r} names {len(devices)}" if text else f"this machine has {len(devices)} accelerator(s)"
         raise SettingError(
-            f"strategy data_parallel needs at least two devices, but {found}. Name them (devices=cuda:0,cuda:1, or cpu,cpu to "
-            "try it without), or use strategy='single'."
+            f"strategy data_parallel needs at least two devices, but {found}. Name them (devices=cuda:0,cuda:1, or "
+            "cpu,cpu to try it without), or use strategy='single'."
         )
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
         raise SettingError(
-            f"strategy data_parallel: devices={text!r} names a device twice: its replicas would wait for each other for ever "
-            "in batch norm. Name each once."
+            f"strategy data_parallel: devices={text!r} names a device twice: its replicas would wait for each other "
+            "for ever in batch norm. Name each once."
         )
     if len({device.type for device in devices}) > 1:
         raise SettingError(f"strategy data_parallel: devices={text!r} are of several types. Name devices of one type.")

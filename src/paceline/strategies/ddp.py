@@ -196,8 +196,8 @@ class DDP(Strategy):
         if differing:
             raise ModelError(
                 f"the weights differ between ranks before the first step: {', '.join(differing[:5])}"
-                f"{' and more' if len(differing) > 5 else ''}. `prepare` made them alike, so they were changed after it on "
-                "some ranks only: load weights on every rank, or before `prepare`."
+                f"{' and more' if len(differing) > 5 else ''}. `prepare` made them alike, so they were changed after "
+                "it on some ranks only: load weights on every rank, or before `prepare`."
             )
 
     def _unlike(self, everyone: Sequence[Reached]) -> str:
@@ -214,10 +214,11 @@ class DDP(Strategy):
             if names
         )
         return (
-            f"rank {self.world.rank}: backward call number {call + 1} of this step reaches other parameters than it did "
-            f"before ({what}), and the other ranks cannot know. If the path through the model depends on the data or the "
-            "step, set strategy='ddp:find_unused=true' (it compares the ranks at every backward); if several losses take "
-            "turns, name the optimizer: run.backward(loss, optimizer=...)."
+            f"rank {self.world.rank}: backward call number {call + 1} of this step reaches other parameters than it "
+            f"did before ({what}), and the other ranks cannot know. If the path through the model depends on the data "
+            "or the "
+            "step, set strategy='ddp:find_unused=true' (it compares the ranks at every backward); if several losses "
+            "take turns, name the optimizer: run.backward(loss, optimizer=...)."
         )
 
     def _drop_reducers(self) -> None:
@@ -297,7 +298,5 @@ class _Reducer:
 
 def _zeros(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is not None and gradient.is_sparse:
-        return torch.sparse_coo_tensor(
-            size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False
-        )
+        return torch.zeros_like(parameter).to_sparse(1)
     return torch.zeros_like(parameter)

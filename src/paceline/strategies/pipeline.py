@@ -1,14 +1,15 @@
-"""pipeline: the model cut into stages over processes, micro-batches flowing through them. (Thin for now: one pipeline of
-all processes, GPipe, an nn.Sequential.)
+"""pipeline: the model cut into stages over processes, micro-batches flowing through them. (Thin for now: one pipeline
+of all processes, GPipe, an nn.Sequential.)
 
-Phase 1, what goes in: the user's closure is run up to its call of the model, whose arguments are the first stage's input.
+Phase 1, what goes in: the user's closure is run up to its call of the model, whose arguments are the first stage's
+input.
 Phase 2, the schedule (torch.distributed.pipelining, ScheduleGPipe): forwards of all micro-batches flow from stage to
   stage, then backwards flow back. On the last stage the closure is run again, with a model that returns what came out.
 Phase 3, share: each stage's gradients and buffers are sent to all processes, which then hold the whole gradient.
 Phase 4, step: each process makes the same update of the whole model.
 
-Between processes, a step: activations and their gradients at each cut, and (thin) the whole gradient. Memory per process:
-activations of its own stage; parameters, gradients and optimizer state whole (thin).
+Between processes, a step: activations and their gradients at each cut, and (thin) the whole gradient. Memory per
+process: activations of its own stage; parameters, gradients and optimizer state whole (thin).
 Follows Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
 
 torch's stages have fixed shapes, so that micro-batches of another size go through in a pass of their own.
@@ -64,8 +65,8 @@ class Pipeline(Strategy):
             )
         if stages not in (0, world.size):
             raise SettingError(
-                f"strategy pipeline: stages={stages}, but there are {world.size} processes. For now every process is a stage: "
-                f"leave stages out, or start {stages} processes."
+                f"strategy pipeline: stages={stages}, but there are {world.size} processes. For now every process is "
+                f"a stage: leave stages out, or start {stages} processes."
             )
         self.world, self.device = world, device
         self.layout = Layout(shards=1, mine=(0,), together=True)
@@ -142,7 +143,8 @@ class Pipeline(Strategy):
             if len(captured.args) == 1 and isinstance(captured.args[0], Tensor):
                 return captured.args[0]
             raise UsageError(
-                f"strategy pipeline: the closure calls the model with {len(captured.args)} arguments; it takes one tensor."
+                f"strategy pipeline: the closure calls the model with {len(captured.args)} arguments; it takes one "
+                "tensor."
             ) from None
         raise UsageError("strategy pipeline: the closure never called the model. Call it once: output = model(input).")
 
@@ -221,7 +223,8 @@ def cut_layers(layers: list[nn.Module], stages: int) -> list[nn.Sequential]:
     """Layers in order, cut where the parameters before are nearest to equal parts. Raises ModelError if too few."""
     if len(layers) < stages:
         raise ModelError(
-            f"strategy pipeline: the model has {len(layers)} layers, too few for {stages} stages. Start fewer processes."
+            f"strategy pipeline: the model has {len(layers)} layers, too few for {stages} stages. Start fewer "
+            "processes."
         )
     sizes = [sum(p.numel() for p in layer.parameters()) + 1 for layer in layers]
     cuts, before = [0], 0

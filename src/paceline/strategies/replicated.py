@@ -102,7 +102,8 @@ def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -
     if faults:
         shown = "\n  ".join(faults[:5]) + (f"\n  and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise CheckpointError(
-            f"the checkpoint is of another model than the prepared {type(model).__name__} (number {number}):\n  {shown}\n"
+            f"the checkpoint is of another model than the prepared {type(model).__name__} (number {number}):\n  "
+            f"{shown}\n"
             "Build the model as the checkpoint's script did, or load what fits by hand: "
             "model.load_state_dict(..., strict=False)."
         )

@@ -52,8 +52,9 @@ def _shrink(one: Any, many: Any) -> Any:
     if hasattr(one, "__getitem__") and hasattr(one, "__len__"):
         return one[:0]
     raise EmptyShardError(
-        f"a shard of this global batch is empty, and a zero-length {type(one).__name__}, which collate_fn gives, cannot be "
-        "made. Give it `__len__` and slicing (batch[:0]), make it a dataclass or a dict, or see that no shard is empty: "
+        f"a shard of this global batch is empty, and a zero-length {type(one).__name__}, which collate_fn gives, "
+        "cannot be made. Give it `__len__` and slicing (batch[:0]), make it a dataclass or a dict, or see that no "
+        "shard is empty: "
         "a larger global_batch, or drop_last=True."
     )
 

@@ -157,6 +157,6 @@ def is_stream(dataset: Any) -> bool:
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
         return True
     raise SettingError(
-        f"run.loader(dataset={type(dataset).__name__}): a data set needs __getitem__ and __len__, or __iter__ that starts "
-        "anew each time it is called (an iterator or generator can be read only once)."
+        f"run.loader(dataset={type(dataset).__name__}): a data set needs __getitem__ and __len__, or __iter__ that "
+        "starts anew each time it is called (an iterator or generator can be read only once)."
     )

@@ -1,8 +1,8 @@
 """Finding a loss or gradient that is not finite, without waiting for the device.
 
 The norm of the gradients is computed once per step (the clipping's own, where there is clipping): it is inf or NaN as
-soon as one element of one gradient is, and on ddp it is the same on all ranks, since gradients are reduced by then. On a
-CPU it is looked at before the update. On an accelerator its copy to the host is only enqueued, and looked at one step
+soon as one element of one gradient is, and on ddp it is the same on all ranks, since gradients are reduced by then. On
+a CPU it is looked at before the update. On an accelerator its copy to the host is only enqueued, and looked at one step
 later, when it has long arrived: nothing waits that plain DDP would not wait for. Then, and only then, all ranks tell
 each other which examples they had and whether their losses were finite.
 """

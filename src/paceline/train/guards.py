@@ -28,9 +28,9 @@ class Guards:
         def step(own: Any, *args: Any, **kwargs: Any) -> None:
             if not guards._allowed:
                 raise UsageError(
-                    f"{cls.__name__}.step() was called directly, but it is prepared: run.step(optimizer) moves it, once "
-                    "per optimizer step. Delete the call; or, to move it yourself (once per epoch, or with a metric), "
-                    "do not prepare it and track it: run.track(scheduler=scheduler)."
+                    f"{cls.__name__}.step() was called directly, but it is prepared: run.step(optimizer) moves it, "
+                    "once per optimizer step. Delete the call; or, to move it yourself (once per epoch, or with a "
+                    "metric), do not prepare it and track it: run.track(scheduler=scheduler)."
                 )
             cls.step(own, *args, **kwargs)
 
@@ -40,8 +40,8 @@ class Guards:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._allowed:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() was called directly: micro-batches, precision, schedules and the position "
-                "in the data would not follow. Write run.step(optimizer) in its place."
+                f"{type(optimizer).__name__}.step() was called directly: micro-batches, precision, schedules and the "
+                "position in the data would not follow. Write run.step(optimizer) in its place."
             )
 
     def allow(self, function: Callable[..., object], *args: Any) -> None:

@@ -28,8 +28,8 @@ class Bundle:
 
     def _refuse(self, *_: Any) -> Any:
         raise UsageError(
-            f"this batch holds {len(self.pieces)} collated batches, since the chosen strategy computes several shards or "
-            "micro-batches at once: it cannot be unpacked in the loop. Move the loss into a function,\n"
+            f"this batch holds {len(self.pieces)} collated batches, since the chosen strategy computes several shards "
+            "or micro-batches at once: it cannot be unpacked in the loop. Move the loss into a function,\n"
             "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
             "and call\n"
             "    loss = run.forward_backward(loss_fn, model, batch)\n"
@@ -92,7 +92,8 @@ class Loader:
         return self._training() if self.train else self._evaluating()
 
     def _training(self) -> Iterator[Any]:
-        """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs none."""
+        """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs
+        none."""
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
         self._used = False
@@ -150,8 +151,9 @@ class Loader:
         for key, value in own.items():
             if state["step"] and state.get(key) != value:
                 raise UsageError(
-                    f"loader {self.name!r}: the checkpoint was written in mid-epoch with {key}={state.get(key)}, but this "
-                    f"script has {key}={value}, so that the rest of the epoch is not defined. Use what the checkpoint had, "
+                    f"loader {self.name!r}: the checkpoint was written in mid-epoch with {key}={state.get(key)}, but "
+                    f"this script has {key}={value}, so that the rest of the epoch is not defined. Use what the "
+                    "checkpoint had, "
                     "or resume from a checkpoint at the end of an epoch."
                 )
         self.epoch, self._start = int(state["epoch"]), int(state["step"])

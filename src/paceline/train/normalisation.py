@@ -24,7 +24,8 @@ class Normalisation:
         self._found: list[nn.Module] = []
 
     def convert(self, model: nn.Module) -> None:
-        """`global`: its batch norms take their statistics over all replicas. `shard`: they stay as they are, but for an empty shard."""
+        """`global`: its batch norms take their statistics over all replicas. `shard`: they stay as they are, but for
+        an empty shard."""
         present = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         if present and self._choice == "global" and self._layout.shards > 1:
             batchnorm.convert(model)
@@ -42,9 +43,10 @@ class Normalisation:
         micros = max(request.micros, max((part.micro for part in request.parts), default=0) + 1)
         if micros > 1:
             raise ModelError(
-                f"loader {loader!r} cuts a global batch into {micros} micro-batches, and the model has batch norm, whose "
-                "statistics would be those of a micro-batch, another one on another number of devices. Raise micro_batch until "
-                "one is enough, use a normalisation within the example (GroupNorm, LayerNorm), or set batch_norm='shard', "
+                f"loader {loader!r} cuts a global batch into {micros} micro-batches, and the model has batch norm, "
+                "whose statistics would be those of a micro-batch, another one on another number of devices. Raise "
+                "micro_batch until one is enough, use a normalisation within the example (GroupNorm, LayerNorm), or "
+                "set batch_norm='shard', "
                 "which changes the model."
             )
 

@@ -1,10 +1,11 @@
 """Precision: what a model computes in.
 
 fp32         as the script says.
-bf16, fp16   parameters and optimizer state as they are; matrix products and convolutions in 16 bits (torch.autocast). fp16 has
-             5 exponent bits, so losses are scaled up and gradients down again, by a scale that is halved when a gradient
-             overflows (that step is skipped) and doubled after 2,000 steps without: Micikevicius et al. 2018, "Mixed Precision
-             Training", section 3.2, with the constants of torch.amp.GradScaler.
+bf16, fp16   parameters and optimizer state as they are; matrix products and convolutions in 16 bits (torch.autocast).
+fp16 has
+             5 exponent bits, so losses are scaled up and gradients down again, by a scale that is halved when a
+             gradient overflows (that step is skipped) and doubled after 2,000 steps without: Micikevicius et al. 2018,
+             "Mixed Precision Training", section 3.2, with the constants of torch.amp.GradScaler.
 bf16-params  parameters, gradients and optimizer state in bf16 too.
 
 In the loop form a model's forward computes under autocast and gives its floating-point outputs back in fp32, so that a

@@ -310,8 +310,8 @@ def _check(
             raise SettingError(f"run.loader({key}={value!r}): a whole number of examples, at least 1, is needed.")
     if "batch_size" in options:
         raise SettingError(
-            f"run.loader(batch_size={options['batch_size']!r}): say global_batch, the examples of one optimizer step over "
-            "all devices (batch_size is per process elsewhere)."
+            f"run.loader(batch_size={options['batch_size']!r}): say global_batch, the examples of one optimizer step "
+            "over all devices (batch_size is per process elsewhere)."
         )
     unknown = set(options) - DATALOADER_OPTIONS
     if unknown:
@@ -333,6 +333,7 @@ def _check(
     for key, value in (("sampler", sampler), ("batch_sampler", getattr(batch_sampler, "sampler", None))):
         if isinstance(value, DistributedSampler):
             raise SettingError(
-                f"run.loader({key}={type(value).__name__}): it picks a part for each rank, and Paceline cuts the global "
-                "batch itself, so that most examples would be lost. Give a sampler over the whole data set, or shuffle=True."
+                f"run.loader({key}={type(value).__name__}): it picks a part for each rank, and Paceline cuts the "
+                "global batch itself, so that most examples would be lost. Give a sampler over the whole data set, or "
+                "shuffle=True."
             )

@@ -40,8 +40,8 @@ class State:
     def add_loader(self, loader: Loader) -> None:
         if loader.name in self.loaders:
             raise UsageError(
-                f"run.loader(name={loader.name!r}): there is a training loader of that name. Give each its own name, since a "
-                "checkpoint keeps its position by it."
+                f"run.loader(name={loader.name!r}): there is a training loader of that name. Give each its own name, "
+                "since a checkpoint keeps its position by it."
             )
         self.loaders[loader.name] = loader
         if loader.name in self._waiting["loaders"]:
@@ -171,14 +171,14 @@ class State:
         run: dict[str, Any] = parts["run"]
         if run["seed"] != self._seed:
             raise CheckpointError(
-                f"the checkpoint was written with seed={run['seed']}, but this run has seed={self._seed}: it would go on with "
-                "another order and other noise. Start with the checkpoint's seed."
+                f"the checkpoint was written with seed={run['seed']}, but this run has seed={self._seed}: it would go "
+                "on with another order and other noise. Start with the checkpoint's seed."
             )
         schedulers = _numbered(parts, "scheduler")
         if len(schedulers) != len(self.schedulers):
             raise CheckpointError(
-                f"the checkpoint holds {len(schedulers)} scheduler(s), but this script prepared {len(self.schedulers)}. "
-                "Prepare what the checkpoint's script prepared, before run.restore."
+                f"the checkpoint holds {len(schedulers)} scheduler(s), but this script prepared "
+                f"{len(self.schedulers)}. Prepare what the checkpoint's script prepared, before run.restore."
             )
         self.strategy.load_state_dict(
             {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}

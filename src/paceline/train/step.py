@@ -62,8 +62,9 @@ class Stepper:
             if other is not loader and other.current is not None and not other.current.final:
                 raise UsageError(
                     f"loader {loader.name!r} begins a global batch while that of loader {other.name!r} is not complete "
-                    f"(micro-batch {other.current.micro + 1} of {other.current.micros}). Loaders that take turns in one loop "
-                    "need the same number of micro-batches in a global batch: set micro_batch of each accordingly."
+                    f"(micro-batch {other.current.micro + 1} of {other.current.micros}). Loaders that take turns in "
+                    "one loop need the same number of micro-batches in a global batch: set micro_batch of each "
+                    "accordingly."
                 )
         self._open = []
         self.accounts.drop_unreduced()
@@ -200,9 +201,9 @@ class Stepper:
         self.strategy.finish()
         if self.accounts.unreduced(parameters):
             raise UsageError(
-                "run.step: an earlier micro-batch of this global batch made a backward call that its last one did not make, "
-                "so that its gradient was never combined over the processes. Make the same backward calls in every "
-                "micro-batch (a loss of zero is fine)."
+                "run.step: an earlier micro-batch of this global batch made a backward call that its last one did not "
+                "make, so that its gradient was never combined over the processes. Make the same backward calls in "
+                "every micro-batch (a loss of zero is fine)."
             )
         graded = [p for p in parameters if p.grad is not None]
         if not graded:
@@ -257,8 +258,8 @@ class Stepper:
         active = [loader for loader in self._loaders if loader.current is not None]
         if not active:
             raise UsageError(
-                f"run.{call} was called outside a loop over a training loader, so that the size of the global batch is not "
-                "known. Iterate over run.loader(...) and call it there."
+                f"run.{call} was called outside a loop over a training loader, so that the size of the global batch "
+                "is not known. Iterate over run.loader(...) and call it there."
             )
         if len(active) > 1:
             names = ", ".join(repr(loader.name) for loader in active)
@@ -322,14 +323,14 @@ def without_backward(parameters: Sequence[Tensor]) -> str:
 def empty_message(error: BaseException) -> str:
     return (
         f"this rank's shard of the global batch is empty, and the model or the loss cannot take its zero-length batch: "
-        f"{type(error).__name__}: {error}. Let it (view(x.size(0), -1) becomes flatten(1)), or see that no shard is empty: a "
-        "global_batch of at least the number of shards, and drop_last=True."
+        f"{type(error).__name__}: {error}. Let it (view(x.size(0), -1) becomes flatten(1)), or see that no shard is "
+        "empty: a global_batch of at least the number of shards, and drop_last=True."
     )
 
 
 CLOSURE_NEEDED = (
-    "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get a loss "
-    "from a batch. Write\n"
+    "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get "
+    "a loss from a batch. Write\n"
     "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
     "    for batch in loader:\n"
     "        loss = run.forward_backward(loss_fn, model, batch)\n"
