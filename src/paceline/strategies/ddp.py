@@ -2,10 +2,10 @@
 
 Phase 1, forward: nothing of Paceline's runs. The user calls the model, or any of its methods, as often as needed.
 Phase 2, backward of all but the last micro-batch: autograd adds to `.grad`; nothing travels.
-Phase 3, backward of the last micro-batch: a hook at its root looks up which parameters this backward will reach, and
-  arms the reducer that was made for that set. Autograd then runs; torch's C++ reducer all-reduces a bucket as soon as
-  its gradients are there. When the backward returns, `.grad` is the sum over all shards. (The first time there is no
-  reducer yet: it is made and used when that backward is over.)
+Phase 3, backward of the last micro-batch: the reducer that was made for the parameters that this backward reaches is
+  armed. Autograd then runs; torch's C++ reducer all-reduces a bucket as soon as its gradients are there. When the
+  backward returns, `.grad` is the sum over all shards. (The first time, a hook at the backward's root looks up what it
+  will reach, and the reducer is made and used when it is over.)
 Phase 4, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`.
@@ -15,8 +15,8 @@ Memory per replica: parameters, gradients and optimizer state once each, and the
 The reducer is torch.nn.parallel.DistributedDataParallel's own (Li et al. 2020, "PyTorch Distributed: Experiences on
 Accelerating Data Parallel Training"): bucketing, overlap and averaging are its. Only its forward is not used: it arms
 the reducer when `model(...)` is called, so that a second backward, a method other than forward, or a loss that
-reaches only some parameters is reduced wrongly or never. Here the backward itself says what it will reach, so that
-several losses, several models and frozen parameters need no flag: a reducer is kept for each set of parameters.
+reaches only some parameters is reduced wrongly or never. Here the backward says what it reaches, so that several
+losses, several models and frozen parameters need no flag: a reducer is kept for each set of parameters.
 
 That set must be the same on all ranks, else they would wait for each other for ever. It is compared when a backward
 call (the first, second, ... of a micro-batch) is made for the first time; a rank on which it changes later names the
@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class DDP(Strategy):
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[Tensor, str] = {}
         self._flags: tuple[bool, ...] = ()
-        self._trainable: list[Tensor] = []
+        self.trainable: list[Tensor] = []
         self._accumulators: list[Any] = []
         self._reducers: dict[Reached, _Reducer] = {}
         self._expected: dict[int, Reached | None] = {}  # backward call -> what it reaches; None: compared every time
@@ -112,44 +113,55 @@ class DDP(Strategy):
             torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
             return
         self._follow_requires_grad()
+        run = partial(torch.autograd.backward, roots, gradients, inputs=inputs, retain_graph=retain_graph)
+        expected = self._expected.get(call)
+        if expected is None or self.find_unused or expected not in self._reducers:
+            self._backward_compared(roots, run, call)
+            return
+        reducer = self._reducers[expected]
+        reducer.arm()
+        run()
+        if reducer.missed() or any(p.grad is not None for p in reducer.others):
+            raise UnusedParameterError(self._changed_message(call, expected))
+
+    def _backward_compared(self, roots: Sequence[Tensor], run: Callable[[], None], call: int) -> None:
+        """What this backward reaches is not settled yet: a hook at its root, before any gradient, looks it up and
+        compares it with the other ranks'."""
         found: list[Reached] = []
         order: list[Tensor] = []
 
-        def arm(_: Tensor) -> None:
+        def look(_: Tensor) -> None:
             if found:  # with several roots, only the first that autograd comes to
                 return
             mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
-            found.append(self._agreed(call, mine))
+            found.append(self._compare(call, mine))
             reducer = self._reducers.get(found[0])
             if reducer is not None:
                 reducer.arm()
-                missing = [p for p, a, b in zip(self._trainable, mine, found[0], strict=True) if b and not a]
+                missing = [p for p, a, b in zip(self.trainable, mine, found[0], strict=True) if b and not a]
                 if missing:  # other ranks reach these: this rank adds zeros, so that its buckets fill up too
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
             else:
-                reached = [p for p, used in zip(self._trainable, mine, strict=True) if used]
+                reached = [p for p, used in zip(self.trainable, mine, strict=True) if used]
                 hooks.extend(p.register_post_accumulate_grad_hook(order.append) for p in reached)
 
-        hooks: list[Any] = [root.register_hook(arm) for root in roots]
+        hooks: list[Any] = [root.register_hook(look) for root in roots]
         try:
-            torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+            run()
         finally:
             for hook in hooks:
                 hook.remove()
-        if not any(found[0]):  # everything that this loss depends on is frozen
-            return
-        if found[0] not in self._reducers:
+        if any(found[0]) and found[0] not in self._reducers:  # else everything that this loss depends on is frozen
             self._first_time(found[0], order)
-        self._reducers[found[0]].check_complete()
 
     def _first_time(self, reached: Reached, order: Sequence[Tensor]) -> None:
         """This set's first backward has run without a reducer, and has shown the order in which gradients come: the
         reducer is laid out for it, and now reduces what that backward has left. So all steps have one layout, which
         the bits of a sum over three ranks or more depend on, also the first one after a checkpoint is restored."""
-        numbers = {p: i for i, p in enumerate(self._trainable)}
+        numbers = {p: i for i, p in enumerate(self.trainable)}
         ready = collectives.broadcast_object([numbers[p] for p in order])
         ready += [i for i, used in enumerate(reached) if used and i not in set(ready)]
-        parameters = [self._trainable[i] for i in ready]
+        parameters = [self.trainable[i] for i in ready]
         self._reducers[reached] = reducer = _Reducer(self, parameters)
         reducer.arm()
         fire(parameters, [p.grad for p in parameters])
@@ -161,17 +173,8 @@ class DDP(Strategy):
             return
         self._drop_reducers()
         self._flags = flags
-        self._trainable = [p for p in self._names if p.requires_grad]
-        self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self._trainable]
-
-    def _agreed(self, call: int, mine: Reached) -> Reached:
-        """What any rank's backward reaches, found without communication where that was settled before."""
-        expected = self._expected.get(call)
-        if expected is None or self.find_unused:
-            return self._compare(call, mine)
-        if mine != expected:
-            raise UnusedParameterError(self._changed_message(call, expected, mine))
-        return expected
+        self.trainable = [p for p in self._names if p.requires_grad]
+        self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.trainable]
 
     def _compare(self, call: int, mine: Reached) -> Reached:
         first = call not in self._expected
@@ -201,11 +204,13 @@ class DDP(Strategy):
             )
 
     def _unlike(self, everyone: Sequence[Reached]) -> str:
-        names = [self._names[p] for p in self._trainable]
+        names = [self._names[p] for p in self.trainable]
         return ", ".join(name for name, *used in zip(names, *everyone, strict=True) if any(used) and not all(used))
 
-    def _changed_message(self, call: int, expected: Reached, reached: Reached) -> str:
-        rows = list(zip([self._names[p] for p in self._trainable], expected, reached, strict=True))
+    def _changed_message(self, call: int, expected: Reached) -> str:
+        rows = [
+            (self._names[p], before, p.grad is not None) for p, before in zip(self.trainable, expected, strict=True)
+        ]
         lost = [name for name, before, now in rows if before and not now]
         new = [name for name, before, now in rows if now and not before]
         what = "; ".join(
@@ -215,9 +220,10 @@ class DDP(Strategy):
         )
         return (
             f"rank {self.world.rank}: backward call number {call + 1} of this step reaches other parameters than it "
-            f"did before ({what}), and the other ranks cannot know. If the path through the model depends on the data "
-            "or the "
-            "step, set strategy='ddp:find_unused=true' (it compares the ranks at every backward); if several losses "
+            "did "
+            f"before ({what}), and the other ranks cannot know. If the path through the model depends on the data or "
+            "the step, set strategy='ddp:find_unused=true' (it compares the ranks at every backward); if several "
+            "losses "
             "take turns, name the optimizer: run.backward(loss, optimizer=...)."
         )
 
@@ -259,11 +265,14 @@ class _Reducer:
     not by a forward. Made outside of a backward."""
 
     def __init__(self, strategy: DDP, ready: Sequence[Tensor]) -> None:
+        self._first = ready[0]
+        chosen = set(ready)
+        self.others = [p for p in strategy.trainable if p not in chosen]
         kept = [p.grad for p in ready]
         for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
             p.grad = None
         self._ddp = DistributedDataParallel(
-            _Together(strategy.models, set(ready)),
+            _Together(strategy.models, chosen),
             **_NO_BUFFERS,
             init_sync=False,
             bucket_cap_mb=strategy.bucket_mb,
@@ -284,9 +293,15 @@ class _Reducer:
         self._ddp.reducer.prepare_for_forward()
         self._ddp.reducer.prepare_for_backward([])
 
-    def check_complete(self) -> None:
-        """Raises if a bucket still waits for a gradient, which `arm` was told would come."""
-        self._ddp.reducer._check_reducer_finalized()
+    def missed(self) -> bool:
+        """Whether, after a backward, a gradient is missing that `arm` was told would come."""
+        if self._first.grad is None:  # then perhaps none came, and the reducer does not know that there was a backward
+            return True
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return True
+        return False
 
     def close(self) -> None:
         self._ddp.reducer._remove_autograd_hooks()

@@ -88,6 +88,8 @@ class Accounts:
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
         """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
+        if self._held == FINAL and not self._waiting:
+            return False
         asked = set(parameters)
         if self._held != FINAL and any(p.grad is not None for p in asked):
             return True

@@ -75,9 +75,9 @@ def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int]) -> Tens
 
     `loss_count` on the tensor says what it is a mean over, where that is not examples, for `run.mean`.
     """
+    if len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
+        return terms[0][0].value
     with torch.no_grad():
-        if len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
-            return terms[0][0].value
         parts: list[Tensor] = []
         for column in zip(*terms, strict=True):
             if column[0].count is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
-from paceline.train.finite import FiniteWatch, gradient_norm
+from paceline.train.finite import FiniteWatch, all_finite, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key
 from paceline.train.guards import Guards
 from paceline.train.loader import Bundle, Loader
@@ -140,7 +140,7 @@ class Stepper:
             self.strategy.backward(
                 [term.value], [weight], final=request.final, call=call, inputs=inputs, retain_graph=retain
             )
-        self._watch.saw(term.value if loss is None else loss, request)
+        self._watch.saw((term.value if loss is None else loss).detach(), request)
 
     def _opened(self, loader: Loader) -> int:
         if loader not in self._open:
@@ -159,6 +159,12 @@ class Stepper:
     ) -> Iterator[tuple[Weights, bool]]:
         """The weights of each backward pass, with the accounts before and after it in order (gradients.py)."""
         scale = self.precision.loss_scale
+        if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
+            # What most steps are, without the lists: this runs between a forward and its backward.
+            self.accounts.hold((call, MEANS))
+            yield [[counts[0] / request.total * scale]], retain
+            self.accounts.settle(1.0 / scale)
+            return
         keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
         counted = [key for key in keys if key[1] != MEANS]
         for _, i in counted:
@@ -196,8 +202,9 @@ class Stepper:
         loaders = [loader for loader in self._open if loader.current is not None]
         if not loaders or (self._call == 0 and not all(loader.stepped for loader in loaders)):
             raise UsageError(without_backward(parameters))
-        if not all(loader.current is not None and loader.current.final for loader in loaders):
-            return False
+        for loader in loaders:
+            if loader.current is not None and not loader.current.final:
+                return False
         self.strategy.finish()
         if self.accounts.unreduced(parameters):
             raise UsageError(
@@ -224,17 +231,16 @@ class Stepper:
     def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
         """Whether the update was made, and not skipped for a gradient that is not finite."""
         grads = [p.grad for p in graded if p.grad is not None]
-        norm = gradient_norm(grads)
+        norm = gradient_norm(grads) if max_grad_norm is not None else None
         if self.precision.scaler is not None or self._skip:
-            finite = math.isfinite(norm.item())
+            finite = all_finite(grads) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
             if not finite:
                 return False
         else:
-            step = sum(self.updates.values())
-            self._watch.check(norm, step, self.names, graded)
-        if max_grad_norm is not None:
+            self._watch.check(grads, norm, self.updates, self.names, graded)
+        if norm is not None and max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
         self.guards.allow(self.strategy.step, optimizer)
         return True
