@@ -10,8 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import psutil
 import pytest
+
+# Elsewhere every run tries new examples; where a landing depends on it, the same ones.
+hypothesis.settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 GRACE_SECONDS = 2.0  # for what is already ending
 ENVIRONMENT_OF_LIBRARIES = {

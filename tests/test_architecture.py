@@ -21,7 +21,7 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "strategies": {"comm", "world", "config", "errors"},
     "train": {"strategies", "comm", "world", "config", "errors"},
     "run": {"train", "strategies", "comm", "world", "config", "errors"},
-    "session": {"run", "comm", "world", "config", "errors"},
+    "session": {"run", "train", "comm", "world", "config", "errors"},
     "launch": {"world", "config", "errors"},
     "cli": {"__init__", "launch", "world", "config", "errors"},
     "__main__": {"cli"},

@@ -19,7 +19,6 @@ from paceline.strategies.base import Layout, Weight
 from paceline.strategies.replicated import parameter_names
 from paceline.train import metrics, randomness
 from paceline.train.guards import Guards
-from paceline.train.hooks import explain_uncaught
 from paceline.train.loader import Loader
 from paceline.train.normalisation import Normalisation
 from paceline.train.precision import Precision
@@ -33,7 +32,7 @@ from paceline.world import World
 class Run:
     """One training run, seen from one process. Made by `paceline.start`.
 
-    Attributes: world, device, settings; main (whether this is rank 0); seed.
+    Attributes: world, device, settings; main (whether this is rank 0); seed; latest, the loader that yielded last.
     """
 
     def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
@@ -57,12 +56,11 @@ class Run:
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._epochs = Epochs(lambda: list(self._state.loaders.values()))
-        self._latest: Loader | None = None
+        self.latest: Loader | None = None
         self._evaluations = 0
         self._before = replicas.set_default(
             replicas.ProcessReplicas() if world.size > 1 and not self._strategy.layout.together else replicas.Alone()
         )
-        self._unhook = explain_uncaught(lambda: self._latest)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self._closed = False
 
@@ -183,7 +181,7 @@ class Run:
         return loader
 
     def _on_yield(self, loader: Loader) -> None:
-        self._latest = loader
+        self.latest = loader
         if loader.train:
             self._normalisation.check(loader.current, loader.name)
             self._stepper.on_yield(loader)
@@ -265,7 +263,7 @@ class Run:
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
-        return metrics.mean(values, lambda: self._latest.examples if self._latest is not None else 1, self.device)
+        return metrics.mean(values, lambda: self.latest.examples if self.latest is not None else 1, self.device)
 
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
@@ -357,7 +355,6 @@ class Run:
         self._guards.close()
         self._strategy.close()
         replicas.set_default(self._before)
-        self._unhook()
 
 
 def _not_prepared(thing: Any) -> str:

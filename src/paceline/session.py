@@ -14,9 +14,11 @@ from paceline.comm import process_group
 from paceline.config import StrategySpec, resolve
 from paceline.errors import SettingError, WorldError
 from paceline.run import Run
+from paceline.train.hooks import explain_uncaught
 from paceline.world import World
 
 _open: list[Run] = []
+_explained = False
 
 
 def start(
@@ -53,6 +55,10 @@ def start(
     Raises:
         SettingError: a setting that cannot be. WorldError: an environment that describes no world.
     """
+    global _explained
+    if not _explained:
+        _explained = True
+        explain_uncaught(lambda: _open[-1].latest if _open else None)
     given = {
         "strategy": strategy,
         "precision": precision,

@@ -43,6 +43,15 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(plain.view(torch.uint8).tolist()) if plain.numel() else b""
 
 
+def in_order(value: Any) -> str:
+    """A text to sort by. The repr of a set is none: equal sets may list their elements in another order."""
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__} {sorted(map(in_order, value))}"
+    if isinstance(value, tuple):
+        return f"tuple {[in_order(item) for item in value]}"
+    return repr(value)
+
+
 def assert_same(a: Any, b: Any) -> None:
     """Equal in type, order and every bit: unlike ==, it tells 1 from True and from 1.0, 0.0 from -0.0, NaN from NaN."""
     assert type(a) is type(b)
@@ -64,7 +73,7 @@ def assert_same(a: Any, b: Any) -> None:
         for one, other in zip(a, b):
             assert_same(one, other)
     elif isinstance(a, (set, frozenset)):
-        assert_same(sorted(a, key=repr), sorted(b, key=repr))
+        assert_same(sorted(a, key=in_order), sorted(b, key=in_order))
     else:
         assert a == b
 

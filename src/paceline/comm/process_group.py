@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import datetime
 import gc
+import os
+import socket
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from paceline.errors import WorldError
 from paceline.world import World
@@ -31,17 +34,45 @@ def join(world: World, device: torch.device, init_method: str | None, timeout_se
                 f"{world.rank} of {world.size} by {world.source}. Leave init_process_group to paceline.start()."
             )
         return
+    store = None
     if init_method is None and world.source not in ("torchrun", "paceline"):
-        init_method = f"tcp://{world.master_addr}:{world.master_port}"
+        store = _store(world, timeout_seconds)
     dist.init_process_group(
         _BACKENDS.get(device.type),
-        init_method=init_method or "env://",
+        init_method=None if store is not None else init_method or "env://",
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
     atexit.register(leave)
+
+
+def _store(world: World, timeout_seconds: float) -> TCPStore:
+    """The store of a world without an agent (srun, mpirun). On one machine it and gloo listen on loopback only: torch's
+    own would listen on every interface, so rank 0 brings a socket that is bound already."""
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if world.nodes > 1:
+        return TCPStore(world.master_addr, world.master_port, world.size, world.rank == 0, timeout)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if world.rank != 0:
+        return TCPStore("127.0.0.1", world.master_port, world.size, False, timeout)
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(("127.0.0.1", world.master_port))
+    except OSError as error:
+        raise WorldError(
+            f"rank 0 cannot listen on port {world.master_port}, which {world.source} gives this run: "
+            f"{error.strerror}. End "
+            "what uses it, or set MASTER_PORT (and MASTER_ADDR) to a free one for all processes."
+        ) from None
+    listening.listen()
+    port = listening.getsockname()[1]
+    return TCPStore("127.0.0.1", port, world.size, True, timeout, master_listen_fd=listening.detach())
 
 
 def leave() -> None:

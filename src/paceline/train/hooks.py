@@ -13,15 +13,15 @@ from paceline.train.step import empty_message
 _PACKAGE = __name__.partition(".")[0]
 
 
-def explain_uncaught(latest: Callable[[], Loader | None]) -> Callable[[], None]:
-    """Until the returned function is called: a PacelineError is shown without frames from inside Paceline, and an
-    error in the loop over an empty shard is explained."""
+def explain_uncaught(latest: Callable[[], Loader | None]) -> None:
+    """From now on a PacelineError that nobody caught is shown without frames from inside Paceline, and an error in the
+    loop over an empty shard is explained. The hook that was there is called as ever."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PacelineError):
             trace = without_package(trace)
-            error.__cause__, error.__suppress_context__ = None, True
+            error.__traceback__, error.__cause__, error.__suppress_context__ = trace, None, True
         previous(kind, error, trace)
         loader = latest()
         empty = loader is not None and loader.current is not None and loader.examples == 0
@@ -29,12 +29,6 @@ def explain_uncaught(latest: Callable[[], Loader | None]) -> Callable[[], None]:
             print(f"paceline: {empty_message(error)}", file=sys.stderr)
 
     sys.excepthook = hook
-
-    def undo() -> None:
-        if sys.excepthook is hook:
-            sys.excepthook = previous
-
-    return undo
 
 
 def without_package(trace: TracebackType | None) -> TracebackType | None:

@@ -1,0 +1,96 @@
+"""start() in worlds without our launcher: what mpirun leaves in the environment, and torch's own arguments."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import os, sys
+import paceline, psutil
+rank = int(sys.argv[1])
+if len(sys.argv) > 2:
+    run = paceline.start(device="cpu", init_method=sys.argv[2], rank=rank, world_size=2)
+else:
+    run = paceline.start(device="cpu")
+me = psutil.Process()
+heard = {c.laddr.ip for c in me.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
+print(run.world.source, run.world.rank, run.world.size, run.sum(run.world.rank + 1), sorted(heard), flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def both(tmp_path: Path, environs: list[dict[str, str]], *arguments: str) -> list[tuple[int, str, str]]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    bare = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI_", "SLURM_", "MASTER_", "GLOO_"))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), *arguments],
+            env=bare | environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, environ in enumerate(environs)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def mpi(rank: int, port: int) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def test_under_mpirun_on_one_machine_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
+    port = free_port()
+    for rank, (code, out, err) in enumerate(both(tmp_path, [mpi(0, port), mpi(1, port)])):
+        assert code == 0, err
+        assert out.split()[:4] == ["openmpi", str(rank), "2", "3"]
+        assert set(out[out.index("[") :].strip("[]\n").replace("'", "").split(", ")) <= {"127.0.0.1", "::1", ""}, out
+
+
+def test_with_torchs_own_arguments(tmp_path: Path) -> None:
+    for rank, (code, out, err) in enumerate(both(tmp_path, [{}, {}], f"tcp://127.0.0.1:{free_port()}")):
+        assert code == 0, err
+        assert out.split()[:4] == ["start()", str(rank), "2", "3"]
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        done = subprocess.run(
+            [sys.executable, str(script), "0"],
+            env=os.environ | mpi(0, port),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert f"rank 0 cannot listen on port {port}, which openmpi gives this run" in done.stderr
+    assert "src/paceline" not in done.stderr, "frames from inside Paceline"
+    assert "script.py" in done.stderr, "the line of the script"
