@@ -113,7 +113,8 @@ class Run:
             )
         self._optimizers.append(optimizer)
         self._stepper.updates[optimizer] = 0
-        self._guards.watch_optimizer(optimizer)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self._guards.watch_optimizer(optimizer, lambda: self._stepper.accounts.unreduced(own))
 
     def _add_scheduler(self, scheduler: Any) -> None:
         if scheduler in self._state.schedulers:

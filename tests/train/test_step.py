@@ -74,6 +74,31 @@ def test_grad_is_the_final_mean_after_the_last_backward(run: paceline.Run, micro
     assert run.steps == 3
 
 
+@pytest.mark.parametrize("how", ["top", "model"])
+def test_zero_grad_at_the_top_of_the_loop_loses_nothing(run: paceline.Run, how: str) -> None:
+    """As scripts for one device have it: with micro-batches it would throw away all but the last."""
+    model, optimizer, loader = prepared(run, micro_batch=3)
+    plain = build()
+    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in loader:
+        if how == "model" and loader.current.micro > 0:
+            model.zero_grad()
+            with pytest.raises(UsageError, match=r"as by model\.zero_grad\(\)\. Delete that call"):
+                run.backward(loss_fn(model, batch))
+            return
+        optimizer.zero_grad()
+        run.backward(loss_fn(model, batch))
+        run.step(optimizer)
+    for start in range(0, 20, 8):
+        by_hand.zero_grad()
+        loss_fn(plain, [X[start : start + 8], Y[start : start + 8]]).backward()
+        by_hand.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    run.close()
+    assert "zero_grad" not in vars(optimizer)
+
+
 def terms(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A mean over examples; a sum over things that some examples have none of; and how many these are."""
     out = model(x)

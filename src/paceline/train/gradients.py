@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 
 Key = tuple[int, int]
@@ -39,11 +40,19 @@ class Accounts:
         self.parameters: list[Tensor] = []
         self.views = False
         self._held: Key = FINAL
+        self._local: Key | None = (
+            None  # the account that `.grad` holds, while it has gradients of earlier micro-batches
+        )
         self._waiting: dict[Key, Grads] = {}
 
     def hold(self, key: Key) -> None:
         """Puts `.grad` away into its account, and brings this one's into it."""
         if key == self._held:
+            if self._local == key and all(p.grad is None for p in self.parameters):
+                raise UsageError(
+                    "the gradients of earlier micro-batches of this global batch have been cleared, as by "
+                    "model.zero_grad(). Delete that call: run.step clears the gradients when it has used them."
+                )
             return
         if any(p.grad is not None for p in self.parameters):
             self._waiting[self._held] = [
@@ -54,6 +63,10 @@ class Accounts:
         for p, grad in zip(self.parameters, self._waiting.pop(key, ()), strict=False):
             p.grad = grad
         self._held = key
+
+    def note(self, key: Key) -> None:
+        """A micro-batch that is not the last has added to this account, which `.grad` holds."""
+        self._local = key if any(p.grad is not None for p in self.parameters) else None
 
     def gather(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
         """The sum of these accounts, each times its factor (None: as it is), in `.grad`."""
@@ -71,7 +84,7 @@ class Accounts:
         if unscale != 1.0:
             scale_([p.grad for p in self.parameters if p.grad is not None], unscale)
         self._add(self._waiting.pop(FINAL, None))
-        self._held = FINAL
+        self._held, self._local = FINAL, None
 
     def _add(self, grads: Grads | None) -> None:
         if grads is None:
@@ -102,6 +115,7 @@ class Accounts:
 
     def drop_unreduced(self) -> None:
         """Forgets a global batch that was left before its end."""
+        self._local = None
         if self._held != FINAL:
             self.hold(FINAL)
         for key in [key for key in self._waiting if key != FINAL]:

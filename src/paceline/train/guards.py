@@ -16,9 +16,20 @@ class Guards:
     def __init__(self) -> None:
         self._allowed = False
         self._hooks: list[Any] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[tuple[Any, type]] = []
 
-    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer, accumulating: Callable[[], bool]) -> None:
+        """accumulating: whether it has gradients of earlier micro-batches. Then its zero_grad, which scripts for one
+        device have at the top of their loop, does nothing: `run.step` clears at the end of a global batch."""
+        own = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if not accumulating():
+                own(set_to_none)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._optimizers.append(optimizer)
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def watch_scheduler(self, scheduler: Any) -> None:
@@ -57,4 +68,6 @@ class Guards:
             hook.remove()
         for scheduler, cls in self._schedulers:
             scheduler.__class__ = cls
-        self._hooks, self._schedulers = [], []
+        for optimizer in self._optimizers:
+            del optimizer.zero_grad
+        self._hooks, self._optimizers, self._schedulers = [], [], []

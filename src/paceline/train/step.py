@@ -175,6 +175,7 @@ class Stepper:
                 plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key)} if key[1] != MEANS else {}
                 weights = weigh(terms, counts, request.total, scale, plan, only=key[1])
                 yield weights, retain or number < len(keys) - 1
+                self.accounts.note(key)
             return
         inverse = self._inverse_totals(counted)
         factors: list[Weight | None] = [
