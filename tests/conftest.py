@@ -14,6 +14,11 @@ import hypothesis
 import psutil
 import pytest
 
+# A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that: tests of Ctrl-C would
+# wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Elsewhere every run tries new examples; where a landing depends on it, the same ones.
 hypothesis.settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
