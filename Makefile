@@ -33,7 +33,7 @@ format: $(READY)  ## lay the code out as `make lint` wants it
 	@$(BIN)/ruff format .
 
 bench: $(READY)  ## what a step costs beside hand-written DDP
-	@$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/paceline run --nproc 2 benchmarks/overhead.py
 
 clean:  ## remove the environment, caches and builds
 	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
