@@ -29,10 +29,7 @@ class Breakage(NamedTuple):
 
 BREAKAGES = {
     "halved gradient": Breakage(
-        "train/step.py",
-        "(count / total if term.count is None",
-        "(count / total / 2 if term.count is None",
-        "a-sgd-whole-closure-w1",
+        "train/step.py", "return examples / total\n", "return examples / total / 2\n", "a-sgd-whole-closure-w1"
     ),
     "an empty shard counted as one example": Breakage(
         "train/order.py",
@@ -72,7 +69,7 @@ BREAKAGES = {
         "b-mlm-sgd and w2",
     ),
     "clipping forgotten": Breakage(
-        "train/step.py", "if max_grad_norm is not None:", "if max_grad_norm is None:", "b-mlm-sgd and w2"
+        "train/step.py", "if norm is not None and max_grad_norm is not None:", "if norm is None:", "b-mlm-sgd and w2"
     ),
     "schedule not moved": Breakage(
         "train/step.py", "                self.guards.allow(scheduler.step)\n", "                pass\n", "a-sgd and w1"

@@ -162,7 +162,7 @@ class Stepper:
         if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
             # What most steps are, without the lists: this runs between a forward and its backward.
             self.accounts.hold((call, MEANS))
-            yield [[counts[0] / request.total * scale]], retain
+            yield [[share(counts[0], request.total) * scale]], retain
             self.accounts.settle(1.0 / scale)
             return
         keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
@@ -294,6 +294,11 @@ class Stepper:
         return optimizer
 
 
+def share(examples: int, total: int) -> float:
+    """Of a mean over these examples in the mean over the whole global batch of `total`."""
+    return examples / total
+
+
 def weigh(
     terms: list[list[Term]],
     counts: Sequence[int],
@@ -307,7 +312,7 @@ def weigh(
     def weight(number: int, term: Term, count: int) -> Weight | None:
         if only is not None and only != (MEANS if term.count is None else number):
             return None
-        return (count / total if term.count is None else inverse[number]) * scale
+        return (share(count, total) if term.count is None else inverse[number]) * scale
 
     return [
         [weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)
