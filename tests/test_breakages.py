@@ -69,7 +69,7 @@ BREAKAGES = {
         "b-mlm-sgd and w2",
     ),
     "clipping forgotten": Breakage(
-        "train/step.py", "if norm is not None and max_grad_norm is not None:", "if norm is None:", "b-mlm-sgd and w2"
+        "train/step.py", "if norm is not None and max_grad_norm is not None:", "if False:", "b-mlm-sgd and w2"
     ),
     "schedule not moved": Breakage(
         "train/step.py", "                self.guards.allow(scheduler.step)\n", "                pass\n", "a-sgd and w1"
