@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,12 @@ class Run:
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
         if optimizer in self._optimizers:
             return
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"run.prepare: {type(optimizer).__name__} computes the loss several times in a step, through a closure, "
+                "which run.step does not have. Use an optimizer that takes one gradient a step, such as AdamW."
+            )
         foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
         if foreign:
             shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
