@@ -107,7 +107,8 @@ class Run:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(
-                f"run.prepare: {type(optimizer).__name__} computes the loss several times in a step, through a closure, "
+                f"run.prepare: {type(optimizer).__name__} computes the loss several times in a step, through a "
+                "closure, "
                 "which run.step does not have. Use an optimizer that takes one gradient a step, such as AdamW."
             )
         foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
