@@ -99,6 +99,8 @@ class UnderPaceline:
 
 def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float, name: str) -> dict[str, object]:
     ours = UnderPaceline(make, shape, name)
+    cores = sorted(os.sched_getaffinity(os.getppid()))
+    os.sched_setaffinity(0, {cores[ours.run.world.local_rank % len(cores)]})  # this thread; gloo's own stay free
     run, world = ours.run, ours.run.world
     first, second = ByHand(make), ByHand(make)
     generator = torch.Generator().manual_seed(world.rank)
@@ -171,7 +173,6 @@ def main() -> None:
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    os.sched_setaffinity(0, {cores[local % len(cores)]})
     torch.set_num_threads(1)
     results = {}
     for name, (make, shape) in models().items():
