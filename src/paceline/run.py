@@ -48,7 +48,6 @@ class Run:
             self._precision,
             self._guards,
             device=device,
-            rank=world.rank,
             skip=settings.nonfinite == "skip",
         )
         self._state = State(self._strategy, rank=world.rank, size=world.size, device=device, seed=settings.seed)

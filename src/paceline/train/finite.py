@@ -1,10 +1,10 @@
 """Finding a loss or gradient that is not finite, without waiting for the device.
 
-The norm of the gradients is computed once per step (the clipping's own, where there is clipping): it is inf or NaN as
-soon as one element of one gradient is, and on ddp it is the same on all ranks, since gradients are reduced by then. On
-a CPU it is looked at before the update. On an accelerator its copy to the host is only enqueued, and looked at one step
-later, when it has long arrived: nothing waits that plain DDP would not wait for. Then, and only then, all ranks tell
-each other which examples they had and whether their losses were finite.
+One fused operation, that of torch's own loss scaler, looks at all gradients of a step and sets a flag; where gradients
+are clipped, their norm tells, since it is inf or NaN as soon as one element is. On ddp all ranks see the same, since
+gradients are reduced by then. On a CPU the flag is looked at before the update. On an accelerator its copy to the host
+is only enqueued, and looked at one step later, when it has long arrived: nothing waits that plain DDP would not wait
+for. Then, and only then, all ranks tell each other which examples they had and whether their losses were finite.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Seen(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    norm: Tensor
+    found: Tensor  # not finite where a gradient is not
     event: torch.Event | None
     step: int
     seen: list[Seen]
@@ -46,18 +46,36 @@ def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def all_finite(grads: Sequence[Tensor]) -> bool:
-    """Whether every element of every gradient is finite; waits for the device."""
-    if len(grads) <= 32 and grads[0].device.type == "cpu" and not any(g.is_sparse for g in grads):
-        return all(math.isfinite(norm.item()) for norm in torch._foreach_norm(list(grads)))  # two operations fewer
-    return math.isfinite(gradient_norm(grads).item())
+class Flag:
+    """A 0-dim float32 tensor on a device, kept over the steps: 0 until a gradient is not finite."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+
+    def look(self, grads: Sequence[Tensor]) -> Tensor:
+        """Sets the flag where an element of a gradient is not finite, and returns it. Waits for nothing."""
+        dense = [
+            g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g for g in grads
+        ]
+        device = self.found.device
+        if any(g.device != device for g in dense):
+            return torch.nn.utils.get_total_norm(dense) * 0.0
+        torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found, self._one)  # by 1: they do not change
+        return self.found
+
+    def all_finite(self, grads: Sequence[Tensor]) -> bool:
+        """Whether every element of every gradient is finite; waits for the device."""
+        finite = self.look(grads).item() == 0.0
+        if not finite:
+            self.found.zero_()
+        return finite
 
 
 class FiniteWatch:
     """Looks at every step's gradient norm, at once or one step later."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
+    def __init__(self, device: torch.device) -> None:
+        self.flag = Flag(device)
         self._seen: list[Seen] = []
         self._pending: _Pending | None = None
 
@@ -79,17 +97,16 @@ class FiniteWatch:
     ) -> None:
         """Raises NonFiniteError for this step (CPU) or the one before it (accelerators). norm: of grads, where
         known."""
-        if grads[0].device.type == "cpu":
-            if not (all_finite(grads) if norm is None else math.isfinite(norm.item())):
-                norm = gradient_norm(grads)
+        found = self.flag.look(grads) if norm is None else norm.detach() * 0.0
+        if found.device.type == "cpu":
+            if found.item() != 0.0:
                 where = [names.get(p, "?") for p in graded if p.grad is not None and not bool(p.grad.isfinite().all())]
-                self._stop(_Pending(norm, None, sum(updates.values()), self._seen), where)
+                self._stop(_Pending(found, None, sum(updates.values()), self._seen), where)
             return
-        norm = gradient_norm(grads) if norm is None else norm
         self.drain()
-        host = torch.empty((), dtype=norm.dtype, pin_memory=True)
-        host.copy_(norm.detach(), non_blocking=True)
-        event = torch.Event(device=norm.device)
+        host = torch.empty((), dtype=found.dtype, pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        event = torch.Event(device=found.device)
         event.record()
         self._pending = _Pending(host, event, sum(updates.values()), self._seen)
 
@@ -100,10 +117,11 @@ class FiniteWatch:
             return
         if pending.event is not None:
             pending.event.synchronize()
-        if not math.isfinite(pending.norm.item()):
+        if pending.found.item() != 0.0:
             self._stop(pending, [])
 
     def _stop(self, pending: _Pending, where: list[str]) -> None:
+        self.flag.found.zero_()
         mine = [(float(seen.loss), seen.request.indices) for seen in pending.seen if seen.request.examples]
         everyone = collectives.gather_objects(mine)
         raise NonFiniteError(_message(pending.step, everyone, where))

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
-from paceline.train.finite import FiniteWatch, all_finite, gradient_norm
+from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key
 from paceline.train.guards import Guards
 from paceline.train.loader import Bundle, Loader
@@ -32,7 +32,7 @@ class Stepper:
     """The state of the step at hand. models, optimizers and schedulers are those of `Run`, which adds to them."""
 
     def __init__(
-        self, strategy: Strategy, precision: Precision, guards: Guards, *, rank: int, device: torch.device, skip: bool
+        self, strategy: Strategy, precision: Precision, guards: Guards, *, device: torch.device, skip: bool
     ) -> None:
         self.strategy, self.precision, self.guards = strategy, precision, guards
         self.accounts = Accounts()
@@ -41,7 +41,7 @@ class Stepper:
         self.updates: dict[torch.optim.Optimizer, int] = {}
         self.skipped = 0
         self._counts = Counts()
-        self._watch = FiniteWatch(rank, device)
+        self._watch = FiniteWatch(device)
         self._device, self._skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
         self._open: list[Loader] = []  # those whose current global batch has gradients
@@ -234,7 +234,7 @@ class Stepper:
         grads = [p.grad for p in graded if p.grad is not None]
         norm = gradient_norm(grads) if max_grad_norm is not None else None
         if self.precision.scaler is not None or self._skip:
-            finite = all_finite(grads) if norm is None else math.isfinite(norm.item())
+            finite = self._watch.flag.all_finite(grads) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
             if not finite:
