@@ -22,8 +22,8 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "train": {"strategies", "comm", "world", "config", "errors"},
     "run": {"train", "strategies", "comm", "world", "config", "errors"},
     "session": {"run", "train", "comm", "world", "config", "errors"},
-    "launch": {"world", "config", "errors"},
-    "cli": {"__init__", "launch", "world", "config", "errors"},
+    "launcher": {"world", "config", "errors"},
+    "cli": {"__init__", "launcher", "world", "config", "errors"},
     "__main__": {"cli"},
     "__init__": {"session", "run", "train", "world", "config", "errors"},
 }
@@ -86,13 +86,13 @@ def test_no_cycles() -> None:
         pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) == "launch"])
+@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) == "launcher"])
 def test_the_launcher_speaks_to_workers_only_through_world(name: str) -> None:
     named = {text for text in strings(MODULES[name]) if text.startswith("PACELINE_")}
     assert not named, f"{sorted(named)}: environment variables between launcher and worker are named in world.py"
 
 
-@pytest.mark.parametrize("name", ["errors", "world", "config", "launch", "cli"])
+@pytest.mark.parametrize("name", ["errors", "world", "config", "launcher", "cli"])
 def test_the_launchers_side_loads_no_torch(name: str) -> None:
     code = f"import sys, paceline.{name}; print(*(m for m in ('torch', 'numpy') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -15,8 +15,9 @@ RUN = {
     "prepare", "ratio", "restore", "save", "skipped", "step", "steps", "sum", "track",
 }  # fmt: skip
 START = [
-    "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "init_method", "rank",
-    "world_size",
+    "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "log_dir",
+    "trackers", "log_every", "progress", "channels_last", "deterministic", "cudnn_benchmark", "tf32", "init_method",
+    "rank", "world_size",
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from paceline import __version__, launch
+from paceline import __version__, launcher
 from paceline.errors import PacelineError
 
 
@@ -43,6 +43,6 @@ def run(
     """
     given = {name: value for name, value in settings.items() if value is not None}
     try:
-        context.exit(launch.run(script, args, nproc=nproc, settings=given))
+        context.exit(launcher.run(script, args, nproc=nproc, settings=given))
     except PacelineError as error:
         raise click.UsageError(str(error)) from None

@@ -1,14 +1,17 @@
 """Settings: what they are, what they may be, and the one place that merges them.
 
-What `paceline.start()` is given are the script's defaults; the command line (which reaches a worker as JSON in the
-environment variable that world.py names) overrides them. The result is one frozen object.
+What `paceline.start()` is given are the script's defaults; a `paceline.toml` beside the script, or the file that
+`--config` names, overrides them; the command line (which reaches a worker as JSON in the environment variable that
+world.py names) overrides both. The result is one frozen object.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import SettingError, suggest
@@ -16,6 +19,9 @@ from paceline.errors import SettingError, suggest
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 BATCH_NORMS = ("global", "shard")
 NONFINITES = ("stop", "skip")
+PROGRESS = ("auto", "bar", "lines", "off")
+TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
+FILE = "paceline.toml"
 
 
 @dataclass(frozen=True)
@@ -72,15 +78,37 @@ class Settings:
     compile: bool = False
     nonfinite: str = "stop"
     device: str | None = None
+    log_dir: str | None = None
+    trackers: tuple[str, ...] = ("jsonl",)
+    log_every: int = 10
+    progress: str = "auto"
+    channels_last: bool = False
+    deterministic: bool = False
+    cudnn_benchmark: bool | None = None
+    tf32: bool | None = None
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
         _one_of("nonfinite", self.nonfinite, NONFINITES)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise SettingError(f"seed={self.seed!r}: a whole number from 0 to 2**63 - 1 is needed.")
-        if not isinstance(self.compile, bool):
-            raise SettingError(f"compile={self.compile!r}: True or False is needed.")
+        _one_of("progress", self.progress, PROGRESS)
+        for name in self.trackers:
+            _one_of("trackers", name, TRACKERS)
+        _whole("seed", self.seed, 0, 2**63 - 1)
+        _whole("log_every", self.log_every, 1, 2**31)
+        for setting in ("compile", "channels_last", "deterministic"):
+            _true_or_false(setting, getattr(self, setting))
+        for setting in ("cudnn_benchmark", "tf32"):
+            if getattr(self, setting) is not None:
+                _true_or_false(setting, getattr(self, setting))
+        for setting in ("device", "log_dir"):
+            if not isinstance(getattr(self, setting), (str, type(None))):
+                raise SettingError(f"{setting}={getattr(self, setting)!r}: a string is needed.")
+        if self.deterministic and self.cudnn_benchmark:
+            raise SettingError(
+                "deterministic=True and cudnn_benchmark=True contradict each other: the benchmark chooses another "
+                "kernel from run to run. Set one of them."
+            )
 
 
 def _one_of(setting: str, value: object, known: tuple[str, ...]) -> None:
@@ -88,21 +116,67 @@ def _one_of(setting: str, value: object, known: tuple[str, ...]) -> None:
         raise SettingError(f"{setting}={value!r} is not known. {suggest(str(value), known)}")
 
 
-def resolve(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """Merges the script's defaults (None: not given) with the command line's overrides.
+def _whole(setting: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise SettingError(f"{setting}={value!r}: a whole number from {least} to {most} is needed.")
 
-    Returns the settings, and a line for each override that changed what the script says. Raises SettingError for an
-    unknown or impossible value.
+
+def _true_or_false(setting: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise SettingError(f"{setting}={value!r}: True or False is needed.")
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file: `key = value` lines; the strategy as on the command line, or as a table with `name`
+    and its options.
+
+    Raises SettingError, with the path, where it cannot be read, is no TOML, or has a key that is no setting.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(f"the settings file {str(path)!r} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f'{path} is not valid TOML: {error}. Write lines such as: precision = "bf16"') from None
+    known = [f.name for f in dataclasses.fields(Settings)]
+    for key in found:
+        if key not in known:
+            raise SettingError(f"{path}: {key!r} is not a setting. {suggest(key, known)}")
+    if isinstance(found.get("strategy"), dict):
+        options = dict(found["strategy"])
+        if not isinstance(options.get("name"), str):
+            raise SettingError(f'{path}: the table [strategy] needs a name, such as name = "ddp".')
+        found["strategy"] = StrategySpec(options.pop("name"), options)
+    return found
+
+
+def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]]:
+    """Merges settings from several places, each (its name, what it says; None: nothing): a later one overrides.
+
+    Returns the settings, and a line for each override that changed something. Raises SettingError for an unknown or
+    impossible value.
     """
     known = [f.name for f in dataclasses.fields(Settings)]
-    merged = {key: value for key, value in defaults.items() if value is not None}
+    merged: dict[str, tuple[Any, str]] = {}
     notes = []
-    for key, value in overrides.items():
-        if key not in known:
-            raise SettingError(f"the launcher passed a setting {key!r}. {suggest(key, known)}")
-        if key in merged and str(merged[key]) != str(value):
-            notes.append(f"{key}={value} from the command line, in place of the script's {merged[key]}")
-        merged[key] = value
-    if merged.get("strategy") is not None:
-        merged["strategy"] = parse_strategy(merged["strategy"])
-    return Settings(**merged), notes
+    for place, values in layers:
+        for key, value in values.items():
+            if value is None:
+                continue
+            if key not in known:
+                raise SettingError(f"{place} has a setting {key!r}. {suggest(key, known)}")
+            if key in merged and str(merged[key][0]) != str(value):
+                notes.append(f"{key}={value} from {place}, in place of {merged[key][0]} in {merged[key][1]}")
+            merged[key] = value, place
+    chosen: dict[str, Any] = {key: value for key, (value, _) in merged.items()}
+    if chosen.get("strategy") is not None:
+        chosen["strategy"] = parse_strategy(chosen["strategy"])
+    if chosen.get("trackers") is not None:
+        names = chosen["trackers"]
+        chosen["trackers"] = tuple(filter(None, names.split(",")) if isinstance(names, str) else names)
+    return Settings(**chosen), notes

@@ -6,12 +6,15 @@ import atexit
 import json
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline import world as worlds
 from paceline.comm import process_group
-from paceline.config import StrategySpec, resolve
+from paceline.config import FILE, Settings, StrategySpec, read_file, resolve
 from paceline.errors import SettingError, WorldError
 from paceline.run import Run
 from paceline.train.hooks import explain_uncaught
@@ -30,18 +33,26 @@ def start(
     compile: bool | None = None,
     nonfinite: str | None = None,
     device: str | None = None,
+    log_dir: str | Path | None = None,
+    trackers: str | Sequence[str] | None = None,
+    log_every: int | None = None,
+    progress: str | None = None,
+    channels_last: bool | None = None,
+    deterministic: bool | None = None,
+    cudnn_benchmark: bool | None = None,
+    tf32: bool | None = None,
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Run:
     """Joins the world that the launcher made; alone, the world is this process.
 
-    The command line (`paceline run --strategy ... train.py`) overrides what the script gives here.
+    A `paceline.toml` beside the script overrides what the script gives here, and the command line
+    (`paceline run --strategy ... train.py`) overrides both.
 
     Args:
         strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "pipeline"; with
-        options,
-            "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
+            options, "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
         seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
         batch_norm: "global", statistics over the whole global batch, as on one device; "shard", over each shard, which
@@ -49,8 +60,16 @@ def start(
         compile: compile prepared models with torch.compile.
         nonfinite: what to do at a loss or gradient that is inf or NaN: "stop" or "skip".
         device: such as "cpu" or "cuda:1"; else this process's accelerator, by its local rank, or the CPU.
+        log_dir: where `run.log` writes; not given, nothing is written.
+        trackers: what it writes there: "jsonl" (the default), "tensorboard", "wandb", "mlflow"; several as a list.
+        log_every: `run.log` writes the mean over this many optimizer steps, 10 if not given.
+        progress: "bar", "lines" or "off"; "auto" is a bar on a terminal, else lines.
+        channels_last: keep image models' weights in that memory format: faster convolutions on GPUs, from volta on.
+        deterministic: only kernels that give the same bits in each run; slower, and an error where there is none.
+        cudnn_benchmark: try several convolution kernels and keep the fastest: costs seconds for each new input shape.
+        tf32: multiply float32 matrices with 10 bits of mantissa on recent GPUs: faster, and less exact.
         init_method, rank, world_size: as for torch.distributed.init_process_group, in place of a launcher's
-        environment.
+            environment.
 
     Raises:
         SettingError: a setting that cannot be. WorldError: an environment that describes no world.
@@ -67,8 +86,16 @@ def start(
         "compile": compile,
         "nonfinite": nonfinite,
         "device": device,
+        "log_dir": None if log_dir is None else str(log_dir),
+        "trackers": trackers,
+        "log_every": log_every,
+        "progress": progress,
+        "channels_last": channels_last,
+        "deterministic": deterministic,
+        "cudnn_benchmark": cudnn_benchmark,
+        "tf32": tf32,
     }
-    settings, notes = resolve(given, json.loads(os.environ.get(worlds.SETTINGS) or "{}"))
+    settings, notes = _settings(given)
     world = _world(init_method, rank, world_size)
     if world.rank == 0:
         for note in notes:
@@ -81,6 +108,19 @@ def start(
     run = Run(world, settings, where)
     _open.append(run)
     return run
+
+
+def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:
+    overrides = json.loads(os.environ.get(worlds.SETTINGS) or "{}")
+    path = overrides.pop("config", None)
+    if path is None:
+        script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook: the current directory
+        beside = Path(script).parent / FILE if script else Path(FILE)
+        path = beside if beside.is_file() else None
+    layers = [("the script", given), ("the command line", overrides)]
+    if path is not None:
+        layers.insert(1, (str(path), read_file(path)))
+    return resolve(*layers)
 
 
 def _close_all() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from paceline import launch
+from paceline import launcher
 from paceline.cli import main
 from paceline.errors import LaunchError, SettingError
-from paceline.launch.plan import Plan, command_line, count_processes, make_plan, thread_budget, worker_environment
+from paceline.launcher.plan import Plan, command_line, count_processes, make_plan, thread_budget, worker_environment
 from paceline.world import ERROR_FILE, LAUNCHER_PID, SETTINGS, World, from_env
 
 PLAN = Plan("train.py", ("--lr", "0.1"), 2, {"strategy": "ddp", "seed": 3})
@@ -60,7 +60,7 @@ def test_threads_share_the_cores(nproc: int, cores: int, threads: int) -> None:
 
 
 def test_command_line() -> None:
-    assert command_line(PLAN) == [sys.executable, "-m", "paceline.launch.worker", "train.py", "--lr", "0.1"]
+    assert command_line(PLAN) == [sys.executable, "-m", "paceline.launcher.worker", "train.py", "--lr", "0.1"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append((script, args, nproc, settings))
         return 7
 
-    monkeypatch.setattr(launch, "run", fake)
+    monkeypatch.setattr(launcher, "run", fake)
     line = "run --nproc 2 --strategy ddp:bucket_mb=25 --no-compile --batch-norm shard t.py --nproc 4 --help -- -x"
     assert CliRunner().invoke(main, line.split()).exit_code == 7
     assert CliRunner().invoke(main, ["run", "--nproc-per-node=2", "--standalone", "t.py"]).exit_code == 7

@@ -10,8 +10,8 @@ from typing import NoReturn
 import pytest
 
 from paceline.config import resolve
-from paceline.launch import worker
-from paceline.launch.report import Ending, Error, cause, describe, exit_code, read_error
+from paceline.launcher import worker
+from paceline.launcher.report import Ending, Error, cause, describe, exit_code, read_error
 from paceline.world import ERROR_FILE, from_env
 
 CLOSED = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:12345"
@@ -185,10 +185,10 @@ def test_errors_of_paceline_show_only_the_script() -> None:
 
 def test_frames_without_a_file_and_causes_inside_paceline_are_left_out_too() -> None:
     try:
-        resolve({"precision": "fp8"}, {})  # raised in the __init__ that dataclasses make
+        resolve(("here", {"precision": "fp8"}))  # raised in the __init__ that dataclasses make
     except Exception as caught:
         text = str(worker.describe(caught)["traceback"])
-    assert 'resolve({"precision": "fp8"}, {})' in text
+    assert 'resolve(("here", {"precision": "fp8"}))' in text
     assert text.count("  File ") == 1
 
 

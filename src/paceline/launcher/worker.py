@@ -1,6 +1,6 @@
 """What each worker process runs: the user's script, as `python script.py` would. No torch.
 
-Run as `python -m paceline.launch.worker script args...`. It differs from plain python in these things:
+Run as `python -m paceline.launcher.worker script args...`. It differs from plain python in these things:
 
 - The process is killed when its launcher dies, however that dies.
 - An exception that ends the script is written into a file, for the launcher to show once for all ranks; stderr stays
@@ -79,7 +79,7 @@ def run_script(script: str, args: Sequence[str]) -> None:
         __loader__=importlib.machinery.SourceFileLoader("__main__", path),
         __cached__=None,
     )
-    sys.modules[__spec__.name if __spec__ else "paceline.launch.worker"] = sys.modules["__main__"]
+    sys.modules[__spec__.name if __spec__ else "paceline.launcher.worker"] = sys.modules["__main__"]
     sys.modules["__main__"] = module
     with open(path, "rb") as file:
         source = file.read()

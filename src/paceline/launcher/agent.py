@@ -33,10 +33,10 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline.launch import processes, report
-from paceline.launch.interrupts import Interrupts
-from paceline.launch.plan import Plan, available_cores, command_line, worker_environment
-from paceline.launch.rendezvous import loopback_rendezvous
+from paceline.launcher import processes, report
+from paceline.launcher.interrupts import Interrupts
+from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
+from paceline.launcher.rendezvous import loopback_rendezvous
 from paceline.world import World
 
 MONITOR_SECONDS = 0.05  # between two looks at the workers

@@ -247,5 +247,5 @@ def test_ports_of_two_steps_differ_and_ranks_agree() -> None:
 
 
 def test_no_torch() -> None:
-    code = "import sys, paceline.world, paceline.cli, paceline.launch.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.world, paceline.cli, paceline.launcher.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

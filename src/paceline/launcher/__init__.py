@@ -31,13 +31,13 @@ def run(
     Raises:
         LaunchError: `nproc` or `script` cannot be run, or a process could not be started.
     """
-    from paceline.launch.interrupts import Interrupts, Stopped
-    from paceline.launch.plan import make_plan
+    from paceline.launcher.interrupts import Interrupts, Stopped
+    from paceline.launcher.plan import make_plan
 
     plan = make_plan(script, args, nproc, settings or {})
     with Interrupts() as interrupts:
         try:
-            from paceline.launch.agent import supervise  # imports torch: more than a second
+            from paceline.launcher.agent import supervise  # imports torch: more than a second
 
             return supervise(plan, interrupts)
         except Stopped as stopped:

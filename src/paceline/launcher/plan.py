@@ -51,7 +51,7 @@ def make_plan(script: str, args: Sequence[str], nproc: str | int, settings: Mapp
         )
     if not os.access(script, os.R_OK):
         raise LaunchError(f"The script {script!r} may not be read by this user. Change its permissions.")
-    config.resolve({}, settings)  # the workers would say the same, but seconds later
+    config.resolve(("the command line", settings))  # the workers would say the same, but seconds later
     return Plan(script, tuple(args), count_processes(nproc, available_cores(), _visible_gpus), dict(settings))
 
 
@@ -86,7 +86,7 @@ def _visible_gpus() -> int:
 
 def command_line(plan: Plan) -> list[str]:
     """The same for every worker: what differs is in the environment."""
-    return [sys.executable, "-m", "paceline.launch.worker", plan.script, *plan.args]
+    return [sys.executable, "-m", "paceline.launcher.worker", plan.script, *plan.args]
 
 
 def thread_budget(nproc: int, cores: int) -> int:

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline import launch
+from paceline import launcher
 from paceline.errors import LaunchError
-from paceline.launch import processes
-from paceline.launch.interrupts import Interrupts, Stopped
+from paceline.launcher import processes
+from paceline.launcher.interrupts import Interrupts, Stopped
 
 DEADLINE_SECONDS = 60.0  # for what takes two seconds on an idle machine
 MARK = "PACELINE_TEST_MARK"  # every descendant of a launch inherits it
@@ -189,7 +189,7 @@ def test_open_process_group_is_closed(launches: Launches, capfd: pytest.CaptureF
         atexit.register(print, "at exit")
         print("end")
     """
-    assert launch.run(str(launches.directory / launches.script(code))) == 0
+    assert launcher.run(str(launches.directory / launches.script(code))) == 0
     assert capfd.readouterr().out.split("\n") == ["end", "at exit", "closed", ""]
 
 
@@ -239,7 +239,7 @@ def test_a_killed_rank_is_named_and_not_its_victim(launches: Launches, capfd: py
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
     """
-    assert launch.run(str(launches.directory / launches.script(code)), nproc=2) == 137
+    assert launcher.run(str(launches.directory / launches.script(code)), nproc=2) == 137
     assert capfd.readouterr() == ("", "rank 1 was killed by SIGKILL (perhaps out of memory)\n")
 
 
@@ -254,7 +254,7 @@ def test_a_rank_that_leaves_early_is_named(launches: Launches, capfd: pytest.Cap
             os._exit(0)
         dist.all_reduce(torch.ones(1))
     """
-    assert launch.run(str(launches.directory / launches.script(code)), nproc=2) == 1
+    assert launcher.run(str(launches.directory / launches.script(code)), nproc=2) == 1
     err = capfd.readouterr().err
     assert err.startswith("rank 1 failed: RuntimeError: ")
     assert err.endswith("rank 0 had ended before, without an error: do all ranks take the same number of steps?\n")
@@ -304,7 +304,7 @@ def test_cause(
     script = str(launches.directory / launches.script(code))
     start = time.monotonic()
     nproc = 2 if "RANK" in code else 1
-    assert launch.run(script, nproc=nproc) == exit_code
+    assert launcher.run(script, nproc=nproc) == exit_code
     err = capfd.readouterr().err
     if "no data" in code:
         assert err.startswith("no data\n")
@@ -327,7 +327,7 @@ def test_failure_ends_what_the_rank_started(launches: Launches, capfd: pytest.Ca
     os_cwd = os.getcwd()
     os.chdir(launches.directory)
     try:
-        assert launch.run(script) == 137
+        assert launcher.run(script) == 137
     finally:
         os.chdir(os_cwd)
     pid = int((launches.directory / "child").read_text())
