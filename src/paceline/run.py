@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm import collectives, replicas
 from paceline.config import Settings
@@ -23,6 +22,7 @@ from paceline.train.guards import Guards
 from paceline.train.loader import Loader
 from paceline.train.normalisation import Normalisation
 from paceline.train.precision import Precision
+from paceline.train.preparable import check_optimizer, check_preparable
 from paceline.train.progress import Epochs
 from paceline.train.sources import make_source
 from paceline.train.state import State, model_number
@@ -79,10 +79,7 @@ class Run:
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
         for thing in objects:
-            if not isinstance(thing, (nn.Module, torch.optim.Optimizer, LRScheduler)) or isinstance(
-                thing, ReduceLROnPlateau
-            ):
-                raise UsageError(_not_prepared(thing))
+            check_preparable(thing)
         for model in models:
             if not any(model is own for own in self._models):
                 self._normalisation.convert(model)
@@ -103,21 +100,7 @@ class Run:
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
         if optimizer in self._optimizers:
             return
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise UsageError(
-                f"run.prepare: {type(optimizer).__name__} computes the loss several times in a step, through a "
-                "closure, "
-                "which run.step does not have. Use an optimizer that takes one gradient a step, such as AdamW."
-            )
-        foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
-        if foreign:
-            shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
-            raise UsageError(
-                f"run.prepare: {type(optimizer).__name__} updates {len(foreign)} parameter(s) that no prepared model "
-                f"has (shapes {shapes}). Prepare the model that it was made for, with or before it; a parameter of its "
-                "own, such as a temperature, belongs into a module."
-            )
+        check_optimizer(optimizer, names)
         self._optimizers.append(optimizer)
         self._stepper.updates[optimizer] = 0
         own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -363,17 +346,3 @@ class Run:
         self._guards.close()
         self._strategy.close()
         replicas.set_default(self._before)
-
-
-def _not_prepared(thing: Any) -> str:
-    if isinstance(thing, ReduceLROnPlateau):
-        return (
-            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it "
-            "out of prepare, step it yourself, and track it: run.track(plateau=scheduler)."
-        )
-    if isinstance(thing, torch.utils.data.DataLoader):
-        return (
-            "run.prepare(DataLoader): a loader is made by run.loader(dataset, global_batch=...), which cuts each "
-            "global batch over the processes."
-        )
-    return f"run.prepare takes models, optimizers and schedulers, not {type(thing).__name__}."
