@@ -377,7 +377,7 @@ def test_the_command_line_overrides_the_script(
     run = paceline.start(precision="fp32", device="cpu")
     try:
         assert (run.settings.precision, run.seed) == ("bf16", 5)
-        assert "precision=bf16 from the command line, in place of the script's fp32" in capsys.readouterr().err
+        assert "precision=bf16 from the command line, in place of fp32 in the script" in capsys.readouterr().err
     finally:
         run.close()
 
