@@ -105,6 +105,8 @@ def _main() -> None:
         faulthandler.dump_traceback_later(max(left - 2.0, 0.1), file=stood)
         import torch.distributed as dist
 
+        from paceline.comm import process_group  # before there is a group (see there)
+
         result: dict[str, Any] = {}
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=max(left, 1.0)))
@@ -115,7 +117,7 @@ def _main() -> None:
         (folder / f"{rank}.json").write_text(json.dumps(result))
         if "error" in result:
             os._exit(1)  # no clean end: other ranks may be in a collective, and the launcher is to end them
-        dist.destroy_process_group()
+        process_group.leave()
         faulthandler.cancel_dump_traceback_later()
 
 

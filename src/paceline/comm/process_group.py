@@ -7,13 +7,21 @@ import datetime
 import gc
 import os
 import socket
+import sys
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from paceline.comm import collectives
 from paceline.errors import WorldError
 from paceline.world import World
+
+if not dist.is_initialized():
+    # The default arguments of its functions are the group of the whole world, if there is one when it is imported, as by
+    # the first optimizer: its threads would then live until the interpreter is taken down (see `leave`).
+    import torch.distributed.nn.functional  # noqa: F401
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
@@ -47,6 +55,44 @@ def join(world: World, device: torch.device, init_method: str | None, timeout_se
         device_id=device if device.type == "cuda" else None,
     )
     atexit.register(leave)
+
+
+def check_versions(world: World) -> None:
+    """Raises WorldError, on every process, where the machines of the world have different versions of what trains.
+
+    One exchange, and none where the world is one machine, whose launcher starts every process with one interpreter.
+    (What `start(rank=...)` is given does not say how many machines there are.)
+    """
+    if world.size == 1 or (world.nodes == 1 and world.source != "start()"):
+        return
+    everyone = collectives.gather_objects((socket.gethostname(), versions()))
+    names = [name for name in everyone[0][1] if len({found[name] for _, found in everyone}) > 1]
+    if not names:
+        return
+    differing: dict[str, list[str]] = {}
+    for host, found in everyone:
+        hosts = differing.setdefault(", ".join(f"{name} {found[name]}" for name in names), [])
+        if host not in hosts:
+            hosts.append(host)
+    parts = [f"{what} on {', '.join(hosts)}" for what, hosts in differing.items()]
+    raise WorldError(
+        f"the machines of this run have different versions: {'; '.join(parts)}. They would compute different "
+        "things, or wait for each other for ever. Install the same on all of them (`paceline env` shows what is there)."
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what has to be alike on all machines."""
+    try:
+        own = metadata.version("paceline")
+    except metadata.PackageNotFoundError:  # a source tree that was never installed
+        own = "unknown"
+    return {
+        "Paceline": own,
+        "torch": str(torch.__version__),
+        "CUDA": str(torch.version.cuda or torch.version.hip),
+        "Python": ".".join(map(str, sys.version_info[:2])),
+    }
 
 
 def _store(world: World, timeout_seconds: float) -> TCPStore:

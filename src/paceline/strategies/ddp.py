@@ -4,8 +4,8 @@ Phase 1, forward: nothing of Paceline's runs. The user calls the model, or any o
 Phase 2, backward of all but the last micro-batch: autograd adds to `.grad`; nothing travels.
 Phase 3, backward of the last micro-batch: the reducer that was made for the parameters that this backward reaches is
   armed. Autograd then runs; torch's C++ reducer all-reduces a bucket as soon as its gradients are there. When the
-  backward returns, `.grad` is the sum over all shards. (The first time, a hook at the backward's root looks up what it
-  will reach, and the reducer is made and used when it is over.)
+  backward returns, `.grad` is the sum over all shards. (The first time hooks note which gradients come, and the reducer
+  is made and used when it is over.)
 Phase 4, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`.
@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,7 @@ class DDP(Strategy):
         self.views, self.find_unused = gradient_as_bucket_view, find_unused
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._sent: set[Tensor] = set()  # parameters and buffers that were made alike
         self._names: dict[Tensor, str] = {}
         self._flags: tuple[bool, ...] = ()
         self.trainable: list[Tensor] = []
@@ -86,11 +88,13 @@ class DDP(Strategy):
         self._expected: dict[int, Reached | None] = {}  # backward call -> what it reaches; None: compared every time
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        known = len(self.models)
+        known, self._sent = self._sent, set()
         self.models, self.optimizers = list(models), list(optimizers)
-        for model in self.models[known:]:
+        for model in self.models:
             model.to(self.device)
-            collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+            everything = [*model.parameters(), *model.buffers()]
+            collectives.broadcast_tensors([t for t in everything if t not in known])
+            self._sent.update(everything)
         self._names = parameter_names(models)
         self._flags = ()
 
@@ -114,6 +118,9 @@ class DDP(Strategy):
             return
         self._follow_requires_grad()
         run = partial(torch.autograd.backward, roots, gradients, inputs=inputs, retain_graph=retain_graph)
+        if call not in self._expected and not self.find_unused:
+            self._backward_first(run, call)
+            return
         expected = self._expected.get(call)
         if expected is None or self.find_unused or expected not in self._reducers:
             self._backward_compared(roots, run, call)
@@ -124,35 +131,59 @@ class DDP(Strategy):
         if reducer.missed() or any(p.grad is not None for p in reducer.others):
             raise UnusedParameterError(self._changed_message(call, expected))
 
+    def _backward_first(self, run: Callable[[], None], call: int) -> None:
+        """Runs without a reducer. What it reached is compared when it is over: so also parameters within a reentrant
+        checkpoint are seen, of which autograd does not know beforehand."""
+        with self._listening() as order:
+            run()
+        came = set(order)
+        reached = self._compare(call, tuple(p in came for p in self.trainable))
+        if any(reached):  # else everything that this loss depends on is frozen
+            self._first_time(reached, order)
+
     def _backward_compared(self, roots: Sequence[Tensor], run: Callable[[], None], call: int) -> None:
-        """What this backward reaches is not settled yet: a hook at its root, before any gradient, looks it up and
-        compares it with the other ranks'."""
+        """What this backward reaches may differ between steps and ranks: a hook at its root, before any gradient,
+        looks it up and compares it with the other ranks'."""
         found: list[Reached] = []
-        order: list[Tensor] = []
+        expected: list[Tensor] = []
 
         def look(_: Tensor) -> None:
             if found:  # with several roots, only the first that autograd comes to
                 return
             mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
             found.append(self._compare(call, mine))
+            expected.extend(p for p, used in zip(self.trainable, mine, strict=True) if used)
             reducer = self._reducers.get(found[0])
             if reducer is not None:
                 reducer.arm()
                 missing = [p for p, a, b in zip(self.trainable, mine, found[0], strict=True) if b and not a]
+                expected.extend(missing)
                 if missing:  # other ranks reach these: this rank adds zeros, so that its buckets fill up too
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
-            else:
-                reached = [p for p, used in zip(self.trainable, mine, strict=True) if used]
-                hooks.extend(p.register_post_accumulate_grad_hook(order.append) for p in reached)
 
         hooks: list[Any] = [root.register_hook(look) for root in roots]
         try:
-            run()
+            with self._listening() as order:
+                run()
         finally:
             for hook in hooks:
                 hook.remove()
-        if any(found[0]) and found[0] not in self._reducers:  # else everything that this loss depends on is frozen
+        hidden = set(order) - set(expected)
+        if hidden:
+            raise ModelError(self._hidden_message(hidden))
+        if any(found[0]) and found[0] not in self._reducers:
             self._first_time(found[0], order)
+
+    @contextmanager
+    def _listening(self) -> Iterator[list[Tensor]]:
+        """The trainable parameters whose gradients come, in that order."""
+        order: list[Tensor] = []
+        hooks = [p.register_post_accumulate_grad_hook(order.append) for p in self.trainable]
+        try:
+            yield order
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _first_time(self, reached: Reached, order: Sequence[Tensor]) -> None:
         """This set's first backward has run without a reducer, and has shown the order in which gradients come: the
@@ -179,7 +210,9 @@ class DDP(Strategy):
     def _compare(self, call: int, mine: Reached) -> Reached:
         first = call not in self._expected
         if first and not self._expected:
-            self._check_same_weights()
+            self._check_alike(
+                "before the first step", "`prepare` made them alike, so they were changed after it on some"
+            )
         everyone = collectives.gather_objects(mine)
         union = tuple(map(any, zip(*everyone, strict=True)))
         if first:
@@ -193,14 +226,22 @@ class DDP(Strategy):
                 )
         return union
 
-    def _check_same_weights(self) -> None:
-        named = [(name, p) for p, name in self._names.items()]
+    def _check_alike(self, when: str, why: str) -> None:
+        """Raises ModelError, on all ranks, where weights or optimizer state are not the same bits on all."""
+        named = [(name, p.detach()) for p, name in self._names.items()]
+        for number, optimizer in enumerate(self.optimizers):
+            for p, state in optimizer.state.items():
+                named += [
+                    (f"{key} of {self._names.get(p, '?')} in optimizer {number}", value)
+                    for key, value in sorted(state.items())
+                    if isinstance(value, Tensor)
+                ]
         differing = collectives.digest_mismatch(named)
         if differing:
             raise ModelError(
-                f"the weights differ between ranks before the first step: {', '.join(differing[:5])}"
-                f"{' and more' if len(differing) > 5 else ''}. `prepare` made them alike, so they were changed after "
-                "it on some ranks only: load weights on every rank, or before `prepare`."
+                f"the weights differ between ranks {when}: {', '.join(differing[:5])}"
+                f"{' and more' if len(differing) > 5 else ''}. {why} ranks only: load weights and optimizer states on "
+                "every rank, or before `prepare`."
             )
 
     def _unlike(self, everyone: Sequence[Reached]) -> str:
@@ -227,12 +268,25 @@ class DDP(Strategy):
             "take turns, name the optimizer: run.backward(loss, optimizer=...)."
         )
 
+    def _hidden_message(self, hidden: Collection[Tensor]) -> str:
+        names = [self._names[p] for p in self.trainable if p in hidden]
+        return (
+            f"gradients came to {', '.join(names[:5])}{' and more' if len(names) > 5 else ''} of which the graph of the "
+            "loss does not tell, as within torch.utils.checkpoint with use_reentrant=True: where ranks reach different "
+            "parameters they cannot be compared beforehand. Set use_reentrant=False."
+        )
+
     def _drop_reducers(self) -> None:
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers, self._expected = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
+        self._check_alike(
+            "at a checkpoint",
+            "After each update they were the same, so that something changed them beside run.backward and run.step "
+            "(loss.backward(), a gradient or weight written to, another learning rate, batches left out), on some",
+        )
         return replicated_state(self.models, self.optimizers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -244,10 +298,28 @@ class DDP(Strategy):
 
 
 def fire(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Gives each parameter this gradient (None: zeros) as a backward would, in this order, with its hooks."""
+    """Gives each parameter this gradient (None: zeros) in this order, as a backward would, but for the user's hooks,
+    which have seen it or are not to see it."""
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = None
-        torch.autograd.backward(p, torch.zeros_like(p) if gradient is None else gradient)
+        with _without_hooks(p):
+            torch.autograd.backward(p, torch.zeros_like(p) if gradient is None else gradient)
+
+
+@contextmanager
+def _without_hooks(parameter: Tensor) -> Iterator[None]:
+    """Empties the dictionaries in which torch keeps a tensor's hooks, and fills them again."""
+    kept = []
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name, None)
+        if hooks:
+            kept.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)
 
 
 class _Together(nn.Module):

@@ -50,7 +50,8 @@ class Flag:
     """A 0-dim float32 tensor on a device, kept over the steps: 0 until a gradient is not finite."""
 
     def __init__(self, device: torch.device) -> None:
-        self.found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.found = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones_like(self.found)
 
     def look(self, grads: Sequence[Tensor]) -> Tensor:
         """Sets the flag where an element of a gradient is not finite, and returns it. Waits for nothing."""

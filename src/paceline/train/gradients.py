@@ -40,6 +40,7 @@ class Accounts:
         self.parameters: list[Tensor] = []
         self.views = False
         self._held: Key = FINAL
+        self._settled = False  # whether FINAL has gradients, and they are ours
         self._local: Key | None = (
             None  # the account that `.grad` holds, while it has gradients of earlier micro-batches
         )
@@ -54,7 +55,16 @@ class Accounts:
                     "model.zero_grad(). Delete that call: run.step clears the gradients when it has used them."
                 )
             return
-        if any(p.grad is not None for p in self.parameters):
+        if all(p.grad is None for p in self.parameters):
+            self._settled = self._settled and self._held != FINAL
+        else:
+            if self._held == FINAL and not self._settled:
+                raise UsageError(
+                    "there are gradients that run.backward did not make, as by loss.backward() called directly: they "
+                    "are neither weighed by their share of the global batch nor combined over the processes. Write "
+                    "run.backward(loss) in its place (several calls add), and keep gradients of your own elsewhere "
+                    "(torch.autograd.grad)."
+                )
             self._waiting[self._held] = [
                 p.grad.clone() if self.views and p.grad is not None else p.grad for p in self.parameters
             ]
@@ -84,7 +94,7 @@ class Accounts:
         if unscale != 1.0:
             scale_([p.grad for p in self.parameters if p.grad is not None], unscale)
         self._add(self._waiting.pop(FINAL, None))
-        self._held, self._local = FINAL, None
+        self._held, self._local, self._settled = FINAL, None, True
 
     def _add(self, grads: Grads | None) -> None:
         if grads is None:

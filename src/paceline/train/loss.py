@@ -55,6 +55,12 @@ def _check(loss: Any) -> None:
         raise UsageError(
             f"a loss must be a scalar tensor (or paceline.Total, or a tuple of these), not {type(loss).__name__}."
         )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UsageError(
+            "a loss does not depend on any parameter that is trained (it has no grad_fn): it was detached, computed "
+            "under no_grad, or is a number for looking at, such as an accuracy. A tuple that a closure returns is a "
+            "sum of losses: return the loss alone, and log the rest with run.log."
+        )
     if loss.numel() != 1:
         raise UsageError(
             f"a loss must be a scalar, but has the shape {tuple(loss.shape)}. Take its mean over the examples; or give "

@@ -1,0 +1,184 @@
+"""What users do beside the straight path, on several ranks: right, or named; never another model in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.ranks import checks_in, run_checks
+from tests.strategies.checks import (
+    Net,
+    both_heads,
+    data,
+    difference,
+    make,
+    one_head,
+    plainly,
+    same,
+    started,
+    under_paceline,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.comm import collectives
+from paceline.errors import ModelError, UsageError
+
+
+def named(function: Callable[[], object], error: type[Exception], *words: str) -> None:
+    try:
+        function()
+    except error as raised:
+        assert all(word in str(raised) for word in words), str(raised)
+    else:
+        raise AssertionError(f"not noticed: {words}")
+
+
+def whole(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """The trunk in a reentrant checkpoint, whose own backward autograd does not see beforehand."""
+    x, tokens, y = batch
+    inputs = x.requires_grad_()
+    return checkpoint(lambda at: both_heads(model, [at, tokens, y]), inputs, use_reentrant=True)
+
+
+def check_reentrant_checkpoints() -> None:
+    same(under_paceline(Net, whole, closure=False), plainly(Net, both_heads))
+
+
+def check_reentrant_checkpoints_where_ranks_are_compared_are_refused() -> None:
+    named(
+        lambda: under_paceline(Net, whole, strategy="ddp:find_unused=true"),
+        ModelError,
+        "use_reentrant=False",
+        "trunk.0.weight",
+    )
+
+
+def check_hooks_on_parameters_act_once_in_every_step() -> None:
+    calls = [0]
+
+    def hook(gradient: Tensor) -> Tensor:
+        calls[0] += 1
+        return gradient * 0.1
+
+    def hooked() -> nn.Module:
+        model = Net().double()
+        model.head.weight.register_hook(hook)
+        return model
+
+    mine = under_paceline(hooked, both_heads)
+    counted, calls[0] = calls[0], 0
+    same(mine, plainly(hooked, both_heads))
+    assert counted == calls[0]
+
+
+def check_a_layer_added_later() -> None:
+    """Named where it was not prepared again; right where it was, on every rank alike."""
+    with started() as run:
+        model, optimizer = run.prepare(*make(Net, False))
+        loader = run.loader(data(), global_batch=6)
+        for batch in loader:
+            run.backward(both_heads(model, batch))
+            run.step(optimizer)
+        model.more = nn.Linear(8, 3).double()  # drawn after a batch
+        optimizer.add_param_group({"params": model.more.parameters()})
+        next(iter(loader))
+
+        def step() -> None:
+            for batch in loader:
+                x, tokens, y = batch
+                extra = F.cross_entropy(model.more(model.features(x, tokens)), y)
+                run.backward(both_heads(model, batch) + extra)
+                run.step(optimizer)
+
+        named(step, UsageError, "2 parameter(s)", "run.prepare(model)")
+        model.zero_grad()
+        run.prepare(model)
+        assert not collectives.digest_mismatch(list(model.named_parameters()))
+        step()
+        assert not collectives.digest_mismatch(list(model.named_parameters()))
+
+
+def check_an_update_that_draws_is_alike_everywhere() -> None:
+    class Langevin(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(torch.randn_like(p), alpha=1e-3)
+
+    with started() as run:
+        model, _ = make(Net, False)
+        optimizer = Langevin(model.parameters(), lr=0.01)
+        run.prepare(model, optimizer)
+        for batch in run.loader(data(), global_batch=6):
+            run.backward(both_heads(model, batch))
+            run.step(optimizer)
+        model.head.reset_parameters()
+        assert not collectives.digest_mismatch(list(model.named_parameters()))
+
+
+def check_a_direct_backward_beside_ours_is_named() -> None:
+    def mixed(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        one_head(model, batch).backward()
+        return both_heads(model, batch)
+
+    named(
+        lambda: under_paceline(Net, mixed, closure=False), UsageError, "run.backward did not make", "several calls add"
+    )
+
+
+def check_replicas_that_drifted_apart_are_named_at_a_checkpoint() -> None:
+    with started() as run:
+        model, optimizer = run.prepare(*make(Net, False))
+        for batch in run.loader(data(), global_batch=6):
+            run.backward(both_heads(model, batch))
+            if run.world.rank == 1:
+                optimizer.param_groups[0]["lr"] = 0.01
+            run.step(optimizer)
+        named(lambda: run.save("never written"), ModelError, "differ between ranks at a checkpoint", "embed.weight")
+
+
+def check_optimizer_states_that_differ_at_the_start_are_named() -> None:
+    with started() as run:
+        model, optimizer = make(Net, False)
+        if run.world.rank == 0:
+            optimizer.state[model.head.weight]["momentum_buffer"] = torch.ones_like(model.head.weight)
+        run.prepare(model, optimizer)
+
+        def train() -> None:
+            for batch in run.loader(data(), global_batch=6):
+                run.backward(both_heads(model, batch))
+                run.step(optimizer)
+
+        named(train, Exception, "Build the model in the same way on every rank")
+
+
+def check_doubles_by_default() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert difference(under_paceline(Net, both_heads), plainly(Net, both_heads)) < 1e-10
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def check_losses_without_a_gradient_are_named() -> None:
+    def detached(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return both_heads(model, batch).detach()
+
+    named(lambda: under_paceline(Net, detached), UsageError, "does not depend on any parameter", "run.log")
+    with started() as run:
+        model, _ = run.prepare(*make(Net, False))
+        batches = iter(run.loader(data(), global_batch=6))
+        batch = next(batches)
+
+        def with_accuracy(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+            return both_heads(model, batch), torch.tensor(0.5)
+
+        named(lambda: run.forward_backward(with_accuracy, model, batch), UsageError, "sum of losses")
+
+
+def run_all() -> dict[str, str]:
+    dist.barrier()
+    return run_checks(checks_in(globals()))
