@@ -19,8 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,23 +84,13 @@ def main() -> None:
         model.train()
         return run.ratio(right, seen)  # exact: every test example counts once, on however many processes
 
-    console = Console()
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("step {task.completed}"), TimeRemainingColumn()
     started, score = time.perf_counter(), 0.0
-    hidden = not (run.main and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        bar = progress.add_task("training", total=options.epochs * train.steps)
-        for epoch in run.epochs(options.epochs):
-            total, seen = 0.0, 0
-            for batch in train:
-                loss = run.forward_backward(loss_fn, model, batch)
-                if run.step(optimizer):
-                    progress.advance(bar)
-                count = len(train.indices)  # of this process, in this batch
-                total, seen = total + (float(loss) * count if count else 0.0), seen + count
-            mean_loss, score = run.ratio(total, seen), accuracy()
-            if run.main:
-                console.print(f"epoch {epoch + 1:2}  loss {mean_loss:.4f}  test accuracy {score:.4f}", highlight=False)
+    for epoch in run.epochs(options.epochs):
+        for batch in train:
+            run.forward_backward(loss_fn, model, batch)
+            run.step(optimizer)
+        score = accuracy()
+        run.print(f"epoch {epoch + 1:2}  test accuracy {score:.4f}")  # the loss is shown without being asked
     seconds = time.perf_counter() - started
 
     if options.out:
