@@ -19,21 +19,58 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.config import strategy
+    from paceline.fitting.callbacks import Callback
+    from paceline.fitting.evaluate import evaluate, predict
+    from paceline.fitting.history import Best, Checkpoints, History
+    from paceline.fitting.loop import fit
+    from paceline.fitting.state import PerEpoch
+    from paceline.launcher.function import launch
     from paceline.run import Run
     from paceline.session import start
+    from paceline.train.learning_rate import scale_lr, warmup
     from paceline.train.loss import Total
     from paceline.world import World
 
     __version__: str
 
-__all__ = ["Run", "Total", "World", "__version__", "errors", "start", "strategy"]
+__all__ = [
+    "Best",
+    "Callback",
+    "Checkpoints",
+    "History",
+    "PerEpoch",
+    "Run",
+    "Total",
+    "World",
+    "__version__",
+    "errors",
+    "evaluate",
+    "fit",
+    "launch",
+    "predict",
+    "scale_lr",
+    "start",
+    "strategy",
+    "warmup",
+]
 
 _HOME = {
+    "Best": "paceline.fitting.history",
+    "Callback": "paceline.fitting.callbacks",
+    "Checkpoints": "paceline.fitting.history",
+    "History": "paceline.fitting.history",
+    "PerEpoch": "paceline.fitting.state",
     "Run": "paceline.run",
     "Total": "paceline.train.loss",
     "World": "paceline.world",
+    "evaluate": "paceline.fitting.evaluate",
+    "fit": "paceline.fitting.loop",
+    "launch": "paceline.launcher.function",
+    "predict": "paceline.fitting.evaluate",
+    "scale_lr": "paceline.train.learning_rate",
     "start": "paceline.session",
     "strategy": "paceline.config",
+    "warmup": "paceline.train.learning_rate",
 }
 
 

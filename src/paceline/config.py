@@ -49,6 +49,8 @@ def parse_strategy(text: str | StrategySpec) -> StrategySpec:
     """
     if isinstance(text, StrategySpec):
         return text
+    if not isinstance(text, str):
+        raise SettingError(f'strategy={text!r}: a name is needed, such as "ddp" or "ddp:bucket_mb=50".')
     name, _, rest = text.partition(":")
     options: dict[str, str] = {}
     last = None
@@ -126,6 +128,12 @@ def _true_or_false(setting: str, value: object) -> None:
         raise SettingError(f"{setting}={value!r}: True or False is needed.")
 
 
+def file_beside(script: str | Path | None) -> Path | None:
+    """The settings file in a script's directory, if there is one; without a script (a notebook) in the current one."""
+    path = Path(FILE) if script is None else Path(script).parent / FILE
+    return path if path.exists() else None
+
+
 def read_file(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file: `key = value` lines; the strategy as on the command line, or as a table with `name`
     and its options.
@@ -138,7 +146,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors write a byte-order mark
     except OSError as error:
         raise SettingError(f"the settings file {str(path)!r} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -170,13 +178,26 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]
                 continue
             if key not in known:
                 raise SettingError(f"{place} has a setting {key!r}. {suggest(key, known)}")
+            try:
+                Settings(**_typed({key: value}))
+            except SettingError as error:  # here, where it is still known who said so
+                raise SettingError(f"{error} (It is from {place}.)") from None
             if key in merged and str(merged[key][0]) != str(value):
                 notes.append(f"{key}={value} from {place}, in place of {merged[key][0]} in {merged[key][1]}")
             merged[key] = value, place
-    chosen: dict[str, Any] = {key: value for key, (value, _) in merged.items()}
-    if chosen.get("strategy") is not None:
-        chosen["strategy"] = parse_strategy(chosen["strategy"])
-    if chosen.get("trackers") is not None:
-        names = chosen["trackers"]
-        chosen["trackers"] = tuple(filter(None, names.split(",")) if isinstance(names, str) else names)
-    return Settings(**chosen), notes
+    return Settings(**_typed({key: value for key, (value, _) in merged.items()})), notes
+
+
+def _typed(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that may be written as text, as what Settings takes."""
+    typed = dict(values)
+    if "strategy" in typed:
+        typed["strategy"] = parse_strategy(typed["strategy"])
+    names = typed.get("trackers")
+    if isinstance(names, str):
+        typed["trackers"] = tuple(name.strip() for name in names.split(",") if name.strip())
+    elif isinstance(names, (list, tuple)):
+        typed["trackers"] = tuple(names)
+    elif names is not None:
+        raise SettingError(f'trackers={names!r}: names are needed, as "jsonl,tensorboard" or a list.')
+    return typed

@@ -1,0 +1,1 @@
+"""The ready-made loop: fit, evaluate, predict. (Not named fit, since `paceline.fit` is the function.)"""

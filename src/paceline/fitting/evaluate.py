@@ -1,0 +1,179 @@
+"""evaluate and predict: a whole data set once, exact over uneven and empty shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from paceline import session
+from paceline.errors import SettingError, UsageError
+from paceline.run import Run
+from paceline.train.evaluation import Average, evaluating, share
+from paceline.train.loader import Loader
+from paceline.train.loss import Total, terms_of
+
+LossFn = Callable[[Any, Any], Any]
+Metrics = Mapping[str, Any]
+_NOTHING = object()
+
+
+def evaluate(
+    model: Any,
+    loss_fn: LossFn,
+    dataset: Any,
+    *,
+    global_batch: int | None = None,
+    metrics: Metrics | None = None,
+    run: Run | None = None,
+    **loader_options: Any,
+) -> dict[str, float]:
+    """The loss and other means over a whole data set, each example counted once, the same on every process.
+
+    Args:
+        model, loss_fn: as for `run.forward_backward`: loss_fn(model, batch) returns a mean over the examples, a
+            paceline.Total, or a tuple of these, which add.
+        dataset: a data set, or a loader made by `run.loader(..., train=False)`.
+        global_batch: how many examples are computed at once, over all devices. It changes the time, not the result.
+        metrics: name -> function(outputs, batch), where outputs is what the model returned in loss_fn. It returns a
+            tensor with an entry for each example (their mean is reported), a paceline.Total(sum, count) (their ratio),
+            or a number that is the mean over the batch. Or a metric of torchmetrics with one number for its value, on
+            the model's device: it is reset, and updated with (outputs, batch[1]).
+        run: else the run that is open, else a new one.
+        loader_options: num_workers, collate_fn, micro_batch and so on, as of `run.loader`.
+
+    The model is in evaluation mode meanwhile, without gradients; afterwards each of its modules is as it was. Returns
+    {"loss": ..., and each metric's name: ...}; NaN where nothing was counted. Raises SettingError for arguments that
+    cannot be, UsageError for a loss or metric that is none of the above.
+    """
+    run = open_run(run, model)
+    check_metrics(metrics)
+    return whole(run, model, loss_fn, evaluation_loader(run, dataset, global_batch, loader_options), metrics)
+
+
+def whole(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metrics | None) -> dict[str, float]:
+    """One pass over an evaluation loader: the loss, and the metrics."""
+    seen = _Recorder(model) if metrics else None
+    losses: list[Average] = []
+    whole_metrics = {name: metric for name, metric in (metrics or {}).items() if _is_object(metric)}
+    functions = {name: metric for name, metric in (metrics or {}).items() if name not in whole_metrics}
+    means = {name: Average(run.device) for name in functions}
+    for metric in whole_metrics.values():
+        metric.reset()
+    with evaluating(model):
+        for batch in loader:
+            with run.autocast():
+                terms = terms_of(loss_fn(model if seen is None else seen, batch))
+                losses = losses or [Average(run.device) for _ in terms]
+                for average, term in zip(losses, terms, strict=True):
+                    if term.count is None:
+                        average.add_mean(term.value, loader.examples)
+                    else:
+                        average.add_sum(term.value, term.count)
+            for name, function in functions.items():
+                assert seen is not None
+                _add(means[name], name, function(seen.taken(name), batch), loader.examples)
+            for name, metric in whole_metrics.items():
+                assert seen is not None
+                if loader.examples:  # not all of them take nothing
+                    metric.update(seen.taken(name), batch[1])
+    values = share([*losses, *means.values()])
+    own = len(losses)
+    found = dict(zip(means, values[own:], strict=True))
+    found |= {name: float(run.compute(metric)) for name, metric in whole_metrics.items()}
+    return {"loss": sum(values[:own]) if own else float("nan"), **{name: found[name] for name in metrics or {}}}
+
+
+def predict(
+    model: Any,
+    dataset: Any,
+    *,
+    global_batch: int,
+    fn: Callable[[Any, Any], Any] | None = None,
+    run: Run | None = None,
+    **loader_options: Any,
+) -> Any:
+    """`run.predict` of the given run; else of the run that is open, else of a new one."""
+    return open_run(run, model).predict(model, dataset, global_batch=global_batch, fn=fn, **loader_options)
+
+
+def open_run(run: Run | None, model: Any) -> Run:
+    """The run to use: the given one, the open one, or a new one, which the model is then prepared in."""
+    run = run if run is not None else session.current()
+    if run is None:
+        run = session.start()
+        run.prepare(model)
+    return run
+
+
+def evaluation_loader(run: Run, dataset: Any, global_batch: int | None, options: Mapping[str, Any]) -> Loader:
+    """Raises SettingError where it would not yield each example once, and in the order of the data set."""
+    if isinstance(dataset, Loader):
+        if dataset.train:
+            raise SettingError(
+                f"evaluate: the loader {dataset.name!r} is one for training. Make one by run.loader(..., train=False)."
+            )
+        if options:
+            raise SettingError(f"evaluate: {min(options)!r} belongs to the loader, which is there already.")
+        return dataset
+    return run.loader(dataset, global_batch=global_batch, train=False, **options)
+
+
+def check_metrics(metrics: Any) -> None:
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in metrics.items()):
+        raise SettingError(
+            "metrics: a dict of name -> function(outputs, batch) is needed, such as "
+            '{"accuracy": lambda outputs, batch: outputs.argmax(1) == batch[1]}.'
+        )
+    if "loss" in metrics:
+        raise SettingError('metrics: the name "loss" is that of loss_fn\'s result. Choose another one.')
+
+
+def _is_object(metric: Any) -> bool:
+    """A torchmetrics metric, which keeps a state, and not a function of one batch."""
+    return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
+
+
+def _add(average: Average, name: str, value: Any, examples: int) -> None:
+    if isinstance(value, Total):
+        average.add_sum(value.sum, value.count)
+    elif isinstance(value, Tensor) and value.dim():
+        average.add_sum(value.sum() if not value.is_floating_point() else value.double().sum(), value.numel())
+    elif isinstance(value, Tensor):
+        average.add_mean(value, examples)
+    elif isinstance(value, (int, float)):
+        average.add_mean(average.number(value), examples)
+    else:
+        raise UsageError(
+            f"the metric {name!r} returned a {type(value).__name__}. Return a tensor with an entry for each example, a "
+            "paceline.Total(sum, count), or a number that is the mean over the batch."
+        )
+
+
+class _Recorder:
+    """Stands for the model in loss_fn, and keeps what it returned last. (A forward hook would not be seen by a model
+    that is compiled already.)"""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._outputs = model, _NOTHING
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._outputs = self._model(*args, **kwargs)
+        return self._outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._model[key]
+
+    def taken(self, name: str) -> Any:
+        if self._outputs is _NOTHING:
+            raise UsageError(
+                f"the metric {name!r} needs the model's outputs, but loss_fn did not call model(...) itself. "
+                "Let it, or compute the metric in a loop over run.loader(dataset, train=False) with run.ratio."
+            )
+        return self._outputs
