@@ -6,17 +6,20 @@ function (order.py), so that the examples of step k are known without having rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from paceline.comm import collectives
 from paceline.errors import UsageError
 from paceline.strategies.base import Piece
 from paceline.strategies.placement import move
 from paceline.train import randomness
+from paceline.train.fetch import Fetched
 from paceline.train.order import Request
-from paceline.train.sources import Source
+from paceline.train.sources import ADDED_LATER, Source
 
 
 class Bundle:
@@ -54,10 +57,12 @@ class Loader:
         train: bool,
         device: torch.device,
         on_yield: Callable[[Loader], None],
+        on_end: Callable[[Loader, bool], None] = lambda loader, whole: None,
     ) -> None:
         self.name, self.train, self._device = name, train, device
-        self._source, self._on_yield = source, on_yield
+        self._source, self._on_yield, self._on_end = source, on_yield, on_end
         self.streams = source.streams
+        source.probing = train and collectives.size_of() > 1
         self.epoch = 0
         self.current: Request | None = None
         self.ended = 0  # epochs that have ended since the process started
@@ -65,6 +70,8 @@ class Loader:
         self._iteration = 0  # counts the iterators that were made
         self._used = False
         self.stepped = False  # whether the optimizer has acted on the current global batch
+        self.waited = 0.0  # seconds that this process has waited for data, in all
+        self.fetched_at = 0.0  # when the current yield's data had come, by time.perf_counter
 
     @property
     def steps(self) -> int:
@@ -98,7 +105,7 @@ class Loader:
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
         self._used = False
         try:
-            for request, batches in self._source.fetch(epoch, start):
+            for request, batches in self._fetch(epoch, start):
                 self._enter(request)
                 yield self._present(request, batches)
             whole = True
@@ -108,17 +115,34 @@ class Loader:
                 if whole or self._used:
                     self.epoch, self._start = epoch + 1, 0
                     self.ended += 1
+                if not whole:
+                    self._on_end(self, False)
+        if mine == self._iteration:
+            self._on_end(self, True)
 
     def _evaluating(self) -> Iterator[Any]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
         before = randomness.get_state(self._device)
         try:
-            for request, batches in self._source.fetch(0, 0):
+            for request, batches in self._fetch(0, 0):
                 self._enter(request)
                 yield self._present(request, batches)
         finally:
             self.current = None
             randomness.set_state(before, self._device)
+        self._on_end(self, True)
+
+    def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
+        """The source's batches, with the time that is spent waiting for them."""
+        fetched = self._source.fetch(epoch, start)
+        while True:
+            began = time.perf_counter()
+            item = next(fetched, None)
+            self.fetched_at = time.perf_counter()
+            self.waited += self.fetched_at - began
+            if item is None:
+                return
+            yield item
 
     def _enter(self, request: Request) -> None:
         self.current, self.stepped = request, False
@@ -140,6 +164,8 @@ class Loader:
     def mark_stepped(self) -> None:
         """The optimizer has acted on the current global batch: a checkpoint goes on with the next one."""
         self.stepped = self._used = True
+        if self._source.probing:
+            self._source.compare(self.name, self.current)
 
     def state_dict(self) -> dict[str, Any]:
         if self.current is None:
@@ -149,7 +175,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = self._source.identity()
         for key, value in own.items():
-            if state["step"] and state.get(key) != value:
+            if state["step"] and (key in state or key not in ADDED_LATER) and state.get(key) != value:
                 raise UsageError(
                     f"loader {self.name!r}: the checkpoint was written in mid-epoch with {key}={state.get(key)}, but "
                     f"this script has {key}={value}, so that the rest of the epoch is not defined. Use what the "

@@ -1,0 +1,243 @@
+"""The progress display of rank 0, on stderr: a bar on a terminal, else plain lines.
+
+It is drawn by the process's own thread, in a loader's yield, at most twice a second: a thread of its own would
+take the interpreter from the step at any moment, and would hold locks when a data worker is forked.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any, Protocol
+
+import psutil
+import torch
+
+from paceline.monitor.summary import Totals, amount, duration, number
+from paceline.monitor.window import means
+from paceline.train.loader import Loader
+
+BAR_SECONDS = 0.5
+LINE_SECONDS = 10.0
+
+
+class View:
+    """What there is to show. epochs: of `run.epochs`, None outside of it. loss, values: the last global means."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.epochs: int | None = None
+        self.loader: Loader | None = None
+        self.evaluation: Loader | None = None
+        self.loss: float | None = None
+        self.learning_rate: Any = None
+        self.values: dict[str, float] = {}
+        self.epoch_sums: dict[str, list[float]] = {}  # since the epoch began, over all ranks
+        self.steps: int | None = None  # in an epoch, where that is known
+        self.first_step = 0  # of this pass: not 0 where a restored run goes on in mid-epoch
+        self.began = 0.0
+
+    def begin_epoch(self, loader: Loader, now: float) -> None:
+        if self.epochs is None:
+            self.epoch = loader.epoch
+        self.loader, self.began, self.first_step = loader, now, loader.step
+        self.epoch_sums.clear()
+        try:
+            self.steps = loader.steps
+        except TypeError:  # the length of the data is not known
+            self.steps = None
+
+    def end_epoch(self) -> None:
+        self.loader = None
+
+    @property
+    def step(self) -> int:
+        """Global batches of this epoch that are done."""
+        return self.loader.step if self.loader is not None else self.steps or 0
+
+    def name(self) -> str:
+        return f"epoch {self.epoch + 1}{f'/{self.epochs}' if self.epochs else ''}"
+
+    def seconds_left(self, now: float) -> float | None:
+        """To the end of all epochs, or of this one where their number is not known."""
+        done = self.step - self.first_step
+        if self.steps is None or done <= 0:
+            return None
+        left = self.steps - self.step + (self.steps * (self.epochs - self.epoch - 1) if self.epochs else 0)
+        return left * (now - self.began) / done
+
+
+class Display(Protocol):
+    """due: when `refresh` wants to be called next, by time.perf_counter."""
+
+    due: float
+
+    def refresh(self, now: float) -> None: ...
+
+    def epoch_ended(self, now: float) -> None: ...
+
+    def logged(self, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_display(progress: str, view: View, totals: Totals, device: torch.device) -> Display:
+    """`auto` is a bar where stderr is a terminal that can move its cursor."""
+    writer = Writer(view, totals, device)
+    terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return Bar(writer) if progress == "bar" or (progress == "auto" and terminal) else Lines(writer)
+
+
+class Writer:
+    """The texts of both displays."""
+
+    def __init__(self, view: View, totals: Totals, device: torch.device) -> None:
+        self.view, self._totals, self._device = view, totals, device
+        self._process = psutil.Process()
+
+    def position(self) -> str:
+        view = self.view
+        if view.evaluation is not None:
+            loader = view.evaluation
+            return f"{view.name()}  evaluating {loader.step + 1}{_of(loader)}"
+        return f"{view.name()}  step {view.step}{f'/{view.steps}' if view.steps else ''}"
+
+    def fraction(self) -> float | None:
+        view = self.view
+        return min(view.step / view.steps, 1.0) if view.steps else None
+
+    def numbers(self, now: float, memory: bool) -> list[str]:
+        view = self.view
+        parts = [f"loss {number(view.loss)}"] if view.loss is not None else []
+        parts += [f"{key} {number(value)}" for key, value in view.values.items()]
+        if view.learning_rate is not None:
+            parts.append(f"lr {number(float(view.learning_rate))}")
+        rate = self._totals.rate()
+        if rate is not None:
+            parts.append(f"{amount(rate)} examples/s")
+        left = view.seconds_left(now)
+        if left is not None and left >= 1:
+            parts.append(f"eta {duration(left)}")
+        return [*parts, self._memory()] if memory else parts
+
+    def epoch(self, now: float) -> str:
+        view = self.view
+        loss, values = means(view.epoch_sums)
+        known = values if loss is None else {"loss": loss, **values}
+        parts = [view.name(), *(f"{key} {number(value)}" for key, value in known.items())]
+        return "  ".join([*parts, duration(now - view.began)])
+
+    def logged(self, values: Mapping[str, float]) -> str:
+        return "  ".join([self.view.name(), *(f"{key} {number(value)}" for key, value in values.items())])
+
+    def _memory(self) -> str:
+        """The most that the accelerator has held; on a CPU what this process holds now."""
+        if self._device.type == "cpu":
+            return f"{self._process.memory_info().rss / 2**30:.1f} GiB"
+        module = torch.get_device_module(self._device)
+        most = getattr(module, "max_memory_allocated", None)
+        return f"{most(self._device) / 2**30:.1f} GiB" if most is not None else ""
+
+
+def _of(loader: Loader) -> str:
+    try:
+        return f"/{loader.steps}"
+    except TypeError:
+        return ""
+
+
+class Lines:
+    """A line every ten seconds, and one at each epoch's end."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.due = time.perf_counter() + LINE_SECONDS
+
+    def refresh(self, now: float) -> None:
+        self.due = now + LINE_SECONDS
+        self._print("  ".join([self._writer.position(), *self._writer.numbers(now, memory=False)]))
+
+    def epoch_ended(self, now: float) -> None:
+        self.due = now + LINE_SECONDS
+        self._print(self._writer.epoch(now))
+
+    def logged(self, values: Mapping[str, float]) -> None:
+        self._print(self._writer.logged(values))
+
+    def close(self) -> None:
+        return None
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class Bar:
+    """One line that is drawn again and again, by rich. Lines of others' appear above it; the cursor is never hidden, so
+    that a process that is killed leaves a terminal as it should be."""
+
+    WIDTH = 20
+
+    def __init__(self, writer: Writer) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Visible(Console):
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
+
+        self._writer = writer
+        self.due = 0.0
+        stderr: IO[str] = sys.stderr
+        self._console = Visible(file=stderr, force_terminal=True)
+        # What goes to a file or a pipe stays on its way there.
+        both = sys.stdout is not None and sys.stdout.isatty()
+        self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=both)
+        self._pid = os.getpid()
+        self._live.start()
+        _plain_in_children()
+
+    def refresh(self, now: float) -> None:
+        from rich.text import Text
+
+        self.due = now + BAR_SECONDS
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(self._writer.position())
+        fraction = self._writer.fraction()
+        if fraction is not None:
+            full = round(fraction * self.WIDTH)
+            line.append("  ")
+            line.append("━" * full, "green")
+            line.append("━" * (self.WIDTH - full), "bright_black")
+        line.append("  " + "  ".join(self._writer.numbers(now, memory=True)))
+        self._live.update(line, refresh=True)
+
+    def epoch_ended(self, now: float) -> None:
+        self._above(self._writer.epoch(now))
+        self.due = 0.0
+
+    def logged(self, values: Mapping[str, float]) -> None:
+        self._above(self._writer.logged(values))
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:
+            self._live.stop()
+
+    def _above(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@functools.cache
+def _plain_in_children() -> None:
+    """A forked data worker draws no bar: what it prints goes straight to the terminal."""
+    from rich.file_proxy import FileProxy
+
+    def put_back() -> None:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if isinstance(stream, FileProxy):
+                setattr(sys, name, stream.rich_proxied_file)
+
+    os.register_at_fork(after_in_child=put_back)

@@ -1,0 +1,115 @@
+"""One small all-reduce of a window's sums. Its result is taken at the next occasion, when it has long arrived.
+
+The vector has one size, whatever was logged, because gloo ends the process where sizes differ. It carries a hash h of
+the keys, as h and h squared: n ranks hold the same h exactly if n x (sum of h squared) = (sum of h) squared (Cauchy
+and Schwarz), in whole numbers that float64 holds. Where they do not, all ranks see it and tell each other their keys.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.comm import collectives
+from paceline.errors import UsageError
+from paceline.monitor.window import LOSS, Window, upload
+
+CAPACITY = 256  # keys in one write
+_HEADER = 3
+_HASH_BITS = 20  # its square, times 4096 ranks, is below 2**53
+
+
+class Result(NamedTuple):
+    """What came back. sums: key -> (sum of value x weight, sum of weight) over all ranks. elapsed: the ranks' mean.
+    note: what `send` was given."""
+
+    sums: dict[str, tuple[float, float]]
+    elapsed: float
+    note: Any
+
+
+class _Flight(NamedTuple):
+    keys: list[str]
+    pending: collectives.Pending | None
+    host: Tensor  # the vector on the CPU, once it is there
+    event: torch.Event | None
+    note: Any
+
+
+class Exchange:
+    """At most one all-reduce under way. `send` and `receive` are called by all ranks in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._size = collectives.size_of()
+        self._dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        self._flight: _Flight | None = None
+
+    def send(self, window: Window, elapsed: float, occasion: str, note: Any) -> None:
+        """Enqueues the sums of a window. occasion: a text that must be alike on all ranks, as the keys must be."""
+        assert self._flight is None, "the last result was not taken"
+        keys = window.keys
+        if len(keys) > CAPACITY:
+            raise UsageError(f"run.log: {len(keys)} names for one write; {CAPACITY} are the most. Log fewer.")
+        code = zlib.crc32("\n".join([occasion, *keys]).encode()) % 2**_HASH_BITS
+        host, parts = window.pairs(keys)
+        vector = torch.zeros(_HEADER + 2 * CAPACITY, dtype=self._dtype)
+        vector[: _HEADER + len(host)] = torch.tensor([code, code * code, elapsed, *host], dtype=self._dtype)
+        if self._device.type == "cpu":
+            self._flight = _Flight(keys, collectives.all_reduce(vector, async_op=True), vector, None, note)
+            return
+        sent = upload(vector, self._device)
+        if parts:
+            places = upload(torch.tensor(list(parts)), self._device)
+            sent[_HEADER:].view(-1, 2).index_add_(0, places, torch.stack(list(parts.values())).to(self._dtype))
+        reduced = collectives.all_reduce(sent, async_op=True).wait()  # the device's stream waits, the host does not
+        arrived = torch.empty(vector.shape, dtype=self._dtype, pin_memory=True)
+        arrived.copy_(reduced, non_blocking=True)
+        event = torch.Event(device=self._device)
+        event.record()
+        self._flight = _Flight(keys, None, arrived, event, note)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `receive` would not wait."""
+        if self._flight is None:
+            return True
+        if self._flight.event is not None:
+            return self._flight.event.query()
+        return self._flight.pending is None or self._flight.pending.done()
+
+    def receive(self) -> Result | None:
+        """What was sent last; None where nothing was. Raises UsageError, on all ranks, where the keys differ."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        if flight.event is not None:
+            flight.event.synchronize()
+        elif flight.pending is not None:
+            flight.pending.wait()
+        code, square, elapsed, *pairs = flight.host.tolist()[: _HEADER + 2 * len(flight.keys)]
+        if self._size > 1 and self._size * int(square) != int(code) ** 2:
+            raise UsageError(_differ(collectives.gather_objects(flight.keys)))
+        sums = dict(zip(flight.keys, zip(pairs[::2], pairs[1::2]), strict=True))
+        return Result(sums, elapsed / self._size, flight.note)
+
+
+def _differ(everyone: Sequence[Sequence[str]]) -> str:
+    named = [[key for key in keys if not key.startswith(LOSS)] for keys in everyone]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, keys in enumerate(named):
+        groups.setdefault(tuple(keys), []).append(rank)
+    if len(groups) == 1:
+        return (
+            "run.log or the backward calls did not come equally often on all ranks, so that their values belong to "
+            "different steps. Call them alike on all ranks."
+        )
+    lines = [f"  rank {', '.join(map(str, ranks))}: {', '.join(keys) or '(nothing)'}" for keys, ranks in groups.items()]
+    return (
+        "run.log was not called alike on all ranks, with the same names:\n" + "\n".join(lines) + "\nLogged values are "
+        "means over all ranks: call it on every rank, and not under `if run.main`. Rank 0 alone writes what comes out."
+    )

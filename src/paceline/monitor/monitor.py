@@ -1,0 +1,383 @@
+"""What a run shows and records: collects at each yield of a loader, exchanges now and then, shows and writes on rank 0.
+
+One mechanism serves the progress display and the trackers. The loss of every backward call, and what `run.log` is
+given, go into a window (window.py). A window is exchanged (exchange.py)
+
+- with trackers: every `log_every` optimizer steps, and is then written;
+- without: about once a second, for the display. The next interval in steps comes from the ranks' mean elapsed time,
+  which all of them receive, so that they never disagree about it;
+- with neither, never.
+
+What was sent is received at the next occasion. An epoch's end is one: there the rest is exchanged as well, so that the
+line about the epoch has its whole mean; it is carried over to the next write.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from paceline.comm import collectives
+from paceline.config import Settings
+from paceline.errors import SettingError, UsageError
+from paceline.monitor import summary
+from paceline.monitor.display import Display, View, make_display
+from paceline.monitor.exchange import Exchange, Result
+from paceline.monitor.trackers import Recorder, Tracker, cannot_track
+from paceline.monitor.window import FOLD_AT, Window, checked, means
+from paceline.train.loader import Loader
+from paceline.train.step import Stepper
+from paceline.world import World
+
+INTERVAL_SECONDS = 1.0
+MOST_STEPS = 1000  # between two exchanges for the display
+GROWTH = 8  # the most by which the interval grows at once
+
+
+class _Note(NamedTuple):
+    """What rank 0 must remember of a window until its sums are back."""
+
+    write: bool
+    step: int
+    epoch: int
+    learning_rate: float | None
+    batches: int  # global batches in it
+
+
+class Monitor:
+    """Made by `Run`, alike on all ranks. Raises SettingError on all ranks where rank 0 cannot write to log_dir."""
+
+    def __init__(
+        self, world: World, settings: Settings, device: torch.device, stepper: Stepper, models: Sequence[nn.Module]
+    ) -> None:
+        self._world, self._settings, self._device = world, settings, device
+        self._stepper, self._models = stepper, models
+        self._main = world.rank == 0
+        self._shown = settings.progress != "off"
+        problem = cannot_track(settings.log_dir, settings.trackers) if self._main else None
+        _agree(problem, (self._shown, settings.log_dir is not None, settings.log_every))
+        self._recorder = Recorder(settings.log_dir, settings.trackers)
+        self._recorded = settings.log_dir is not None
+        self._active = self._shown or self._recorded
+        self._exchange = Exchange(device)
+        self._window, self._pass = Window(device), Window(device)  # of the steps; of an evaluation
+        self._carry: dict[str, list[float]] = {}  # received, and not written yet
+        self._carried: _Note | None = None
+        self._display: Display | None = None
+        self.view = View()
+        self._facts: summary.Facts | None = None
+        self._loader: Loader | None = None  # the training loader whose steps are counted
+        self._latest: Loader | None = None
+        self._learning_rate: float | None = None
+        self._steps = 0  # when the last global batch began
+        self._batches, self._interval = (
+            0,
+            1,
+        )  # global batches since the last exchange; those after which the next is due
+        self._sent_at = 0.0
+        self._unwritten = False
+        self.totals = summary.Totals()
+        self._local = False  # no more collectives: at the interpreter's exit, when other ranks may be gone
+        self._closed = False
+        if self._active:
+            stepper.losses = []
+
+    def add_tracker(self, tracker: Tracker) -> None:
+        self._recorder.add(tracker)
+        self._recorded = self._active = True
+        if self._stepper.losses is None:
+            self._stepper.losses = []
+
+    def _updates(self) -> int:
+        """Those of the first optimizer, as `run.steps`."""
+        for updates in self._stepper.updates.values():
+            return updates
+        return 0
+
+    def _rate(self) -> float | None:
+        for optimizer in self._stepper.updates:
+            return optimizer.param_groups[0].get("lr")
+        return None
+
+    # --- in the loop
+
+    def on_yield(self, loader: Loader) -> None:
+        """A loader has fetched the next batch, which the script is about to get."""
+        self._latest = loader
+        if not self._active:
+            return
+        request = loader.current
+        assert request is not None
+        if not loader.train:
+            self.view.evaluation = loader
+        elif request.micro == 0:
+            if self._loader is None:
+                self._begin_epoch(loader)
+            if loader is self._loader:
+                self._next_batch(loader, request.total)
+        if self._display is not None and loader.fetched_at >= self._display.due:
+            self._display.refresh(loader.fetched_at)
+
+    def _next_batch(self, loader: Loader, examples: int) -> None:
+        steps = self._updates()
+        losses = self._stepper.losses
+        if self._recorded:
+            if steps // self._settings.log_every != self._steps // self._settings.log_every:
+                self._send(True, steps, loader.fetched_at)
+        elif self._batches >= self._interval:
+            self._send(True, steps, loader.fetched_at)
+        elif losses is not None and len(losses) >= FOLD_AT:
+            self._collect()
+        self._steps = steps
+        self._batches += 1
+        self._unwritten = True
+        if self._main:
+            self._learning_rate = self._rate()
+        self.totals.examples += examples
+        self.totals.batches += 1
+
+    def _begin_epoch(self, loader: Loader) -> None:
+        self._loader = loader
+        now = loader.fetched_at
+        if self._facts is None:
+            self._begin(loader, now)
+        self._sent_at = now
+        self._steps = self._updates()
+        self.view.begin_epoch(loader, now)
+        self.totals.begin(loader, now)
+        if self._display is None and self._main and self._shown:
+            self._display = make_display(self._settings.progress, self.view, self.totals, self._device)
+
+    def _begin(self, loader: Loader, now: float) -> None:
+        self._facts = summary.facts(self._world, self._settings, self._device, self._stepper, self._models, loader)
+        atexit.register(self._exiting)
+        if not self._main:
+            return
+        self._recorder.begin(self._facts.as_config(), self._updates())
+        if self._shown:
+            for line in summary.at_start(self._facts):
+                print(f"paceline: {line}", file=sys.stderr)
+
+    def on_end(self, loader: Loader, whole: bool) -> None:
+        """A loader's pass has ended; `whole`: it was read to its end, which happens alike on all ranks."""
+        if not self._active:
+            return
+        if not loader.train:
+            if self.view.evaluation is loader:
+                self.view.evaluation = None
+            if whole and self._pass:
+                self._write_now(self._pass)
+                self._pass = Window(self._device)
+            return
+        if loader is not self._loader:
+            return
+        if whole and not self._local:
+            steps = self._updates()
+            every = self._settings.log_every
+            self._send(not self._recorded or steps // every != self._steps // every, steps, loader.fetched_at)
+            self._steps = steps
+            self._receive()
+        now = time.perf_counter()
+        self._loader = None
+        self.totals.end(now)
+        self.view.end_epoch()
+        if self._display is not None and whole:
+            self._display.epoch_ended(now)
+
+    def epochs(self, numbers: Iterator[int], count: int) -> Iterator[int]:
+        """Passes `run.epochs` on, and sees where training ends."""
+        self.view.epochs = count
+        for number in numbers:
+            self.view.epoch = number
+            yield number
+        self._flush()
+        self.view.epochs = None
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+    # --- what is logged
+
+    def log(self, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> None:
+        logged = checked(values, named)
+        if not self._active:
+            return
+        loader = self._latest
+        inside = loader is not None and loader.current is not None
+        window = Window(self._device) if not inside else self._window if loader.train else self._pass  # type: ignore[union-attr]
+        for key, value in logged.items():
+            weight = getattr(value, "loss_count", None)
+            if not inside:
+                window.add(key, value, 1)
+            elif weight is None:
+                window.add(key, value, loader.examples)  # type: ignore[union-attr]
+            else:
+                window.add(key, value, weight)
+        if not inside:
+            self._write_now(window)
+
+    def _write_now(self, window: Window) -> None:
+        """Outside of a batch: exchanged, received and written before this returns."""
+        steps = self._updates()
+        if self._recorded and steps // self._settings.log_every != self._steps // self._settings.log_every:
+            self._send(True, steps, time.perf_counter())  # those before it come first
+            self._steps = steps
+        self._receive()
+        self._exchange.send(window, 0.0, f"now {steps}", None)
+        result = self._result()
+        assert result is not None
+        if self._main:
+            _, values = means(result.sums)
+            self._record(values, steps, self.view.epoch)
+            if self._display is not None:
+                self._display.logged(values)
+            elif self._shown:
+                print(summary.logged(steps, values), file=sys.stderr)
+
+    # --- the exchange
+
+    def _collect(self) -> None:
+        losses = self._stepper.losses
+        if losses:
+            self._window.add_losses(losses)
+            losses.clear()
+
+    def _send(self, write: bool, steps: int, now: float) -> None:
+        self._receive()
+        self._collect()
+        note = _Note(write, steps, self.view.epoch, self._learning_rate, self._batches)
+        self._exchange.send(self._window, now - self._sent_at, f"{write} {steps}", note)
+        self._window = Window(self._device)
+        self._sent_at, self._batches = now, 0
+        self._unwritten = self._unwritten and not write
+
+    def _receive(self) -> None:
+        result = self._result()
+        if result is None:
+            return
+        if not self._recorded and result.elapsed > 0:
+            wanted = int(result.note.batches * INTERVAL_SECONDS / result.elapsed)
+            self._interval = max(1, min(wanted, GROWTH * self._interval, MOST_STEPS))
+        self._take(result)
+
+    def _result(self) -> Result | None:
+        try:
+            return self._exchange.receive()
+        except UsageError:  # on all ranks: what they would send from here on would not fit together either
+            self._local = True
+            raise
+
+    def _take(self, result: Result) -> None:
+        for key, (top, bottom) in result.sums.items():
+            for sums in (self._carry, self.view.epoch_sums):
+                pair = sums.setdefault(key, [0.0, 0.0])
+                pair[0] += top
+                pair[1] += bottom
+        if result.note.write:
+            self._write(result.note)
+        else:
+            self._carried = result.note
+
+    def _write(self, note: _Note) -> None:
+        """What has been received since the last write."""
+        sums, self._carry, self._carried = self._carry, {}, None
+        if not self._main:
+            return
+        self.view.loss, values = means(sums)
+        self.view.learning_rate = note.learning_rate
+        self.view.values = {key: value for key, value in values.items() if key != "loss"}
+        if self._recorded:
+            own = {"loss": self.view.loss, "lr": note.learning_rate, "examples_per_second": self.totals.rate()}
+            known = {key: value for key, value in own.items() if value is not None}
+            self._record({**known, **values}, note.step, note.epoch)
+
+    def _record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        if self._recorded:
+            self._recorder.log(values, step, epoch)
+
+    def _flush(self) -> None:
+        """Writes what has not been written yet. Called by all ranks, or by a rank that is alone."""
+        if not self._active:
+            return
+        if self._unwritten:
+            self._send(True, self._updates(), time.perf_counter())
+        self._receive()
+
+    # --- beside the loop
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the writing of a checkpoint, which all ranks do together."""
+        if not self._local:
+            self._receive()
+        began = time.perf_counter()
+        yield
+        self.totals.saved(time.perf_counter() - began)
+
+    def _exiting(self) -> None:
+        self._local = True
+
+    def close(self) -> None:
+        """Ends the display and the trackers. It does not communicate, since other ranks may have failed: what the end
+        of a pass or of `run.epochs` has told is written; of a pass that was broken off elsewhere the last steps are
+        not, unless the run is one process."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._exiting)
+        try:
+            if collectives.size_of() > 1:
+                self._last_arrival()
+            else:
+                self._flush()
+        except Exception:
+            if not self._local:  # at the exit of a run that failed, the device may be what did
+                raise
+        finally:
+            self._stepper.losses = None
+            if self._display is not None:
+                self._display.close()
+                self._display = None
+            self._recorder.close()
+            if self._main and self._shown and self.totals.batches and not (self._local and _failed()):
+                print(f"paceline: {summary.at_end(self.totals, self._world)}", file=sys.stderr)
+
+    def _last_arrival(self) -> None:
+        """Takes what was sent before, if it comes within two seconds: a rank that died will not send its part."""
+        deadline = time.monotonic() + 2.0
+        while not self._exchange.arrived and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with contextlib.suppress(Exception):
+            if self._exchange.arrived:
+                self._receive()
+            if self._carried is not None:  # the end of a pass, which all ranks have told already
+                self._write(self._carried)
+
+
+def _failed() -> bool:
+    """Whether the program ends by an error, whose message is to stay the last."""
+    error = getattr(sys, "last_value", None)
+    return error is not None and not isinstance(error, KeyboardInterrupt)
+
+
+def _agree(problem: str | None, own: tuple[Any, ...]) -> None:
+    """Raises SettingError on all ranks where rank 0 has a problem, or where a rank's settings ask for other
+    exchanges."""
+    everyone = collectives.gather_objects((problem, own))
+    if everyone[0][0] is not None:
+        raise SettingError(everyone[0][0])
+    for rank, (_, other) in enumerate(everyone):
+        if other != everyone[0][1]:
+            names = ("progress other than 'off'", "log_dir given", "log_every")
+            lines = [f"{name}: {a} on rank 0, {b} on rank {rank}" for name, a, b in zip(names, everyone[0][1], other)]
+            raise SettingError(
+                "progress, log_dir and log_every must be alike on all ranks, since all of them take part in the means "
+                "that rank 0 shows and writes (" + "; ".join(lines) + "). Give all ranks the same."
+            )

@@ -1,0 +1,112 @@
+"""Trackers of other makers: TensorBoard, Weights & Biases, MLflow. Each package is an extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.monitor.trackers import Config
+
+
+class TensorBoard:
+    """Event files in the log directory itself: `tensorboard --logdir LOG_DIR`. The configuration is a text."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: Any = None
+
+    def begin(self, config: Config, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier run wrote beyond this step is hidden by the reader, the whole of it for a run from 0.
+        older = any(self._directory.glob("events.out.tfevents.*"))
+        purge = (step + 1 if step else 0) if older else None
+        self._writer = SummaryWriter(str(self._directory), purge_step=purge, flush_secs=10)
+        table = "\n".join(["|setting|value|", "|---|---|", *(f"|{key}|{value}|" for key, value in config.items())])
+        self._writer.add_text("config", table, step)
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.add_scalar("epoch", epoch, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; its files lie in the log directory. A restored run goes on in the same one, by the id
+    that is kept there. WANDB_PROJECT, WANDB_MODE=offline and so on are its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._run: Any = None
+
+    def begin(self, config: Config, step: int) -> None:
+        import wandb
+
+        kept = self._directory / "wandb_run_id"
+        earlier = kept.read_text().strip() if step and kept.exists() else None
+        self._run = wandb.init(
+            dir=str(self._directory), config=dict(config), id=earlier, resume="allow" if earlier else None
+        )
+        kept.write_text(self._run.id + "\n")
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        self._run.log({**values, "epoch": epoch}, step=step)  # a step that it has already is refused there, not doubled
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, in the SQLite file mlflow.db of the log directory (`mlflow ui --backend-store-uri
+    sqlite:///LOG_DIR/mlflow.db`), or at MLFLOW_TRACKING_URI where that is set. A restored run goes on in the same one,
+    by the id that is kept there, and leaves out the points that it has already: MLflow cannot delete them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._client: Any = None
+        self._id = ""
+        self._last: dict[str, int] = {}  # name -> the last step that the run has
+
+    def begin(self, config: Config, step: int) -> None:
+        import os
+
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        place = self._directory.absolute()
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place / 'mlflow.db'}")
+        kept = place / "mlflow_run_id"
+        if step and kept.exists():
+            self._id = kept.read_text().strip()
+            for name in self._client.get_run(self._id).data.metrics:
+                self._last[name] = max(point.step for point in self._client.get_metric_history(self._id, name))
+            self._client.set_terminated(self._id, "RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
+        found = self._client.get_experiment_by_name(name)
+        artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else (place / "mlruns").as_uri()
+        experiment = found.experiment_id if found else self._client.create_experiment(name, artifacts)
+        self._id = self._client.create_run(experiment).info.run_id
+        self._client.log_batch(self._id, params=[Param(key, str(value)) for key, value in config.items()])
+        kept.write_text(self._id + "\n")
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
+        self._client.log_batch(self._id, metrics=[Metric(_name(key), value, now, step) for key, value in new.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id, "FINISHED")
+
+
+def _name(key: str) -> str:
+    """MLflow takes letters, digits, _ - . : space and / only."""
+    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in key)

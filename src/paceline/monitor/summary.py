@@ -1,0 +1,232 @@
+"""What a run says about itself: at its start what parallelism changes, at its end what it did. Text only."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.config import Settings
+from paceline.train.loader import Loader
+from paceline.train.step import Stepper
+from paceline.world import World
+
+RATE_SECONDS = 10.0  # examples/s is over about this long
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What training begins with. global_batch: examples of the first one. micro_batches: in a shard of it."""
+
+    world: World
+    settings: Settings
+    device: str
+    backend: str
+    strategy: str
+    global_batch: int
+    shards: int
+    micro_batches: int
+    batch_norm: bool
+    threads: int
+
+    def as_config(self) -> dict[str, str | int | float | bool]:
+        """The settings and the world, flat, as trackers take them. None becomes "default"."""
+        settings = {
+            field.name: getattr(self.settings, field.name)
+            for field in dataclasses.fields(self.settings)
+            if field.name not in ("log_dir", "trackers", "progress", "log_every")
+        }
+        values = {
+            **settings,
+            "strategy": self.strategy,
+            "device": self.device,
+            "processes": self.world.size,
+            "machines": self.world.nodes,
+            "global_batch": self.global_batch,
+            "micro_batches": self.micro_batches,
+            "torch": str(torch.__version__),
+        }
+        plain = (str, int, float, bool)
+        return {k: "default" if v is None else v if isinstance(v, plain) else str(v) for k, v in values.items()}
+
+
+def facts(
+    world: World,
+    settings: Settings,
+    device: torch.device,
+    stepper: Stepper,
+    models: Sequence[nn.Module],
+    loader: Loader,
+) -> Facts:
+    """Gathered when the loader has yielded for the first time."""
+    request = loader.current
+    assert request is not None
+    layout = stepper.strategy.layout
+    spec = settings.strategy
+    return Facts(
+        world=world,
+        settings=settings,
+        device=_device_name(device),
+        backend=_backend(device) if world.size > 1 else "",
+        strategy=str(spec) if spec is not None else type(stepper.strategy).__name__.lower(),
+        global_batch=request.total,
+        shards=layout.shards,
+        micro_batches=max(request.micros, max((part.micro for part in request.parts), default=0) + 1),
+        batch_norm=any(isinstance(module, _BatchNorm) for model in models for module in model.modules()),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _backend(device: torch.device) -> str:
+    if not torch.distributed.is_initialized():
+        return ""
+    pairs = [item.split(":") for item in str(torch.distributed.get_backend_config()).split(",")]
+    return next((backend for kind, backend in pairs if kind == device.type), pairs[0][-1])
+
+
+def at_start(facts: Facts) -> list[str]:
+    """Three to six lines."""
+    world, settings = facts.world, facts.settings
+    where = (
+        f"{_count(world.size, 'process', 'es')} on {_count(world.nodes, 'machine')}" if world.size > 1 else "1 process"
+    )
+    through = f" through {facts.backend}" if facts.backend else ""
+    lines = [
+        f"{where}, {facts.device}{through}, strategy {facts.strategy}, {_count(facts.threads, 'thread')} a process",
+        _batch(facts),
+        _numerics(facts),
+    ]
+    costs = [text for held, text in _COSTS if held(settings)]
+    return lines + ([f"set: {'; '.join(costs)}"] if costs else [])
+
+
+_COSTS = (
+    (lambda s: s.deterministic, "deterministic=true (slower kernels)"),
+    (lambda s: s.tf32, "tf32=true (float32 products with 10 bits of mantissa)"),
+    (lambda s: s.channels_last, "channels_last=true"),
+    (lambda s: s.cudnn_benchmark, "cudnn_benchmark=true (seconds for each new shape, kernels that may differ)"),
+    (lambda s: s.compile, "compile=true (the first steps take long)"),
+    (lambda s: s.nonfinite == "skip", "nonfinite='skip' (each step waits for the device)"),
+)  # fmt: skip
+
+
+def _batch(facts: Facts) -> str:
+    total, shards, micros = facts.global_batch, facts.shards, facts.micro_batches
+    low, high = total // shards, -(-total // shards)
+    each = f"{high}" if low == high else f"{low} or {high}"
+    text = f"global batch {total} = {_count(shards, 'shard')} of {each}" if shards > 1 else f"global batch {total}"
+    if micros > 1:
+        low, high = low // micros, -(-high // micros)
+        text += f", in {micros} micro-batches of {high if low == high else f'{low} to {high}'}"
+    return text + ("; the learning rate stays that of one device" if shards > 1 else "")
+
+
+def _numerics(facts: Facts) -> str:
+    settings = facts.settings
+    parts = [f"precision {settings.precision}", f"seed {settings.seed}"]
+    if facts.batch_norm and facts.shards > 1:
+        whole = settings.batch_norm == "global"
+        parts.insert(0, f"batch norm over the {'global batch' if whole else 'shard: another model on other devices'}")
+    return ", ".join(parts)
+
+
+class Totals:
+    """Counts of a run, for its last line. Seconds; examples of global batches, over all processes."""
+
+    def __init__(self) -> None:
+        self.examples = 0
+        self.batches = 0
+        self.seconds = 0.0  # inside passes over the training data
+        self.checkpoints, self.checkpoint_seconds = 0, 0.0
+        self._loaders: dict[Loader, float] = {}  # with the seconds it had waited when its last pass began or ended
+        self._began: float | None = None
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def begin(self, loader: Loader, now: float) -> None:
+        """A pass begins; `now` its first batch has come, which was waited for."""
+        before = self._loaders.get(loader, 0.0)
+        self._began = now - (loader.waited - before)
+        self._loaders[loader] = loader.waited
+        self._samples.clear()
+        self._samples.append((now, self.examples))
+
+    def end(self, now: float) -> None:
+        for loader in self._loaders:
+            self._loaders[loader] = loader.waited
+        if self._began is not None:
+            self.seconds += now - self._began
+            self._began = None
+
+    def saved(self, seconds: float) -> None:
+        self.checkpoints += 1
+        self.checkpoint_seconds += seconds
+
+    def waited(self) -> float:
+        """For data, on this process."""
+        return sum(loader.waited for loader in self._loaders)
+
+    def rate(self) -> float | None:
+        """Examples a second, over the last ten seconds or so of this pass."""
+        if self._began is None or not self._samples:
+            return None
+        now = time.perf_counter()
+        if now - self._samples[-1][0] >= 0.5:
+            self._samples.append((now, self.examples))
+            while len(self._samples) > 2 and now - self._samples[1][0] > RATE_SECONDS:
+                self._samples.popleft()
+        began, before = self._samples[0]
+        return (self.examples - before) / (now - began) if now - began > 0.2 else None
+
+
+def at_end(totals: Totals, world: World) -> str:
+    """One line."""
+    totals.end(time.perf_counter())
+    seconds = max(totals.seconds, 1e-9)
+    waiting = 100 * min(totals.waited() / seconds, 1.0)
+    text = (
+        f"{_count(totals.batches, 'step')} in {duration(seconds)}, {amount(totals.examples / seconds)} examples/s, "
+        f"{waiting:.0f}% of it waiting for data{' (rank 0)' if world.size > 1 else ''}"
+    )
+    if totals.checkpoints:
+        text += f"; {_count(totals.checkpoints, 'checkpoint')} in {duration(totals.checkpoint_seconds)}"
+    return text
+
+
+def logged(step: int, values: Mapping[str, float]) -> str:
+    """The line of a `run.log` outside of the loop."""
+    return "  ".join([f"step {step}", *(f"{key} {number(value)}" for key, value in values.items())])
+
+
+def number(value: float) -> str:
+    """Four digits, whole numbers whole."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def _count(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"

@@ -1,0 +1,170 @@
+"""Where logged values are written: by rank 0 only, through one small interface.
+
+A tracker is told the step from which the run goes on. What an earlier run left in the same place from later steps is
+not to appear twice: JSON lines are taken out, TensorBoard is told to purge, services go on in the run that they had.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+Config = Mapping[str, "str | int | float | bool"]
+
+
+class Tracker(Protocol):
+    """What `run.add_tracker` takes."""
+
+    def begin(self, config: Config, step: int) -> None:
+        """Once, on rank 0, before the first value. config: the settings and the world, flat. step: how many updates
+        the run has made; more than 0 where it was restored."""
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        """Global values after `step` updates."""
+
+    def close(self) -> None:
+        """At the end, if `begin` was called."""
+
+
+_HOMES = {  # name -> (module, class, what must be installed, extra)
+    "jsonl": ("paceline.monitor.trackers", "JsonLines", None, None),
+    "tensorboard": ("paceline.monitor.services", "TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": ("paceline.monitor.services", "WeightsAndBiases", "wandb", "wandb"),
+    "mlflow": ("paceline.monitor.services", "MLflow", "mlflow", "mlflow"),
+}
+
+
+def cannot_track(log_dir: str | None, names: Sequence[str]) -> str | None:
+    """Why these trackers could not write there, as the text of an error; None where they can."""
+    if log_dir is None:
+        return None
+    for name in names:
+        _, _, package, extra = _HOMES[name]
+        if package is not None and find_spec(package) is None:
+            return f"trackers={name!r} needs {package}, which is not installed: pip install 'paceline[{extra}]'"
+    try:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=log_dir):
+            pass
+        for path in Path(log_dir).glob(JsonLines.FILE):
+            with open(path, "a"):
+                pass
+    except OSError as error:
+        return (
+            f"log_dir={log_dir!r}: rank 0 cannot write there: {error.strerror or error}. Give a directory that it may "
+            "write to, or none."
+        )
+    return None
+
+
+class Recorder:
+    """The trackers of a run, on rank 0. One that fails is left out with a warning: a curve is not worth a run."""
+
+    def __init__(self, log_dir: str | None, names: Sequence[str]) -> None:
+        self._log_dir, self._names = log_dir, names if log_dir is not None else ()
+        self._added: list[Tracker] = []
+        self._trackers: list[Tracker] = []
+        self._config: Config | None = None
+        self._step = 0
+
+    def add(self, tracker: Tracker) -> None:
+        self._added.append(tracker)
+        if self._config is not None and self._call(tracker, "begin", self._config, self._step):
+            self._trackers.append(tracker)
+
+    def begin(self, config: Config, step: int) -> None:
+        if self._config is not None:
+            return
+        self._config, self._step = config, step
+        for name in self._names:
+            module, cls, _, _ = _HOMES[name]
+            self._added.append(getattr(import_module(module), cls)(Path(str(self._log_dir))))
+        self._trackers = [tracker for tracker in self._added if self._call(tracker, "begin", config, step)]
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        self.begin({}, step)  # where a script logs before it trains
+        self._trackers = [tracker for tracker in self._trackers if self._call(tracker, "log", values, step, epoch)]
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            self._call(tracker, "close")
+        self._trackers = []
+
+    def _call(self, tracker: Tracker, method: str, *args: Any) -> bool:
+        try:
+            getattr(tracker, method)(*args)
+            return True
+        except Exception as error:
+            warnings.warn(
+                f"the tracker {type(tracker).__name__} failed in {method} and is left out from here on: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return False
+
+
+class JsonLines:
+    """metrics.jsonl: an object in each line, with step, epoch, time (seconds since 1970) and the values; null for one
+    that is not finite. Each line is there as soon as it is written. config.json beside it has the settings."""
+
+    FILE = "metrics.jsonl"
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / self.FILE
+        self._again: int | None = (
+            None  # the step at which the run went on: what is logged there may stand there already
+        )
+
+    def begin(self, config: Config, step: int) -> None:
+        if self._path.exists() and self._path.stat().st_size:
+            if step:
+                self._keep(lambda line: line.get("step", 0) <= step)
+                self._again = step
+            else:
+                self._put_aside()
+        (self._path.parent / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n")
+
+    def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        if step == self._again:
+            self._keep(lambda line: line.get("step") != step or not (values.keys() & line.keys()))
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        own = {"step": step, "epoch": epoch, "time": round(time.time(), 3)}
+        line = json.dumps({**own, **{key: value for key, value in finite.items() if key not in own}})
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def close(self) -> None:
+        return None
+
+    def _keep(self, wanted: Any) -> None:
+        """Only these lines, the file replaced in one piece. A last line that was cut off by a crash goes."""
+        kept = []
+        for text in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if wanted(line):
+                kept.append(text + "\n")
+        part = self._path.with_suffix(".part")
+        with open(part, "w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self._path)
+
+    def _put_aside(self) -> None:
+        """An earlier run's file is not lost when a new run begins in its directory: metrics-1.jsonl, and so on."""
+        number = 1
+        while (aside := self._path.with_name(f"metrics-{number}.jsonl")).exists():
+            number += 1
+        os.replace(self._path, aside)
