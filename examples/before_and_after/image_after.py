@@ -50,12 +50,12 @@ def main() -> nn.Module:
     run = paceline.start(seed=0)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     train_set, test_set = digits()
-    train_loader = run.loader(train_set, global_batch=64, shuffle=True)
+    train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=256)
 
     model = network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = run.prepare(model, optimizer)
+    model, optimizer, train_loader = run.prepare(model, optimizer, train_loader)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
 
     for epoch in range(options.epochs):

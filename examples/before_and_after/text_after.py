@@ -61,12 +61,12 @@ def main() -> nn.Module:
     run = paceline.start(seed=0)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     end = len(tokens) * 9 // 10
-    train_loader = run.loader(windows(tokens[:end]), global_batch=32, shuffle=True)
+    train_loader = DataLoader(windows(tokens[:end]), batch_size=32, shuffle=True)
     test_loader = DataLoader(windows(tokens[end:]), batch_size=256)
 
     model = LanguageModel(len(number)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer = run.prepare(model, optimizer)
+    model, optimizer, train_loader = run.prepare(model, optimizer, train_loader)
 
     for epoch in range(options.epochs):
         for now, after in train_loader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm import collectives, replicas
 from paceline.config import Settings
 from paceline.errors import UsageError
+from paceline.monitor.monitor import Monitor
+from paceline.monitor.trackers import Tracker
 from paceline.strategies import make
 from paceline.strategies.base import Layout, Weight
 from paceline.strategies.replicated import parameter_names
-from paceline.train import metrics, randomness
+from paceline.train import backends, metrics, randomness
+from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
-from paceline.train.loader import Loader
+from paceline.train.loader import Loader, current_examples
 from paceline.train.normalisation import Normalisation
 from paceline.train.precision import Precision
-from paceline.train.preparable import check_optimizer, check_preparable
+from paceline.train.predict import check_options, on_first_input, predict
+from paceline.train.preparable import check_optimizer, check_preparable, with_loaders
 from paceline.train.progress import Epochs
 from paceline.train.sources import make_source
 from paceline.train.state import State, model_number
@@ -43,18 +47,14 @@ class Run:
         self._precision = Precision(settings.precision, device)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy.layout)
         self._guards = Guards()
-        self._stepper = Stepper(
-            self._strategy,
-            self._precision,
-            self._guards,
-            device=device,
-            skip=settings.nonfinite == "skip",
-        )
+        skip = settings.nonfinite == "skip"
+        self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
         self._state = State(self._strategy, rank=world.rank, size=world.size, device=device, seed=settings.seed)
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()))
         self.latest: Loader | None = None
         self._evaluations = 0
@@ -62,16 +62,18 @@ class Run:
             replicas.ProcessReplicas() if world.size > 1 and not self._strategy.layout.together else replicas.Alone()
         )
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
-        self._closed = False
+        self.closed = False
+        self._put_backends_back = backends.apply(settings)
 
     # --- the objects of a run
 
     def prepare(self, *objects: Any) -> Any:
-        """Takes models, optimizers and learning-rate schedulers into the run, and returns the same objects.
+        """Takes models, optimizers, learning-rate schedulers and training loaders into the run, and returns them.
 
         Models move to `run.device`, with the weights of rank 0 on every rank; they keep their class, names and methods.
-        Optimizers are then moved by `run.step`, and schedulers with them, once per optimizer step. May be called again
-        to add more. Load pretrained weights before or after it (then on every rank).
+        Optimizers are then moved by `run.step`, and schedulers with them, once per optimizer step. A DataLoader comes
+        back as the training loader of this run; its batch is the global batch. May be called again to add more. Load
+        pretrained weights before or after it (then on every rank).
 
         Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
         """
@@ -82,11 +84,14 @@ class Run:
             check_preparable(thing)
         for model in models:
             if not any(model is own for own in self._models):
-                self._normalisation.convert(model)
                 self._precision.convert(model)
+                if self.settings.channels_last:
+                    backends.channels_last(model)
                 if self.settings.compile:
                     model.compile()
                 self._models.append(model)
+        for model in self._models:  # also those of earlier calls: a layer may have been added
+            self._normalisation.convert(model)
         names = parameter_names(self._models)
         for optimizer in optimizers:
             self._add_optimizer(optimizer, names)
@@ -95,7 +100,8 @@ class Run:
             self._add_scheduler(scheduler)
         self._stepper.names = names
         self._stepper.accounts.parameters = list(names)
-        return objects[0] if len(objects) == 1 else objects
+        made = with_loaders(objects, self.loader, bool(self._state.loaders))
+        return made[0] if len(made) == 1 else made
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
         if optimizer in self._optimizers:
@@ -152,21 +158,13 @@ class Run:
             name = "train" if train else f"evaluation {self._evaluations}"
         self._evaluations += not train
         options.setdefault("pin_memory", self.device.type == "cuda")
-        source = make_source(
-            dataset,
-            layout=self._strategy.layout if train else Layout(self.world.size, (self.world.rank,)),
-            seed=self.seed,
-            name=name,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-            shuffle_buffer=shuffle_buffer,
-            options=options,
-        )
-        loader = Loader(source, name=name, train=train, device=self.device, on_yield=self._on_yield)
+        layout = self._strategy.layout if train else Layout(self.world.size, (self.world.rank,))
+        order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
+        sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
+        order["shuffle_buffer"] = shuffle_buffer
+        source = make_source(dataset, layout=layout, seed=self.seed, name=name, **order, **sizes, options=options)
+        hooks = self._on_yield, self._monitor.on_end
+        loader = Loader(source, name=name, train=train, device=self.device, on_yield=hooks[0], on_end=hooks[1])
         if train:
             self._state.add_loader(loader)
         return loader
@@ -176,10 +174,11 @@ class Run:
         if loader.train:
             self._normalisation.check(loader.current, loader.name)
             self._stepper.on_yield(loader)
+        self._monitor.on_yield(loader)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
-        return self._epochs.upto(count)
+        return self._monitor.epochs(self._epochs.upto(count), count)
 
     # --- the step
 
@@ -254,7 +253,7 @@ class Run:
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
-        return metrics.mean(values, lambda: self.latest.examples if self.latest is not None else 1, self.device)
+        return metrics.mean(values, lambda: current_examples(self.latest, self._state.loaders.values()), self.device)
 
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
@@ -271,6 +270,56 @@ class Run:
             return collectives.gather_uneven(values)
         everyone = collectives.gather_objects(values)
         return [item for own in everyone for item in own] if isinstance(values, list) else everyone
+
+    def predict(
+        self,
+        model: Any,
+        dataset: Any,
+        *,
+        global_batch: int,
+        fn: Callable[[Any, Any], Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """The result for each example of a data set, once, in its order, on the CPU of every process.
+
+        fn(model, batch) returns a tensor or list with an entry for each example, or a dict or tuple of these; if not
+        given, model(batch), or model(batch[0]) of a batch that is a tuple or list. The model is in evaluation mode
+        meanwhile, and without gradients. options: micro_batch, num_workers, collate_fn and so on, as of `loader`.
+
+        Returns a tensor (examples, ...) for a tensor, or a list of its rows where they differ in shape; a list for a
+        list; in dicts and tuples as fn returned them. An iterable data set is read to its end, and its order is that of
+        the stream. Raises UsageError for other results.
+        """
+        check_options(options)
+        loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
+        with evaluating(model):
+            return predict(model, fn or on_first_input, loader, self.autocast)
+
+    def compute(self, metric: Any) -> Any:
+        """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
+        All processes call it; the metric itself stays as it was."""
+        return metrics.compute(metric)
+
+    # --- what one sees
+
+    def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Shows and records numbers: run.log(accuracy=0.9), run.log({"loss/val": value}). All processes call it alike.
+
+        Numbers or 0-dim tensors. In a training batch a value is a mean over this process's examples there, and the mean
+        over `log_every` steps and all processes is written; in an evaluation pass that over the pass. Elsewhere it is
+        written at once, as the mean over the processes. In a batch nothing is read from the device at the call.
+        """
+        self._monitor.log(values, named)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Prints on rank 0 only, above a progress bar. Arguments as of print."""
+        if self.main:
+            print(*values, **options)
+
+    def add_tracker(self, tracker: Tracker) -> None:
+        """Has what is logged go to an object with begin, log and close too (docs/logging.md). All processes call it
+        with one; rank 0's is used."""
+        self._monitor.add_tracker(tracker)
 
     # --- state
 
@@ -297,7 +346,8 @@ class Run:
             "skipped": self._stepper.skipped,
             "epochs": self._epochs.state_dict(),
         }
-        return self._state.save(directory, self.steps, keep, counters)
+        with self._monitor.saving():
+            return self._state.save(directory, self.steps, keep, counters)
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is). Call it after `prepare`;
@@ -340,9 +390,11 @@ class Run:
 
     def close(self) -> None:
         """Ends the run: hooks, threads and buffers. The process may start another one."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
+        self._monitor.close()
+        self._put_backends_back()
         self._guards.close()
         self._strategy.close()
         replicas.set_default(self._before)

@@ -155,6 +155,31 @@ def check_optimizer_states_that_differ_at_the_start_are_named() -> None:
         named(train, Exception, "Build the model in the same way on every rank")
 
 
+def check_sums_of_numbers_of_several_kinds() -> None:
+    with started() as run:
+        rank, size = run.world.rank, run.world.size
+        assert run.sum(0 if rank else 2.5) == 2.5  # whole on some ranks only
+        assert run.sum(2**60 + rank) == sum(2**60 + r for r in range(size))  # more than a float64 holds
+        assert run.sum(-3 - rank) == sum(-3 - r for r in range(size))
+        own = {"loss": 1, "right": 100}
+        turned = dict(reversed(own.items())) if rank else own
+        assert run.sum(turned) == {"loss": size, "right": 100 * size}
+        named(lambda: run.sum(own if rank else {"loss": 1}), UsageError, "rank 0: loss;", "loss, right")
+        named(lambda: run.sum(torch.zeros(2 + rank)), UsageError, "shape (2,)", "run.gather")
+
+
+def check_means_around_an_evaluation() -> None:
+    with started() as run:
+        train, test = run.loader(data(), global_batch=6), run.loader(data(), global_batch=4, train=False)
+        for _ in train:
+            for _ in test:
+                pass
+            shard = torch.tensor([float(run.world.rank)])
+            assert run.mean(2.0) == 2.0
+            assert run.mean(shard) == (run.world.size - 1) / 2
+        named(lambda: run.mean(2.0), UsageError, "no loader is being iterated", "run.ratio")
+
+
 def check_doubles_by_default() -> None:
     torch.set_default_dtype(torch.float64)
     try:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import (
@@ -246,8 +246,6 @@ def test_what_cannot_be_prepared(run: paceline.Run) -> None:
     model = build()
     with pytest.raises(UsageError, match=r"updates 4 parameter\(s\) that no prepared model has \(shapes \(5, 6\)"):
         run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=r"a loader is made by run\.loader"):
-        run.prepare(DataLoader(DATA))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"run\.track\(plateau=scheduler\)"):
         run.prepare(model, optimizer, ReduceLROnPlateau(optimizer))

@@ -19,9 +19,9 @@ from paceline.errors import WorldError
 from paceline.world import World
 
 if not dist.is_initialized():
-    # The default arguments of its functions are the group of the whole world, if there is one when it is imported, as by
-    # the first optimizer: its threads would then live until the interpreter is taken down (see `leave`).
-    import torch.distributed.nn.functional  # noqa: F401
+    # The default arguments of its functions are the group of the whole world, if there is one when it is imported, as
+    # by the first optimizer: its threads would then live until the interpreter is taken down (see `leave`).
+    import torch.distributed.nn.functional
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 

@@ -271,8 +271,8 @@ class DDP(Strategy):
     def _hidden_message(self, hidden: Collection[Tensor]) -> str:
         names = [self._names[p] for p in self.trainable if p in hidden]
         return (
-            f"gradients came to {', '.join(names[:5])}{' and more' if len(names) > 5 else ''} of which the graph of the "
-            "loss does not tell, as within torch.utils.checkpoint with use_reentrant=True: where ranks reach different "
+            f"a loss reached {', '.join(names[:5])}{' and more' if len(names) > 5 else ''} of which its graph "
+            "does not tell, as within torch.utils.checkpoint with use_reentrant=True: where ranks reach different "
             "parameters they cannot be compared beforehand. Set use_reentrant=False."
         )
 

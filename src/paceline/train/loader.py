@@ -7,7 +7,7 @@ function (order.py), so that the examples of step k are known without having rea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -183,3 +183,17 @@ class Loader:
                     "or resume from a checkpoint at the end of an epoch."
                 )
         self.epoch, self._start = int(state["epoch"]), int(state["step"])
+
+
+def current_examples(latest: Loader | None, training: Iterable[Loader]) -> int:
+    """How many examples the batch has, on this process, that a number is now a mean over: that of the loader which
+    yielded last, or of a training loader in whose loop an evaluation has ended. 1 where no loader was iterated yet."""
+    for loader in (latest, *training):
+        if loader is not None and loader.current is not None:
+            return loader.examples
+    if latest is None:
+        return 1
+    raise UsageError(
+        "run.mean of a number is its mean over the examples of the current batch, and no loader is being iterated. "
+        "Give the sum and the count: run.ratio(total, examples); or a tensor with a row for each example."
+    )

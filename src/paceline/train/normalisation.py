@@ -26,7 +26,8 @@ class Normalisation:
     def convert(self, model: nn.Module) -> None:
         """`global`: its batch norms take their statistics over all replicas. `shard`: they stay as they are, but for
         an empty shard."""
-        present = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        known = set(self._found)  # of an earlier `prepare`
+        present = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in known]
         if present and self._choice == "global" and self._layout.shards > 1:
             batchnorm.convert(model)
         elif self._layout.shards > 1:

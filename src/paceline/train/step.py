@@ -27,6 +27,11 @@ from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.randomness import seed_torch
 
+Seen = tuple[int, Tensor, Weight | None, Request, bool, int]
+"""A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
+the loss, 0-dim and detached, a mean over so many things (None: over the request's examples), or, where the bool is set,
+a sum over them; the version of the tensor then."""
+
 
 class Stepper:
     """The state of the step at hand. models, optimizers and schedulers are those of `Run`, which adds to them."""
@@ -40,6 +45,8 @@ class Stepper:
         self.names: dict[Tensor, str] = {}
         self.updates: dict[torch.optim.Optimizer, int] = {}
         self.skipped = 0
+        self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
+        self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
         self._counts = Counts()
         self._watch = FiniteWatch(device)
         self._device, self._skip = device, skip
@@ -118,6 +125,8 @@ class Stepper:
             terms = self.strategy.forward_backward(work)
         loss = local_loss(terms, [piece.count for piece in pieces])
         self._watch.saw(loss, request)
+        if self.losses is not None:
+            self.losses.append((call, loss, getattr(loss, "loss_count", None), request, False, loss._version))
         return loss
 
     def backward(
@@ -140,7 +149,12 @@ class Stepper:
             self.strategy.backward(
                 [term.value], [weight], final=request.final, call=call, inputs=inputs, retain_graph=retain
             )
-        self._watch.saw((term.value if loss is None else loss).detach(), request)
+        value = (term.value if loss is None else loss).detach()
+        self._watch.saw(value, request)
+        if self.losses is not None:
+            if loss is not None and term.count is not None:
+                value = term.value.detach()
+            self.losses.append((call, value, term.count, request, term.count is not None, value._version))
 
     def _opened(self, loader: Loader) -> int:
         if loader not in self._open:
@@ -200,6 +214,8 @@ class Stepper:
     ) -> bool:
         optimizer = self._only(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(parameters) != self._sizes.get(optimizer):
+            self._look_at(optimizer, parameters)
         loaders = [loader for loader in self._open if loader.current is not None]
         if not loaders or (self._call == 0 and not all(loader.stepped for loader in loaders)):
             raise UsageError(without_backward(parameters))
@@ -216,6 +232,10 @@ class Stepper:
         graded = [p for p in parameters if p.grad is not None]
         if not graded:
             raise UsageError(without_backward(parameters))
+        # Whatever the update draws, it draws alike on every replica: SGLD's noise, stochastic rounding.
+        for loader in loaders[:1]:
+            if loader.current is not None:
+                seed_torch(loader.streams.update_key(loader.current), self._device)
         acted = self._update(optimizer, graded, max_grad_norm)
         if acted:
             self.updates[optimizer] += 1
@@ -285,6 +305,18 @@ class Stepper:
                 f"run.step(): {len(self.updates)} optimizers are prepared: say which, run.step(optimizer)."
             )
         return next(iter(self.updates))
+
+    def _look_at(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`."""
+        strange = [p for p in parameters if p not in self.names]
+        if strange:
+            shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
+            raise UsageError(
+                f"run.step: {type(optimizer).__name__} has {len(strange)} parameter(s) that the prepared models did "
+                f"not have (shapes {shapes}): their gradients are not combined over the processes. Call "
+                "run.prepare(model) again, on every process, after adding them to the model."
+            )
+        self._sizes[optimizer] = len(parameters)
 
     def _known(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if optimizer not in self.updates:
