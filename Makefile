@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance lint format bench clean
+.PHONY: help setup demo test conformance lint format bench docs examples clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -23,6 +23,19 @@ test: $(READY)  ## all tests but the fuller matrices
 conformance: $(READY)  ## the fuller matrices: jobs x world sizes x optimizers against plain PyTorch
 	@$(PYTEST) -m conformance
 
+# The data of the examples: make examples TEXT=FILE CIFAR10=FILE. Each example says where to get it.
+TEXT    ?= data/tinyshakespeare/input.txt
+CIFAR10 ?= data/cifar-10-python.tar.gz
+
+examples: $(READY)  ## run the examples on 2 processes, some hundred steps each (half an hour on two cores)
+	@$(BIN)/paceline run --nproc 2 examples/digits.py
+	@$(BIN)/python examples/before_and_after/image_before.py
+	@$(BIN)/paceline run --nproc 2 examples/before_and_after/image_after.py
+	@$(BIN)/python examples/before_and_after/text_before.py --data "$(TEXT)" --epochs 1
+	@$(BIN)/paceline run --nproc 2 examples/before_and_after/text_after.py --data "$(TEXT)" --epochs 1
+	@$(BIN)/paceline run --nproc 2 examples/char_gpt.py --data "$(TEXT)" --steps 600
+	@$(BIN)/paceline run --nproc 2 examples/cifar10_mobilenetv2.py --data "$(CIFAR10)" --limit 12800 --epochs 3
+
 lint: $(READY)  ## style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -35,8 +48,12 @@ format: $(READY)  ## lay the code out as `make lint` wants it
 bench: $(READY)  ## what a step costs beside hand-written DDP
 	@$(BIN)/paceline run --nproc 2 benchmarks/overhead.py
 
+docs: $(VENV)/.docs  ## build the site into site/ (its tools are installed at the first time)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html is ready; \`$(BIN)/mkdocs serve\` shows it at http://127.0.0.1:8000"
+
 clean:  ## remove the environment, caches and builds
-	@rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is whole only when the last command has written $(READY). A set-up that was interrupted has no such
@@ -57,3 +74,7 @@ $(READY): pyproject.toml constraints.txt
 	       rm -rf $(VENV); exit 1; }
 	@touch $@
 	@echo "$(VENV) is ready."
+
+$(VENV)/.docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@

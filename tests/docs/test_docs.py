@@ -1,0 +1,115 @@
+"""What the pages say is so: their Python runs, their links lead somewhere, their commands and settings exist.
+
+The Python blocks of a page run one after the other, as one script, in an empty folder, after the PRELUDE, which holds
+what a reader is taken to have: a model, an optimizer, a data set. A block after `<!-- not run: reason -->` is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import click
+import pytest
+
+from paceline.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"(?P<note><!-- not run: [^\n]+ -->\n)?^ *```(?P<kind>\w*)\n(?P<code>.*?)^ *```$", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+PRELUDE = """
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import paceline
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dataset = TensorDataset(torch.randn(192, 8), torch.randint(4, (192,)))
+train_set = test_set = dataset
+real = torch.randn(64, 8)
+
+def loss_fn(model, batch):
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+run = paceline.start(progress="off")
+run.prepare(model, optimizer)
+loader = run.loader(dataset, global_batch=64, shuffle=True, name="prelude")
+"""
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    found = FENCE.finditer(page.read_text(encoding="utf-8"))
+    chosen = (match for match in found if match["kind"] == kind and not match["note"])
+    return [textwrap.dedent(match["code"]) for match in chosen]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    code = blocks(page, "python")
+    if not code:
+        return
+    for number, block in enumerate(code):
+        compile(block, f"{page.name}, block {number + 1}", "exec")
+    script = tmp_path / "page.py"
+    script.write_text(PRELUDE + "\n" + "\n\n".join(code), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, f"{page.name}:\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://", "#")):
+            continue
+        file = (page.parent / target.split("#")[0]).resolve()
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        if page.parent.name == "docs":
+            assert file.is_relative_to(ROOT / "docs"), f"{page.name} links to {target}, which is not part of the site"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for line in re.findall(r"^(?: *\$ )?paceline ([a-z]+[^\n#]*)", text, re.M):
+        name, *words = line.split()
+        assert name in main.commands, f"{page.name}: paceline {name} is no command"
+        known = {
+            flag for option in main.commands[name].params if isinstance(option, click.Option) for flag in option.opts
+        }
+        known |= {flag for option in main.commands[name].params for flag in getattr(option, "secondary_opts", ())}
+        for word in words:
+            if word.endswith(".py") or word in ("-m", "--module"):
+                break  # what follows is the script's own
+            if word.startswith("-"):
+                assert word.split("=")[0] in known, f"{page.name}: paceline {name} has no {word}"
+
+
+def test_the_site_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    missing = [page.name for page in PAGES if page.parent.name == "docs" and f": {page.name}\n" not in nav]
+    assert not missing, f"mkdocs.yml's nav lacks {missing}"
+
+
+def test_make_targets_that_the_pages_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        named = set(re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(encoding="utf-8"), re.M))
+        assert named <= targets, f"{page.name}: no target {named - targets}"
