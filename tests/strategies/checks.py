@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.ranks import checks_in, run_checks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -21,7 +20,6 @@ from paceline.errors import (
     ModelError,
     NonFiniteError,
     UnusedParameterError,
-    UsageError,
 )
 
 N, BATCH, EPOCHS = 22, 5, 3  # the last global batch has 2 examples: an empty shard on 3 processes
@@ -469,29 +467,7 @@ def check_dropout_differs_over_shards_and_steps_and_repeats() -> None:
     assert len({tuple(step) for step in first}) > len(first) / 2
 
 
-def check_closure_only_strategies_refuse_the_loop() -> None:
-    if dist.get_world_size() != 2:
-        return
-    with started(strategy="pipeline") as run:
-        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for batch in run.loader(TensorDataset(X, Y), global_batch=4):
-            try:
-                images, labels = batch
-            except UsageError as error:
-                assert "run.forward_backward(loss_fn, model, batch)" in str(error)
-            else:
-                raise AssertionError((images, labels))
-            try:
-                run.backward(model(X).sum())
-            except UsageError as error:
-                assert "forward_backward" in str(error)
-            else:
-                raise AssertionError
-            break
-
-
-# --- pipeline
+# --- models and losses that a pipeline can cut
 
 
 def layers(norm: bool = False) -> nn.Module:
@@ -514,36 +490,3 @@ def counted_loss(model: nn.Module, batch: list[Tensor]) -> Any:
     chosen = batch[2] > 0
     total = (F.cross_entropy(model(batch[0]), batch[2], reduction="none") * chosen).sum()
     return paceline.Total(total, chosen.sum())
-
-
-def check_pipeline() -> None:
-    for adam in (False, True):
-        tolerance = 1e-8 if adam else 1e-10
-        for micro in (None, 2, 1):
-            trained = under_paceline(layers, sequential_loss, adam=adam, micro=micro, strategy="pipeline")
-            same(trained, plainly(layers, sequential_loss, adam=adam), tolerance)
-    same(
-        under_paceline(lambda: layers(True), sequential_loss, strategy="pipeline"),
-        plainly(lambda: layers(True), sequential_loss),
-    )
-
-    def by_hand(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        loss = counted_loss(model, batch)
-        return loss.sum / loss.count
-
-    same(under_paceline(layers, counted_loss, micro=2, strategy="pipeline"), plainly(layers, by_hand))
-    same(under_paceline(layers, counted_loss, micro=2, strategy="ddp"), plainly(layers, by_hand))
-
-
-def check_pipeline_refuses_what_it_cannot_cut() -> None:
-    with started(strategy="pipeline") as run:
-        try:
-            run.prepare(Net())
-        except ModelError as error:
-            assert "takes one nn.Sequential" in str(error)
-        else:
-            raise AssertionError
-
-
-def run_all() -> dict[str, str]:
-    return run_checks(checks_in(globals()))

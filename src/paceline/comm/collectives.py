@@ -15,8 +15,10 @@ Three facts about the backends shape this file:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
@@ -77,11 +79,39 @@ def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None 
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def of_one_replica() -> Iterator[None]:
+    """In this thread, within the block, what goes over the whole world raises UsageError: the thread computes one of
+    several replicas of this process, or one stage, so that it would be silently wrong, or wait for ever."""
+    _thread.of_one_replica = True
+    try:
+        yield
+    finally:
+        _thread.of_one_replica = False
+
+
+def _check_place(group: dist.ProcessGroup | None = None) -> None:
+    if group is None and getattr(_thread, "of_one_replica", False):
+        raise UsageError(
+            "run.gather, run.sum, run.mean or run.ratio (or another sum over all processes) was called in the loss "
+            "function. The chosen strategy calls that for one of several replicas in a process, or on one stage only, "
+            "where it would see that one's examples alone. Use a strategy with one replica a process (--strategy ddp), "
+            "or call it outside the loss function."
+        )
+
+
 class Pending:
     """An `all_reduce` under way. `wait()` returns the tensor once it holds the result, and may be called again."""
 
     def __init__(self, work: dist.Work | None, tensor: Tensor, sent: Tensor) -> None:
         self._work, self._tensor, self._sent = work, tensor, sent
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -107,6 +137,7 @@ def all_reduce(
 
     All ranks' tensors have one shape and dtype. With `async_op` a `Pending` is returned at once.
     """
+    _check_place(group)
     if op not in _OPERATIONS:
         raise SettingError(f"all_reduce(op={op!r}) is none of the operations. {suggest(op, _OPERATIONS)}")
     tensor = tensor.detach()
@@ -236,6 +267,7 @@ def gather_uneven(tensor: Tensor) -> Tensor:
     rank, so that all run the backward. Raises UsageError, on every rank, where the other dimensions or the dtypes do
     not agree.
     """
+    _check_place()
     heads = _gather_heads(tensor)
     _check_heads(heads)
     if len(heads) == 1:
@@ -247,6 +279,7 @@ def gather_uneven(tensor: Tensor) -> Tensor:
 
 def gather_objects(obj: T) -> list[T]:
     """Every rank's object, in rank order. They travel by pickle, between processes of one run only."""
+    _check_place()
     if size_of() == 1:
         return [obj]
     objects: list[Any] = [None] * size_of()

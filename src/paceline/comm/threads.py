@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.comm import collectives
 from paceline.comm.replicas import Replicas, set_default, use
 from paceline.errors import ModelError, SettingError, UsageError
 
@@ -310,7 +311,7 @@ class ThreadTeam:
         done: queue.SimpleQueue[None],
     ) -> None:
         try:
-            with use(self.replicas[rank]), surroundings.entered():
+            with use(self.replicas[rank]), collectives.of_one_replica(), surroundings.entered():
                 self._meeting.enter(rank)
                 results[rank] = function()
                 self._meeting.leave(rank)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.threads import ThreadTeam
-from paceline.errors import SettingError, UsageError
+from paceline.errors import ModelError, SettingError, UsageError
 from paceline.strategies.base import Layout, Piece, Strategy, Term, Weight, Work, as_gradient
 from paceline.strategies.placement import move
 from paceline.strategies.replicated import load_replicated, replicated_state
@@ -49,7 +49,8 @@ class DataParallel(Strategy):
         self.layout = Layout(shards=len(self.devices), mine=tuple(range(len(self.devices))))
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._copies: list[dict[int, Any]] = []  # for each further replica: id of the user's object -> the copy
+        self._copies: list[list[nn.Module]] = []  # for each further replica: its models
+        self._found: list[_Counterparts] = []  # and its counterparts to the user's modules and parameters
         self._team = ThreadTeam(len(self.devices), take_turns=self.devices[0].type == "cpu")
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -58,21 +59,19 @@ class DataParallel(Strategy):
             model.to(self.devices[0])
         self._copies = []
         for device in self.devices[1:]:
-            memo: dict[int, Any] = {}
-            for model in models:
-                copy.deepcopy(model, memo).to(device)
-            self._copies.append(memo)
+            memo: dict[int, Any] = {}  # one for all models: what they share stays shared
+            self._copies.append([copy.deepcopy(model, memo).to(device) for model in models])
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         self._scatter()
-        trees = [work.model, *(_swap(work.model, memo) for memo in self._copies)]
+        trees = [work.model, *(_swap(work.model, found) for found in self._found)]
         terms = self._team.run(
             [
                 partial(_forward, work, tree, piece, device)
                 for tree, piece, device in zip(trees, work.pieces, self.devices, strict=True)
             ]
         )
-        inputs = [work.inputs, *(_swap(work.inputs, memo) for memo in self._copies)]
+        inputs = [work.inputs, *(_swap(work.inputs, found) for found in self._found)]
         for weights, retain_graph in work.passes(terms):
             self._team.run(
                 [
@@ -85,26 +84,39 @@ class DataParallel(Strategy):
 
     @torch.no_grad()
     def _scatter(self) -> None:
-        for memo in self._copies:
-            for model in self.models:
-                for own in [*model.parameters(), *model.buffers()]:
-                    memo[id(own)].copy_(own)
-                    memo[id(own)].requires_grad_(own.requires_grad)
-                for module in model.modules():
-                    memo[id(module)].training = module.training
+        """Whatever of a model may have changed: weights, buffers, numbers. Where it is no longer built as its copies
+        are, they are made anew."""
+        found = [_counterparts(self.models, copies) for copies in self._copies]
+        if None in found:
+            self.setup(self.models, self.optimizers)
+            found = [_counterparts(self.models, copies) for copies in self._copies]
+        self._found = [one for one in found if one is not None]
+        if len(self._found) < len(found):
+            names = ", ".join(type(model).__name__ for model in self.models)
+            raise ModelError(
+                f"strategy data_parallel: copy.deepcopy of {names} gives something that is built otherwise. Use "
+                "strategy='ddp'."
+            )
+        for device, counterparts in zip(self.devices[1:], self._found, strict=True):
+            for own, its in counterparts.parameters.items():
+                its.copy_(own)
+                its.requires_grad_(own.requires_grad)
+            for module, copied in counterparts.modules.items():
+                vars(copied).update((key, value) for key, value in vars(module).items() if type(value) in _PLAIN)
+                for name, buffer in module._buffers.items():
+                    copied._buffers[name] = _refilled(copied._buffers[name], buffer, device)
 
     @torch.no_grad()
     def _gather(self) -> None:
-        for memo in self._copies:
-            for model in self.models:
-                for own in model.parameters():
-                    grad, memo[id(own)].grad = memo[id(own)].grad, None
-                    if grad is None:
-                        continue
-                    if own.grad is None:
-                        own.grad = grad.to(own.device)
-                    else:
-                        own.grad += grad.to(own.device)
+        for counterparts in self._found:
+            for own, its in counterparts.parameters.items():
+                grad, its.grad = its.grad, None
+                if grad is None:
+                    continue
+                if own.grad is None:
+                    own.grad = grad.to(own.device)
+                else:
+                    own.grad += grad.to(own.device)
 
     def backward(
         self,
@@ -126,7 +138,7 @@ class DataParallel(Strategy):
 
     def close(self) -> None:
         self._team.close()
-        self._copies = []
+        self._copies, self._found = [], []
 
 
 def _devices(text: str) -> list[torch.device]:
@@ -155,13 +167,61 @@ def _devices(text: str) -> list[torch.device]:
     return devices
 
 
-def _swap(tree: Any, memo: dict[int, Any]) -> Any:
+_PLAIN = (bool, int, float, str)
+"""Attributes of modules that are copied with the weights: `training`, a temperature, the p of a dropout."""
+
+
+@dataclass(frozen=True)
+class _Counterparts:
+    """The user's modules and parameters -> those of one replica."""
+
+    modules: dict[nn.Module, nn.Module]
+    parameters: dict[nn.Parameter, nn.Parameter]
+
+
+def _counterparts(models: Sequence[nn.Module], copies: Sequence[nn.Module]) -> _Counterparts | None:
+    """Paired by name. None where a model is no longer built as its copy is."""
+    found = _Counterparts({}, {})
+    for model, copied in zip(models, copies, strict=True):
+        own, its = dict(model.named_modules()), dict(copied.named_modules())
+        if own.keys() != its.keys():
+            return None
+        for name, module in own.items():
+            other = found.modules[module] = its[name]
+            if (
+                type(module) is not type(other)
+                or module._parameters.keys() != other._parameters.keys()
+                or module._buffers.keys() != other._buffers.keys()
+            ):
+                return None
+            for key, p in module._parameters.items():
+                q = other._parameters[key]
+                if p is None or q is None:
+                    if p is not q:
+                        return None
+                elif p.shape != q.shape or p.dtype != q.dtype or found.parameters.setdefault(p, q) is not q:
+                    return None
+    return found
+
+
+def _refilled(its: Tensor | None, own: Tensor | None, device: torch.device) -> Tensor | None:
+    """A replica's buffer with the user's values: in place, unless a forward has put another tensor there."""
+    if own is None:
+        return None
+    if its is None or its.shape != own.shape or its.dtype != own.dtype or its.requires_grad or 0 in its.stride():
+        return own.detach().to(device, copy=True)
+    return its.copy_(own)
+
+
+def _swap(tree: Any, found: _Counterparts) -> Any:
     """The user's model (or tuple, list, dict of models, or list of parameters) with this replica's in their places."""
     if isinstance(tree, (tuple, list)):
-        return type(tree)(_swap(item, memo) for item in tree)
+        return type(tree)(_swap(item, found) for item in tree)
     if isinstance(tree, dict):
-        return {key: _swap(value, memo) for key, value in tree.items()}
-    return memo.get(id(tree), tree)
+        return {key: _swap(value, found) for key, value in tree.items()}
+    if isinstance(tree, nn.Parameter):
+        return found.parameters.get(tree, tree)
+    return found.modules.get(tree, tree) if isinstance(tree, nn.Module) else tree
 
 
 def _forward(work: Work, model: Any, piece: Piece, device: torch.device) -> list[Term]:

@@ -5,7 +5,8 @@ Phase 1, what goes in: the user's closure is run up to its call of the model, wh
 input.
 Phase 2, the schedule (torch.distributed.pipelining, ScheduleGPipe): forwards of all micro-batches flow from stage to
   stage, then backwards flow back. On the last stage the closure is run again, with a model that returns what came out.
-Phase 3, share: each stage's gradients and buffers are sent to all processes, which then hold the whole gradient.
+Phase 3, share: each stage's gradients and buffers are sent to all processes, which then hold the whole gradient. A
+  parameter that stands in several stages has the sum of theirs.
 Phase 4, step: each process makes the same update of the whole model.
 
 Between processes, a step: activations and their gradients at each cut, and (thin) the whole gradient. Memory per
@@ -73,6 +74,7 @@ class Pipeline(Strategy):
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._stages: list[nn.Sequential] = []
+        self._tied: list[nn.Parameter] = []  # parameters that stand in several stages
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if len(models) > 1 or not all(isinstance(model, nn.Sequential) for model in models):
@@ -80,11 +82,17 @@ class Pipeline(Strategy):
             raise ModelError(
                 f"strategy pipeline takes one nn.Sequential, which it can cut, not {names}. Use strategy='ddp'."
             )
+        for model in models:
+            _check_forward(model)
         self.models, self.optimizers = list(models), list(optimizers)
         for model in models:
             model.to(self.device)
             collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
-            self._stages = cut_layers(list(model.children()), self.world.size)
+            # By their registration: children() names a layer that stands twice only once.
+            self._stages = cut_layers(
+                [layer for layer in model._modules.values() if layer is not None], self.world.size
+            )
+            self._tied = _tied(model, self._stages)
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         if work.inputs is not None:
@@ -110,7 +118,8 @@ class Pipeline(Strategy):
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
             piece, share = group[int(number)]
-            terms = work.compute(_Finished(output), piece, self.device)
+            with collectives.of_one_replica():
+                terms = work.compute(_Finished(output), piece, self.device)
             found.append([Term(term.value.detach(), term.count) for term in terms])
             # A sum over counted things is divided by the examples for now (`_correct`).
             parts = [term.value * (share if term.count is None else share / piece.count) for term in terms]
@@ -138,7 +147,8 @@ class Pipeline(Strategy):
 
     def _input(self, work: Work, piece: Piece) -> Tensor:
         try:
-            work.compute(_Captured(), piece, self.device)
+            with collectives.of_one_replica():
+                work.compute(_Captured(), piece, self.device)
         except _Input as captured:
             if len(captured.args) == 1 and isinstance(captured.args[0], Tensor):
                 return captured.args[0]
@@ -178,13 +188,19 @@ class Pipeline(Strategy):
 
     def _share(self, terms: list[list[Term]]) -> list[list[Term]]:
         """Every stage's gradients and buffers, and the last one's terms, on all processes."""
+        tied = set(self._tied)
         for rank, stage in enumerate(self._stages):
-            parameters = list(stage.parameters())
+            parameters = [p for p in stage.parameters() if p not in tied]
             present = collectives.broadcast_object([p.grad is not None for p in parameters], src=rank)
             for p, has in zip(parameters, present, strict=True):
                 p.grad = None if not has else p.grad if rank == self.world.rank else torch.empty_like(p)
             collectives.broadcast_tensors([p.grad for p in parameters if p.grad is not None], src=rank)
             collectives.broadcast_tensors(stage.buffers(), src=rank)
+        if self._tied:  # a stage that does not hold one, or did not reach it, adds nothing
+            held = collectives.gather_objects([p.grad is not None for p in self._tied])
+            for p, anywhere in zip(self._tied, map(any, zip(*held, strict=True)), strict=True):
+                if anywhere:
+                    p.grad = collectives.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
         return collectives.broadcast_object(terms, src=self.world.size - 1)
 
     def _correct(self, terms: list[list[Term]], total: int) -> None:
@@ -237,6 +253,36 @@ def cut_layers(layers: list[nn.Module], stages: int) -> list[nn.Sequential]:
         before += size
     cuts.append(len(layers))
     return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
+
+
+def _check_forward(model: nn.Module) -> None:
+    """Raises ModelError where a subclass of nn.Sequential does more than to call its layers, which the stages would
+    leave out. The class that precision makes bears the name of its base."""
+    for cls in type(model).__mro__:
+        if cls is nn.Sequential:
+            return
+        if "forward" in vars(cls) and cls.__qualname__ != cls.__bases__[0].__qualname__:
+            raise ModelError(
+                f"strategy pipeline: {cls.__name__} has a forward of its own, which would be left out, since each "
+                "process calls only its part of the layers. Make what it does a layer, or use strategy='ddp'."
+            )
+
+
+def _tied(model: nn.Module, stages: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that stand in several stages. Raises ModelError for a buffer that does: what one stage writes
+    there the others do not see."""
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    places: dict[int, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for tensor in (*stage.parameters(), *stage.buffers()):
+            places.setdefault(id(tensor), []).append(number)
+    for buffer in model.buffers():
+        if len(at := places.get(id(buffer), [])) > 1:
+            raise ModelError(
+                f"strategy pipeline: the buffer {names[id(buffer)]} stands in the stages {' and '.join(map(str, at))}, "
+                "each of which would keep one of its own. Give each place its own layer, or use strategy='ddp'."
+            )
+    return [p for p in model.parameters() if len(places.get(id(p), [])) > 1]
 
 
 def _padded(terms: list[list[Term]], pieces: Sequence[Piece]) -> list[list[Term]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, (str, bytes, int, float)) or batch is None:
         return batch
-    if hasattr(batch, "to") and callable(batch.to):
+    if callable(getattr(type(batch), "to", None)):  # of the type: entries of a batch may be its attributes
         return batch.to(device)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(item, device) for item in batch))
@@ -26,15 +27,30 @@ def move(batch: Any, device: torch.device) -> Any:
         return type(batch)(move(item, device) for item in batch)
     if isinstance(batch, Mapping):
         moved = {key: move(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else _rebuild(batch, moved)
+        return rebuild(batch, moved)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {f.name: move(getattr(batch, f.name), device) for f in dataclasses.fields(batch) if f.init}
         return dataclasses.replace(batch, **fields)
     return batch
 
 
-def _rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    try:
-        return type(original)(items)  # type: ignore[call-arg]
-    except TypeError:  # a mapping that cannot be made from a dict, such as a defaultdict: keep its kind of access
+def rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the original's kind with other values: made from them, or else a copy that takes them (a
+    defaultdict); a dict where it is neither."""
+    if type(original) is dict:
         return items
+    kind: Callable[[dict[Any, Any]], Mapping[Any, Any]] = type(original)
+    for make in (kind, lambda items: _refilled(original, items)):
+        try:
+            made = make(items)
+            if made.keys() == items.keys():
+                return made
+        except (TypeError, AttributeError):
+            continue
+    return items
+
+
+def _refilled(original: Any, items: dict[Any, Any]) -> Any:
+    copied = copy.copy(original)
+    copied.update(items)
+    return copied

@@ -1,8 +1,9 @@
 """What strategies that hold one whole replica in a process share: the closure, and state by name.
 
 State is named by the user's own parameter names. Those of a second model are marked "1/", of a third "2/", and so on.
-An optimizer's state is {"groups": [its options, "params": names], "state": {name: its state}}: independent of the
-order in which parameters were given to it, of devices and of world size.
+An optimizer's state is {"class": its class's name, "groups": [its options, "params": names], "state": {name: its
+state}}: independent of the order in which parameters were given to it, of devices and of world size. Older checkpoints
+have no "class".
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str])
         for group in optimizer.param_groups
     ]
     state = {names[p]: dict(values) for p, values in optimizer.state.items()}
-    return {"groups": groups, "state": state}
+    return {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
 def load_replicated(
@@ -109,9 +110,22 @@ def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -
         )
 
 
+def check_same_class(own: Any, saved: str | None, kind: str, number: int) -> None:
+    """Raises CheckpointError where an optimizer or a scheduler is of another class than the saved one (None: not
+    known, of an older checkpoint), whose state means something else."""
+    name = type(own).__qualname__
+    if saved is not None and saved != name:
+        raise CheckpointError(
+            f"the checkpoint's {kind} number {number} is of the class {saved}, this script's of {name}: the state of "
+            f"one is not that of the other. Prepare {saved}, as the checkpoint's script did; or, to go on with another "
+            "one, load the weights alone (run.export, safetensors.torch.load_file) and start anew."
+        )
+
+
 def _check_same_optimizer(
     optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: dict[Tensor, str], number: int
 ) -> None:
+    check_same_class(optimizer, saved.get("class"), "optimizer", number)
     own = [names[p] for group in optimizer.param_groups for p in group["params"]]
     theirs = [name for group in saved["groups"] for name in group["params"]]
     if sorted(own) != sorted(theirs):
@@ -144,4 +158,8 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], nam
         for key, value in values.items():
             loaded = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor):
-                optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+                kept = value.to(loaded.device, copy=True)
+                if kept.shape == parameter.shape and kept.stride() != parameter.stride():
+                    # Fused optimizers go through memory in its order, without looking at strides (channels_last).
+                    kept = torch.empty_like(parameter, dtype=kept.dtype, device=kept.device).copy_(kept)
+                optimizer.state[parameter][key] = kept

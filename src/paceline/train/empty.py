@@ -3,12 +3,14 @@
 A collate function is asked for a batch of one example and of the same example four times; whatever grows from the one
 to the other is the batch dimension, and is cut to nothing. So (N, C), time-major (T, N), padded, concatenated (graphs,
 boxes) and nested batches are all understood without being told. (Four and not two: where collate draws at random how
-much it gives, two sizes are then unlikely to be equal by chance.)
+much it gives, two sizes are then unlikely to be equal by chance.) What is the same for one and for
+four passes as it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.errors import EmptyShardError
+from paceline.strategies.placement import rebuild
 
 
 def empty_batch(collate: Callable[[list[Any]], Any], example: Any) -> Any:
@@ -38,8 +41,7 @@ def _shrink(one: Any, many: Any) -> Any:
             return type(one)()
         return type(one)(_shrink(a, b) for a, b in zip(one, many, strict=True))
     if isinstance(one, Mapping):
-        shrunk = {key: _shrink(value, many[key]) for key, value in one.items()}
-        return shrunk if type(one) is dict else type(one)(shrunk)  # type: ignore[call-arg]
+        return rebuild(one, {key: _shrink(value, many[key]) for key, value in one.items()})
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
         fields = {
             f.name: _shrink(getattr(one, f.name), getattr(many, f.name)) for f in dataclasses.fields(one) if f.init
@@ -47,7 +49,7 @@ def _shrink(one: Any, many: Any) -> Any:
         return dataclasses.replace(one, **fields)
     if isinstance(one, int) and not isinstance(one, bool) and one * _COPIES == many:
         return 0  # a count of examples or of what is in them
-    if one is None or isinstance(one, (bool, int, float)):
+    if one is None or isinstance(one, (bool, int, float, complex)) or _same(one, many):
         return one
     if hasattr(one, "__getitem__") and hasattr(one, "__len__"):
         return one[:0]
@@ -57,6 +59,17 @@ def _shrink(one: Any, many: Any) -> Any:
         "shard is empty: "
         "a larger global_batch, or drop_last=True."
     )
+
+
+def _same(one: Any, many: Any) -> bool:
+    """Whether a value of any type does not depend on the number of examples. What compares by identity and is made
+    anew for each batch, such as a settings object, is compared by what it holds."""
+    if type(one) is not type(many):
+        return False
+    try:
+        return bool(one is many or one == many) or pickle.dumps(one) == pickle.dumps(many)
+    except Exception:  # whatever a class of the user's says to these
+        return False
 
 
 def _shrink_array(one: Any, many: Any) -> Any:

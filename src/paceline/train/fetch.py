@@ -16,12 +16,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import SettingError
 from paceline.strategies.base import Layout
+from paceline.train.agreement import digest_of_example, probe_of_stream
 from paceline.train.empty import empty_batch
 from paceline.train.order import Part, Request, requests
 from paceline.train.randomness import mix, seed_all, tag
 
 Collate = Callable[[list[Any]], Any]
 Fetched = tuple[Request, list[Any]]
+
+_UPDATE = tag("update")
 
 
 class Streams:
@@ -48,6 +51,10 @@ class Streams:
         """While a global batch is computed: choices that all shards must agree on."""
         return mix(self._yield, request.epoch, request.step)
 
+    def update_key(self, request: Request) -> int:
+        """While an optimizer updates, and until the next yield: the same on all shards."""
+        return mix(self._yield, request.epoch, request.step, _UPDATE)
+
 
 class MapFetcher(Dataset[Fetched]):
     """A map-style data set, asked for the examples of a request."""
@@ -56,6 +63,10 @@ class MapFetcher(Dataset[Fetched]):
         self.dataset, self.collate, self.streams = dataset, collate, streams
 
     def __getitem__(self, request: Request) -> Fetched:
+        if request.probe is not None:  # before its own, so that a generator of the data set's stands alike on all ranks
+            examples = (self._example(request.epoch, index) for index in request.probe.indices)
+            probe = request.probe._replace(examples=tuple(map(digest_of_example, examples)))
+            request = request._replace(probe=probe)
         return request, [self._collated(request, part) for part in request.parts]
 
     def _collated(self, request: Request, part: Part) -> Any:
@@ -97,6 +108,7 @@ class StreamFetcher(IterableDataset[Fetched]):
         self.layout, self.global_batch, self.micro_batch = layout, global_batch, micro_batch
         self.buffer, self.drop_last = buffer, drop_last
         self.epoch, self.start = 0, 0
+        self.probing = False
 
     def __iter__(self) -> Iterator[Fetched]:
         stream = self._shuffled(self._numbered())
@@ -137,7 +149,8 @@ class StreamFetcher(IterableDataset[Fetched]):
 
     def _cut(self, batch: list[tuple[int, Any]], step: int) -> Iterator[Fetched]:
         examples = dict(batch)
-        for request in requests([index for index, _ in batch], self.epoch, step, self.layout, self.micro_batch):
+        probe = probe_of_stream(examples.values()) if self.probing and step == self.start else None
+        for request in requests(list(examples), self.epoch, step, self.layout, self.micro_batch, probe):
             batches = []
             for part in request.parts:
                 self.streams.for_collate(request, part)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.strategies.base import Layout
+from paceline.train.agreement import Probe
 from paceline.train.randomness import mix, tag
 
 
@@ -37,6 +38,7 @@ class Request(NamedTuple):
     total: int
     first: int
     parts: tuple[Part, ...]
+    probe: Probe | None = None
 
     @property
     def final(self) -> bool:
@@ -70,8 +72,15 @@ def micro_batches(total: int, shards: int, micro_batch: int | None) -> int:
     return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
 
 
-def requests(batch: Sequence[int], epoch: int, step: int, layout: Layout, micro_batch: int | None) -> Iterator[Request]:
-    """The yields of one global batch on one process."""
+def requests(
+    batch: Sequence[int],
+    epoch: int,
+    step: int,
+    layout: Layout,
+    micro_batch: int | None,
+    probe: Probe | None = None,
+) -> Iterator[Request]:
+    """The yields of one global batch on one process; its last one carries the probe."""
     total = len(batch)
     micros = micro_batches(total, layout.shards, micro_batch)
 
@@ -82,8 +91,9 @@ def requests(batch: Sequence[int], epoch: int, step: int, layout: Layout, micro_
 
     if layout.together:
         parts = tuple(part(shard, micro) for shard in layout.mine for micro in range(micros))
-        yield Request(epoch, step, 0, 1, total, int(batch[0]), parts)
+        yield Request(epoch, step, 0, 1, total, int(batch[0]), parts, probe)
         return
     for micro in range(micros):
         parts = tuple(part(shard, micro) for shard in layout.mine)
-        yield Request(epoch, step, micro, micros, total, int(batch[0]), parts)
+        last = micro == micros - 1
+        yield Request(epoch, step, micro, micros, total, int(batch[0]), parts, probe if last else None)

@@ -7,13 +7,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Layout
-from paceline.train import randomness
+from paceline.train import agreement
 from paceline.train.fetch import Fetched, MapFetcher, StreamFetcher, Streams, is_stream
+from paceline.train.keyed import Keyed, generators_of
 from paceline.train.order import Request, micro_batches, permutation, requests
 from paceline.train.randomness import mix, tag
 
@@ -66,6 +67,7 @@ class Source:
         self.micro_batch = micro_batch
         self.collate = options.pop("collate_fn", None) or default_collate
         self.options = options
+        self.probing = False  # whether the ranks have yet to compare their data
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         raise NotImplementedError
@@ -77,6 +79,12 @@ class Source:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a position in mid-epoch to mean the same."""
         raise NotImplementedError
+
+    def compare(self, name: str, request: Request | None) -> None:
+        """Whether all ranks read the same data, at a step. Collective. Raises UsageError."""
+        self.probing = False
+        made_of = {"kind": type(self).__name__, **self.identity(), "micro_batch": self.micro_batch}
+        agreement.compare(name, made_of, request.probe if request is not None else None)
 
     def steps(self) -> int:
         return len(self.batch_sizes())
@@ -119,9 +127,11 @@ class MapSource(Source):
         return iter(self._loader)
 
     def _requests(self, epoch: int, start: int) -> Iterator[Request]:
+        due = self.probing
         for step, batch in enumerate(self._batches(epoch)):
             if step >= start and len(batch):
-                yield from requests(batch, epoch, step, self.layout, self.micro_batch)
+                probe, due = agreement.probe_of_indices(batch) if due else None, False
+                yield from requests(batch, epoch, step, self.layout, self.micro_batch, probe)
 
     def _batches(self, epoch: int) -> Iterator[Sequence[int]]:
         if self.batch_sampler is not None:
@@ -143,7 +153,7 @@ class MapSource(Source):
         program finds its own untouched."""
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        stream = _Keyed(mix(self.seed, tag("sampler"), tag(self.name), epoch))
+        stream = Keyed(mix(self.seed, tag("sampler"), tag(self.name), epoch), generators_of(sampler))
         with stream:
             if hasattr(sampler, "__len__"):
                 yielded: Iterator[Any] = iter(list(sampler))  # at once: putting generators back costs 40 us
@@ -161,8 +171,15 @@ class MapSource(Source):
         return _even(len(self.sampler if self.sampler is not None else self.dataset), self.global_batch, self.drop_last)
 
     def identity(self) -> dict[str, Any]:
-        length = len(self.dataset)
-        return {"length": length, "global_batch": self.global_batch, "drop_last": self.drop_last}
+        sampler = self.sampler if self.sampler is not None else self.batch_sampler
+        return {
+            "length": len(self.dataset),
+            "global_batch": self.global_batch,
+            "drop_last": self.drop_last,
+            "shuffle": self.shuffle,
+            "sampler": None if sampler is None else type(sampler).__name__,
+            "subset": _subset(self.dataset),
+        }
 
 
 class StreamSource(Source):
@@ -196,7 +213,7 @@ class StreamSource(Source):
         )
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        self._fetcher.epoch, self._fetcher.start = epoch, start
+        self._fetcher.epoch, self._fetcher.start, self._fetcher.probing = epoch, start, self.probing
         return iter(self.data_loader(self._fetcher, None))
 
     def batch_sizes(self) -> Sequence[int]:
@@ -215,39 +232,20 @@ class _Plan:
         return self.requests
 
 
-class _Keyed:
-    """Generators of its own for what runs inside, and the program's put back after it."""
-
-    def __init__(self, key: int) -> None:
-        self._key: int | None = key
-        self._own: dict[str, Any] = {}
-
-    def __enter__(self) -> None:
-        self._outside = randomness.get_state()
-        if self._key is None:
-            randomness.set_state(self._own)
-        else:
-            randomness.seed_all(self._key)
-            self._key = None
-
-    def __exit__(self, *_: object) -> None:
-        self._own = randomness.get_state()
-        randomness.set_state(self._outside)
-
-    def around(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Each draw of an iterator inside."""
-        while True:
-            with self:
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            yield item
-
-
 def _even(length: int, global_batch: int, drop_last: bool) -> Sequence[int]:
     whole, rest = divmod(length, global_batch)
     return [global_batch] * whole + ([rest] if rest and not drop_last else [])
+
+
+ADDED_LATER = frozenset(["shuffle", "sampler", "subset"])
+"""Keys of an identity that older checkpoints do not have."""
+
+
+def _subset(dataset: Any) -> int | None:
+    """A digest of which examples a torch Subset holds, as random_split makes them."""
+    if not isinstance(dataset, Subset):
+        return None
+    return agreement.probe_of_indices(dataset.indices).order
 
 
 def make_source(
@@ -312,6 +310,12 @@ def _check(
         raise SettingError(
             f"run.loader(batch_size={options['batch_size']!r}): say global_batch, the examples of one optimizer step "
             "over all devices (batch_size is per process elsewhere)."
+        )
+    if "generator" in options:
+        raise SettingError(
+            "run.loader(generator=...): the order of a loader is keyed by the seed, the loader's name and the epoch, "
+            "so that it is the same on every rank and after a restart. Say paceline.start(seed=...), or give a sampler "
+            "of your own."
         )
     unknown = set(options) - DATALOADER_OPTIONS
     if unknown:

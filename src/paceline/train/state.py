@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.comm import collectives
 from paceline.errors import CheckpointError, UsageError
 from paceline.strategies.base import Strategy
+from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint, randomness
 from paceline.train.loader import Loader
 from paceline.train.snapshot import SnapshotBuffers
@@ -75,6 +76,7 @@ class State:
             parts["run"] = {
                 **run,
                 "seed": self._seed,
+                "schedulers": [type(scheduler).__qualname__ for scheduler in self.schedulers],
                 "loaders": {
                     **self._waiting["loaders"],
                     **{name: loader.state_dict() for name, loader in self.loaders.items()},
@@ -180,6 +182,8 @@ class State:
                 f"the checkpoint holds {len(schedulers)} scheduler(s), but this script prepared "
                 f"{len(self.schedulers)}. Prepare what the checkpoint's script prepared, before run.restore."
             )
+        for number, (scheduler, name) in enumerate(zip(self.schedulers, run.get("schedulers", ()), strict=False)):
+            check_same_class(scheduler, name, "scheduler", number)
         self.strategy.load_state_dict(
             {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}
         )
