@@ -213,6 +213,17 @@ def check_ranks_never_disagree_about_when_to_exchange() -> None:
         assert 3 <= sent[-1] <= 20, f"{sent[-1]} exchanges in some 0.5 seconds"
 
 
+def check_a_look_at_a_batch_on_one_rank_disturbs_nobody() -> None:
+    with started(progress="lines") as (run, _):
+        model, optimizer = model_of(run)
+        loader = run.loader(data(), global_batch=BATCH)
+        if run.main:
+            next(iter(loader))
+        for batch in loader:
+            run.forward_backward(squared, model, batch)
+            run.step(optimizer)
+
+
 def check_a_log_directory_that_cannot_be_written_is_named_on_all_ranks() -> None:
     with tempfile.NamedTemporaryFile() as file:
         folder = collectives.broadcast_object(f"{file.name}/logs")

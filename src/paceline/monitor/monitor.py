@@ -48,7 +48,7 @@ class _Note(NamedTuple):
     step: int
     epoch: int
     learning_rate: float | None
-    batches: int  # global batches in it
+    made: int  # steps in it
 
 
 class Monitor:
@@ -77,10 +77,8 @@ class Monitor:
         self._latest: Loader | None = None
         self._learning_rate: float | None = None
         self._steps = 0  # when the last global batch began
-        self._batches, self._interval = (
-            0,
-            1,
-        )  # global batches since the last exchange; those after which the next is due
+        self._sent_steps = 0  # steps made at the last exchange
+        self._interval = 1  # steps after which the next is due
         self._sent_at = 0.0
         self._unwritten = False
         self.totals = summary.Totals()
@@ -94,6 +92,10 @@ class Monitor:
         self._recorded = self._active = True
         if self._stepper.losses is None:
             self._stepper.losses = []
+
+    def _made(self) -> int:
+        """Steps of all optimizers, also those left out: alike on all ranks, unlike batches that one has looked at."""
+        return sum(self._stepper.updates.values()) + self._stepper.skipped
 
     def _updates(self) -> int:
         """Those of the first optimizer, as `run.steps`."""
@@ -131,12 +133,11 @@ class Monitor:
         if self._recorded:
             if steps // self._settings.log_every != self._steps // self._settings.log_every:
                 self._send(True, steps, loader.fetched_at)
-        elif self._batches >= self._interval:
+        elif self._made() - self._sent_steps >= self._interval:
             self._send(True, steps, loader.fetched_at)
         elif losses is not None and len(losses) >= FOLD_AT:
             self._collect()
         self._steps = steps
-        self._batches += 1
         self._unwritten = True
         if self._main:
             self._learning_rate = self._rate()
@@ -158,6 +159,7 @@ class Monitor:
     def _begin(self, loader: Loader, now: float) -> None:
         self._facts = summary.facts(self._world, self._settings, self._device, self._stepper, self._models, loader)
         atexit.register(self._exiting)
+        self._sent_steps = self._made()  # of a restored run: not 0
         if not self._main:
             return
         self._recorder.begin(self._facts.as_config(), self._updates())
@@ -252,10 +254,11 @@ class Monitor:
     def _send(self, write: bool, steps: int, now: float) -> None:
         self._receive()
         self._collect()
-        note = _Note(write, steps, self.view.epoch, self._learning_rate, self._batches)
+        made = self._made()
+        note = _Note(write, steps, self.view.epoch, self._learning_rate, made - self._sent_steps)
         self._exchange.send(self._window, now - self._sent_at, f"{write} {steps}", note)
         self._window = Window(self._device)
-        self._sent_at, self._batches = now, 0
+        self._sent_at, self._sent_steps = now, made
         self._unwritten = self._unwritten and not write
 
     def _receive(self) -> None:
@@ -263,7 +266,7 @@ class Monitor:
         if result is None:
             return
         if not self._recorded and result.elapsed > 0:
-            wanted = int(result.note.batches * INTERVAL_SECONDS / result.elapsed)
+            wanted = int(result.note.made * INTERVAL_SECONDS / result.elapsed)
             self._interval = max(1, min(wanted, GROWTH * self._interval, MOST_STEPS))
         self._take(result)
 
