@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import paceline
 import paceline.errors
 
-EXPORTED = ["Run", "Total", "World", "__version__", "errors", "start", "strategy"]
+EXPORTED = [
+    "Best", "Callback", "Checkpoints", "History", "PerEpoch", "Run", "Total", "World", "__version__", "errors",
+    "evaluate", "fit", "launch", "predict", "scale_lr", "start", "strategy", "warmup",
+]  # fmt: skip
 RUN = {
-    "autocast", "backward", "close", "epochs", "export", "forward_backward", "gather", "loader", "main_first", "mean",
-    "prepare", "ratio", "restore", "save", "skipped", "step", "steps", "sum", "track",
+    "add_tracker", "autocast", "backward", "close", "compute", "epochs", "export", "forward_backward", "gather",
+    "loader", "log", "main_first", "mean", "predict", "prepare", "print", "ratio", "restore", "save", "skipped", "step",
+    "steps", "sum", "track",
 }  # fmt: skip
 START = [
     "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "log_dir",
@@ -26,6 +31,22 @@ def test_the_names_of_the_package() -> None:
     assert dir(paceline) == EXPORTED
     for name in EXPORTED:
         assert getattr(paceline, name) is not None
+
+
+FIT = [
+    "model", "loss_fn", "train_set", "optimizer", "global_batch", "epochs", "scheduler", "evaluate_on", "metrics",
+    "max_grad_norm", "checkpoints", "best", "callbacks", "run", "loader_options",
+]  # fmt: skip
+
+
+def test_the_arguments_of_fit() -> None:
+    assert list(inspect.signature(paceline.fit).parameters) == FIT
+
+
+def test_no_module_has_the_name_of_a_function() -> None:
+    """Importing paceline.fit.anything would put the module in the function's place."""
+    modules = {path.stem for path in Path(paceline.__file__).parent.iterdir()}
+    assert not modules & (set(EXPORTED) - {"errors"})
 
 
 def test_the_methods_of_a_run() -> None:

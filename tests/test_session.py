@@ -8,6 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from paceline.comm import collectives, process_group
+from paceline.errors import WorldError
+from paceline.world import World
+
 SCRIPT = """
 import os, sys
 import paceline, psutil
@@ -94,3 +100,19 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert f"rank 0 cannot listen on port {port}, which openmpi gives this run" in done.stderr
     assert "src/paceline" not in done.stderr, "frames from inside Paceline"
     assert "script.py" in done.stderr, "the line of the script"
+
+
+def test_machines_with_different_versions_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = process_group.versions()
+    assert set(own) == {"Paceline", "torch", "CUDA", "Python"}
+    others = [("n0", own), ("n0", own), ("n1", own | {"torch": "2.6.0", "CUDA": "12.4"}), ("n2", own)]
+    monkeypatch.setattr(collectives, "gather_objects", lambda obj: others)
+    world = World(0, 4, 0, 2, 0, 3, "torchrun", "n0", 1)
+    said = rf"torch {own['torch'].split('+')[0]}.*, CUDA .* on n0, n2; torch 2\.6\.0, CUDA 12\.4 on n1\. "
+    with pytest.raises(WorldError, match=said) as caught:
+        process_group.check_versions(world)
+    assert "Python" not in str(caught.value).split("Install")[0], "only what differs"
+    others[2] = ("n1", own)
+    process_group.check_versions(world)
+    monkeypatch.setattr(collectives, "gather_objects", lambda obj: pytest.fail("an exchange on one machine"))
+    process_group.check_versions(World(0, 4, 0, 4, 0, 1, "torchrun", "n0", 1))

@@ -2,47 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 
 from paceline import __version__, launcher
 from paceline.errors import PacelineError
+from paceline.launcher.nodes import read_nodes
+
+_NODES = (
+    "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "master_addr", "master_port",
+    "local_addr", "standalone",
+)  # fmt: skip
+_LAUNCH = ("nproc", "module", "max_restarts", "monitor_seconds", "output", "tee")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def _hyphens(name: str) -> str:
+    """torchrun takes --nproc_per_node as well as --nproc-per-node."""
+    return name.replace("_", "-")
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_processes = _options(
+    click.option(
+        "--nproc", "--nproc-per-node", default="1", show_default=True, metavar="N",
+        help="Processes on this machine: a number, or gpu, cpu, auto.",
+    ),
+    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
+    click.option(
+        "--max-restarts", type=int, default=0, metavar="N", help="If one fails, start all again, N times at most."
+    ),
+    click.option(
+        "--monitor-interval", "monitor_seconds", type=float, default=0.05, metavar="SECONDS",
+        help="Between two looks at the processes.",
+    ),
+    click.option("--tee", default="", metavar="RANKS", help="Show the output of these ranks too: 1,3 or all."),
+    click.option("--output", metavar="DIR", help="Keep what the ranks other than 0 print in DIR/rank-N.log."),
+)  # fmt: skip
+
+_machines = _options(
+    click.option("--nnodes", default="1", metavar="N|MIN:MAX", help="Number of machines."),
+    click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the machines meet: the first, a free port."),
+    click.option("--rdzv-backend", metavar="NAME", help="How they meet: c10d, static or etcd-v2."),
+    click.option("--rdzv-id", metavar="ID", help="Name of the run, alike on all machines."),
+    click.option("--rdzv-conf", metavar="KEY=VALUE,...", help="Options of the rendezvous, such as join_timeout=900."),
+    click.option("--node-rank", type=int, metavar="N", help="This machine's number, if you number them, from 0."),
+    click.option("--master-addr", metavar="HOST", help="With --node-rank: the machine that has number 0."),
+    click.option("--master-port", type=int, metavar="PORT", help="A free port there."),
+    click.option("--local-addr", metavar="ADDRESS", help="The address by which the others reach this machine."),
+    click.option("--standalone", is_flag=True, hidden=True),  # in many torchrun command lines; it is the default here
+)  # fmt: skip
+
+_settings = _options(
+    click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="How devices share the work, e.g. ddp."),
+    click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or bf16-params."),
+    click.option("--seed", type=int, metavar="N", help="Seed of the data order and of the models' randomness."),
+    click.option("--batch-norm", metavar="NAME", help="global: statistics of the global batch; shard: of each shard."),
+    click.option("--compile/--no-compile", default=None, help="Compile the models with torch.compile."),
+    click.option("--nonfinite", metavar="NAME", help="What an inf or NaN gradient does: stop or skip."),
+    click.option("--device", metavar="NAME", help="cpu, or a device; otherwise each process's own accelerator."),
+    click.option("--config", metavar="FILE", help="Settings file; otherwise paceline.toml beside the script."),
+    click.option("--log-dir", metavar="DIR", help="Where run.log writes (not the ranks' output: --output)."),
+    click.option("--progress", metavar="NAME", help="bar, lines, off or auto."),
+)  # fmt: skip
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _hyphens})
 @click.version_option(__version__, prog_name="paceline")
 def main() -> None:
     """One training script. Any number of devices. The same model."""
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--nproc",
-    "--nproc-per-node",
-    "--nproc_per_node",
-    default="1",
-    show_default=True,
-    metavar="N",
-    help="Number of processes on this machine: a number, or gpu, cpu, auto.",
-)
-@click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="How devices share the work, e.g. ddp.")
-@click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or bf16-params.")
-@click.option("--seed", type=int, metavar="N", help="Seed of the data order and of the models' randomness.")
-@click.option("--batch-norm", metavar="NAME", help="global: statistics of the global batch; shard: of each shard.")
-@click.option("--compile/--no-compile", default=None, help="Compile the models with torch.compile.")
-@click.option("--nonfinite", metavar="NAME", help="What an inf or NaN gradient does: stop or skip.")
-@click.option("--standalone", is_flag=True, hidden=True)  # in many torchrun command lines; one machine is what we do
+@_processes
+@_machines
+@_settings
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def run(
-    context: click.Context, nproc: str, script: str, args: tuple[str, ...], standalone: bool, **settings: object
-) -> None:
-    """Run SCRIPT in N processes of this machine.
+def run(context: click.Context, script: str, args: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT in N processes on each machine.
 
-    The settings override those in the script. All that follows SCRIPT is passed on to it, untouched.
+    torchrun's options of the same names mean the same. The settings override those in the script. All that follows
+    SCRIPT is passed on to it, untouched.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
+    nodes = {name: options.pop(name) for name in _NODES}
+    launch = {name: options.pop(name) for name in _LAUNCH}
+    given = {name: value for name, value in options.items() if value is not None}
     try:
-        context.exit(launcher.run(script, args, nproc=nproc, settings=given))
+        context.exit(launcher.run(script, args, nodes=read_nodes(**nodes), settings=given, **launch))
     except PacelineError as error:
         raise click.UsageError(str(error)) from None
+
+
+@main.command()
+def env() -> None:
+    """Print what a bug report needs: versions, devices, backends, environment variables."""
+    from paceline.launcher.about import about
+
+    click.echo(about(), nl=False)

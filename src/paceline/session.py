@@ -14,7 +14,7 @@ import torch
 
 from paceline import world as worlds
 from paceline.comm import process_group
-from paceline.config import FILE, Settings, StrategySpec, read_file, resolve
+from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import SettingError, WorldError
 from paceline.run import Run
 from paceline.train.hooks import explain_uncaught
@@ -103,6 +103,7 @@ def start(
     _close_all()
     where = _device(settings.device, world)
     process_group.join(world, where, init_method)
+    process_group.check_versions(world)
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # before the process group ends, which was made earlier
     run = Run(world, settings, where)
@@ -110,13 +111,17 @@ def start(
     return run
 
 
+def current() -> Run | None:
+    """The run that is open in this process."""
+    return _open[-1] if _open and not _open[-1].closed else None
+
+
 def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:
     overrides = json.loads(os.environ.get(worlds.SETTINGS) or "{}")
     path = overrides.pop("config", None)
     if path is None:
         script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook: the current directory
-        beside = Path(script).parent / FILE if script else Path(FILE)
-        path = beside if beside.is_file() else None
+        path = file_beside(script)
     layers = [("the script", given), ("the command line", overrides)]
     if path is not None:
         layers.insert(1, (str(path), read_file(path)))

@@ -60,7 +60,7 @@ def test_threads_share_the_cores(nproc: int, cores: int, threads: int) -> None:
 
 
 def test_command_line() -> None:
-    assert command_line(PLAN) == [sys.executable, "-m", "paceline.launcher.worker", "train.py", "--lr", "0.1"]
+    assert command_line(PLAN) == [sys.executable, "-m", "paceline.launcher.worker", "script", "train.py", "--lr", "0.1"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command hands on: only settings that were given, and the script's arguments as they are."""
     calls: list[tuple[object, ...]] = []
 
-    def fake(script: str, args: tuple[str, ...], *, nproc: str, settings: dict[str, object]) -> int:
+    def fake(script: str, args: tuple[str, ...], *, nproc: str, settings: dict[str, object], **_: object) -> int:
         calls.append((script, args, nproc, settings))
         return 7
 

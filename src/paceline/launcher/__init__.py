@@ -1,44 +1,109 @@
 """Starting, watching and ending the worker processes of a run. Importing this imports no torch.
 
+nodes.py        which machines take part and where they meet (pure)
+checks.py       the script, an outer launcher, a port, devices: looked at before anything starts
 plan.py         what is to be run, the command line and the environment of each worker (pure)
 worker.py       what each worker runs: the user's script, as plain python would
 processes.py    starting and ending operating-system processes
-rendezvous.py   a store for torch's elastic agent that listens on loopback only
+output.py       what the ranks print
+rendezvous.py   a store that listens on loopback only; for several machines torch's own rendezvous
 agent.py        torch's elastic agent, watching the processes
+peers.py        what the launchers of several machines tell each other
+leavers.py      a rank that has ended while others go on
 report.py       which rank is the cause of a failure, and how to say it (pure)
 interrupts.py   Ctrl-C and SIGTERM
+supervise.py    a run, from the rendezvous to the last message
+function.py     paceline.launch: a function in place of a script
+about.py        what `paceline env` prints
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.launcher.nodes import ALONE, Nodes
+
+
+def _supervise() -> Callable[..., Any]:
+    """Loads torch, more than a second. Of the warnings of its C++ part there are pages where a connection breaks, which
+    the launcher tells in a line; the level is read at the import, and the workers keep theirs."""
+    level = "TORCH_CPP_LOG_LEVEL"
+    ours = level not in os.environ
+    if ours:
+        os.environ[level] = "ERROR"
+    try:
+        from paceline.launcher.supervise import supervise
+
+        return supervise
+    finally:
+        if ours:
+            del os.environ[level]
 
 
 def run(
-    script: str, args: Sequence[str] = (), *, nproc: str | int = 1, settings: Mapping[str, object] | None = None
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    nproc: str | int = 1,
+    settings: Mapping[str, object] | None = None,
+    module: bool = False,
+    nodes: Nodes = ALONE,
+    max_restarts: int = 0,
+    monitor_seconds: float = 0.05,
+    output: str | None = None,
+    tee: str = "",
 ) -> int:
     """Run `script` in `nproc` processes of this machine and wait until all have ended.
 
     Args:
-        script: path of a Python file.
+        script: path of a Python file, or the name of a module.
         args: its arguments, untouched.
         nproc: the number of workers, or "gpu", "cpu" or "auto", as torchrun understands them.
-        settings: those of the command line, by name; they override the script's.
+        settings: those of the command line, by name; they override the script's. "config": a settings file.
+        module: is `script` a module's name?
+        nodes: the machines that take part.
+        max_restarts: how often all workers are started again after a failure.
+        monitor_seconds: between two looks at the workers.
+        output: directory for what the ranks other than the first print; None: a temporary one.
+        tee: ranks whose output is shown too, such as "1,3" or "all".
 
     Returns:
         The exit code for the launcher: 0, that of the rank that failed first, or 128 + n for a signal n.
 
     Raises:
-        LaunchError: `nproc` or `script` cannot be run, or a process could not be started.
+        LaunchError: something that was asked for cannot be run, or a process could not be started.
+        SettingError: a setting that cannot work.
     """
     from paceline.launcher.interrupts import Interrupts, Stopped
+    from paceline.launcher.output import Output
     from paceline.launcher.plan import make_plan
 
-    plan = make_plan(script, args, nproc, settings or {})
+    plan = make_plan(
+        script,
+        args,
+        nproc,
+        settings or {},
+        kind="module" if module else "script",
+        nodes=nodes,
+        max_restarts=max_restarts,
+        monitor_seconds=monitor_seconds,
+        output=output,
+        tee=tee,
+    )
     with Interrupts() as interrupts:
+        ranks = Output(plan.output, plan.tee)
         try:
-            from paceline.launcher.agent import supervise  # imports torch: more than a second
-
-            return supervise(plan, interrupts)
-        except Stopped as stopped:
-            return stopped.report()
+            supervise = _supervise()
+            outcome = supervise(plan, interrupts, ranks)
+        except BaseException as error:
+            ranks.close(failed=False)
+            if isinstance(error, Stopped):
+                return error.report()
+            raise
+        where = ranks.close(failed=outcome.exit_code != 0)
+        if outcome.exit_code != 0:
+            print(outcome.story + where, end="", file=sys.stderr, flush=True)
+        return outcome.exit_code

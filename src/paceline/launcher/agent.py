@@ -1,27 +1,27 @@
 """torch's elastic agent, with processes of our own: starts the workers, watches them, ends them together.
 
-torch.distributed.elastic does the rendezvous, numbers the ranks and runs the loop that watches (SimpleElasticAgent).
-The four methods it asks for are here. Its LocalElasticAgent would do, but for three things: it waits 30 seconds for a
-worker that does not heed SIGTERM, it names as cause whichever rank was seen to fail first, and it leaves the workers
-running when the launcher is killed.
+torch.distributed.elastic does the rendezvous, numbers the ranks and runs the loop that watches and restarts
+(SimpleElasticAgent). The methods it asks for are here. Its LocalElasticAgent would do, but for these things: it waits
+30 seconds for a worker that does not heed SIGTERM, it names as cause whichever rank was seen to fail first, it leaves
+the workers running when the launcher is killed, and it tells the agents of other machines nothing.
 
 A failure goes through these phases:
 
 1. A worker is seen to have failed: a non-zero exit code, a signal, or an exception that it wrote down and has not
-   ended after for LINGER_SECONDS.
+   ended after for LINGER_SECONDS. Or another machine tells of a failure there, or a rank waits for one that has left.
 2. If all that failed so far only complain about another rank, wait up to SETTLE_SECONDS for that one's own story.
-3. End the others: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
-4. Print the cause.
+3. Tell the other machines.
+4. End the others: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
+5. Say the cause; start all again, or end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-import tempfile
 import time
-import uuid
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -35,143 +35,227 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paceline.launcher import processes, report
 from paceline.launcher.interrupts import Interrupts
+from paceline.launcher.leavers import Leavers, stands
+from paceline.launcher.output import Output
+from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
-from paceline.launcher.rendezvous import loopback_rendezvous
+from paceline.launcher.rendezvous import workers_store
 from paceline.world import World
 
-MONITOR_SECONDS = 0.05  # between two looks at the workers
 SETTLE_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # for exit functions of a failed script, such as uploading a log
 
 
-def supervise(plan: Plan, interrupts: Interrupts) -> int:
-    """Run `plan` to its end, print what went wrong, and return the launcher's exit code.
-
-    Raises:
-        Stopped: a signal ended the run; no worker is left.
-        LaunchError: a worker could not be started.
-    """
-    with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=plan.nproc,
-            entrypoint=plan.script,
-            rdzv_handler=loopback_rendezvous(uuid.uuid4().hex),
-            max_restarts=0,
-            monitor_interval=MONITOR_SECONDS,
-        )
-        agent = Agent(spec, plan, directory, interrupts)
-        try:
-            result = agent.run()
-        finally:
-            spec.rdzv_handler.shutdown()
-        endings = agent.endings()
-    if not result.is_failed():
-        return 0
-    print(report.describe(endings), end="", file=sys.stderr, flush=True)
-    return report.exit_code(report.cause(endings))
-
-
 class Agent(SimpleElasticAgent):
-    """The elastic agent of this machine.
+    """The elastic agent of this machine. After `run`, `exit_code` and `story` tell how it ended.
 
     Args:
         spec: what torch's part needs to know.
         plan: what to run.
-        directory: an empty directory for the workers' error files.
+        output: where the ranks print.
         interrupts: tells of Ctrl-C and SIGTERM.
     """
 
-    def __init__(self, spec: WorkerSpec, plan: Plan, directory: str, interrupts: Interrupts) -> None:
+    def __init__(self, spec: WorkerSpec, plan: Plan, output: Output, interrupts: Interrupts) -> None:
         super().__init__(spec)
-        self._plan = plan
-        self._directory = directory
-        self._interrupts = interrupts
+        self.exit_code = 0
+        self.story = ""  # why the run failed, ending in a newline
+        self._plan, self._output, self._interrupts = plan, output, interrupts
         self._processes = processes.Processes([])
-        self._first_rank = 0
+        self._ranks = range(0)  # of this machine
         self._endings: dict[int, report.Ending] = {}  # local rank -> the first sight of its end
+        self._starts = 0
+        self._failed = False  # were the workers ended because of a failure?
+        self._began = time.monotonic()
+        self._leavers = Leavers({})
+        self._peers: Any = None
+        self._workers_store: Any = None
 
-    def endings(self) -> list[report.Ending]:
-        """How the ranks ended by themselves; of those that the agent ended, nothing."""
-        return list(self._endings.values())
+    # ------------------------------------------------------------ starting
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._starts and self._failed:
+            most = self._plan.max_restarts
+            print(f"{self.story}paceline: restart {most - self._remaining_restarts} of {most}.", file=sys.stderr)
+        elif self._starts:
+            print("paceline: machines have come; all ranks start again.", file=sys.stderr)
+        sys.stderr.flush()
+        worker_group.store = self._store = None  # so that the former store stops listening
+        self._interrupts.deferred = False  # nothing runs: end at once
+        self._interrupts.check()
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._first_rank = worker_group.workers[0].global_rank
-        self._interrupts.deferred = True
-        self._interrupts.check()
         node: Any = worker_group.group_rank  # numbers by now; torch's annotations say None
         nodes: Any = worker_group.group_world_size
-        commands = []
-        for worker in worker_group.workers:
-            world = World(
-                worker.global_rank,
-                worker.world_size,
-                worker.local_rank,
-                worker_group.spec.local_world_size,
-                node,
-                nodes,
-                "paceline",
-                worker_group.master_addr,
-                worker_group.master_port,
-            )
-            environ = worker_environment(
-                self._plan,
-                world,
-                error_file=self._error_file(worker.local_rank),
-                run_id=worker_group.spec.rdzv_handler.get_run_id(),
-                launcher_pid=os.getpid(),
-                cores=available_cores(),
-                environ=os.environ,
-            )
-            commands.append((command_line(self._plan), environ))
-        self._processes = processes.start(commands)
+        store: Any = worker_group.store
+        first = worker_group.workers[0].global_rank
+        self._ranks = range(first, first + self._plan.nproc)
+        self._endings, self._failed = {}, False
+        self.exit_code, self.story = 0, ""
+        if self._plan.nodes.backend == "static":  # the others give a new store, or a new prefix, to each round
+            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+            store = PrefixStore(str(self._starts), store)
+        self._peers = Peers(store, node, nodes, self._plan.nodes.endpoint, self._interrupts.check)
+        starts, used = self._peers.agree(self._starts, self._plan.max_restarts - self._remaining_restarts)
+        self._starts, self._remaining_restarts = starts + 1, self._plan.max_restarts - used
+        if self._plan.nodes.several:
+            if node == 0:
+                self._workers_store = workers_store(self._plan.nodes, str(worker_group.master_addr))
+            own = self._workers_store.port if node == 0 else None
+            worker_group.master_port = self._peers.share_port(own)
+        self._leavers = Leavers({rank: self._error_file(rank) for rank in self._ranks})
+        self._interrupts.deferred = True
+        self._interrupts.check()
+        commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
+        try:
+            self._processes = processes.start(commands)
+        finally:
+            for command in commands:
+                if command.output is not None:
+                    command.output.close()
         return dict(enumerate(self._processes.pids))
+
+    def _command(self, group: WorkerGroup, worker: Any, starts: int) -> processes.Command:
+        rendezvous = group.spec.rdzv_handler
+        world = World(
+            worker.global_rank,
+            worker.world_size,
+            worker.local_rank,
+            group.spec.local_world_size,
+            group.group_rank,  # type: ignore[arg-type]  # as above
+            group.group_world_size,  # type: ignore[arg-type]
+            "paceline",
+            group.master_addr,
+            group.master_port,
+        )
+        environ = worker_environment(
+            self._plan,
+            world,
+            error_file=self._error_file(worker.global_rank),
+            run_id=rendezvous.get_run_id(),
+            launcher_pid=os.getpid(),
+            cores=available_cores(),
+            environ=os.environ,
+            restarts=starts,
+        )
+        output = self._output.open(worker.global_rank, first=worker.local_rank == 0)
+        return processes.Command(command_line(self._plan), environ, output)
+
+    def _error_file(self, rank: int) -> str:
+        return os.path.join(self._output.private, f"error-{rank}-{self._starts}.json")
+
+    # ------------------------------------------------------------ watching
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._interrupts.check()
         self._look()
-        failed = [ending for ending in self._endings.values() if ending.failed]
-        if not failed:
-            if len(self._endings) < self._plan.nproc:
-                return RunResult(WorkerState.HEALTHY)
-            return RunResult(
-                WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
-            )
-        self._settle()
-        self._shutdown()
-        failures = {
-            ending.rank: ProcessFailure(ending.rank - self._first_rank, 0, ending.code or 1, "")
-            for ending in self._endings.values()
-            if ending.failed
-        }
-        return RunResult(WorkerState.FAILED, failures=failures)
+        self._output.show()
+        if any(ending.failed for ending in self._endings.values()):
+            return self._fail(None, self._settle())
+        elsewhere = self._peers.look()
+        if elsewhere is not None:
+            return self._fail(None, elsewhere)
+        if len(self._endings) == self._plan.nproc:
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks))
+        problem = self._late() or self._leavers.look([*self._left(), *self._peers.left], self._running())
+        return RunResult(WorkerState.HEALTHY) if problem is None else self._fail(problem, None)
 
-    def _settle(self) -> None:
+    def _fail(self, problem: str | None, elsewhere: Failure | None) -> RunResult:
+        """End this machine's workers, and tell why: a rank of ours failed, or `problem`, or another machine did."""
+        endings = list(self._endings.values())
+        self.exit_code, consequence = 1, False
+        ours = None if problem or not any(ending.failed for ending in endings) else report.cause(endings)
+        if ours is not None and (elsewhere is None or not ours.consequence):
+            text, consequence = report.headline(ours), ours.consequence
+            self.story = report.describe(endings, self._output.last_lines(ours.rank))
+            self.exit_code = report.exit_code(ours)
+            if consequence and self._plan.nodes.several:
+                self.story += (
+                    "No machine told of a failure of its own: perhaps one is down, or its launcher was killed.\n"
+                )
+        else:
+            text = problem or (elsewhere.text if elsewhere else "")
+            self.story = f"{text}\n"
+        if elsewhere is None or ours is not None:  # others know their own
+            with contextlib.suppress(RendezvousLost):
+                self._peers.tell_failure(text, consequence or elsewhere is not None)
+        if self._remaining_restarts > 0 and self._peers.any_done():
+            self._remaining_restarts = 0
+            self.story += "There is no restart: another machine has ended its part already.\n"
+        self._failed = True
+        self._shutdown()
+        if self._remaining_restarts == 0:
+            with contextlib.suppress(RendezvousLost):
+                self._peers.linger()
+        failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
+        return RunResult(WorkerState.FAILED, failures=failed)
+
+    def _settle(self) -> Failure | None:
+        """Wait for the story of a cause, if so far there are only those of its victims. It may be another machine's."""
         deadline = time.monotonic() + SETTLE_SECONDS
+        elsewhere: Failure | None = self._peers.look()
         while (
             all(ending.consequence for ending in self._endings.values() if ending.failed)
-            and len(self._endings) < self._plan.nproc
+            and (len(self._endings) < self._plan.nproc or self._plan.nodes.several)
+            and (elsewhere is None or elsewhere.consequence)
             and time.monotonic() < deadline
         ):
             self._interrupts.check()
-            time.sleep(MONITOR_SECONDS)
+            time.sleep(self._plan.monitor_seconds)
             self._look()
+            elsewhere = self._peers.look()
         self._look(patience=0.0)  # also those that have failed and not yet ended
+        return elsewhere if elsewhere is not None and not elsewhere.consequence else None
 
     def _look(self, patience: float = LINGER_SECONDS) -> None:
         """Note who has ended since the last look, or has failed for more than `patience` seconds."""
         exits = self._processes.exits()
         now = time.time()
-        for local_rank in range(self._plan.nproc):
+        left = len(self._left())
+        for local_rank, rank in enumerate(self._ranks):
             if local_rank in self._endings:
                 continue
             code = exits.get(local_rank)
-            error = report.read_error(self._error_file(local_rank)) if code != 0 else None
+            error = report.read_error(self._error_file(rank)) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
-                self._endings[local_rank] = report.Ending(self._first_rank + local_rank, code, now, error)
+                self._endings[local_rank] = report.Ending(rank, code, now, error)
+        if len(self._left()) > left:
+            self._peers.tell_left(self._left())
 
-    def _error_file(self, local_rank: int) -> str:
-        return os.path.join(self._directory, f"error-{local_rank}.json")
+    def _left(self) -> list[int]:
+        return [ending.rank for ending in self._endings.values() if not ending.failed]
+
+    def _running(self) -> dict[int, int]:
+        """rank -> process, of those that have not ended."""
+        pids = zip(self._ranks, self._processes.pids)
+        return {rank: pid for index, (rank, pid) in enumerate(pids) if index not in self._endings}
+
+    def _late(self) -> str | None:
+        limit = self._plan.timeout_seconds
+        if limit is None or time.monotonic() - self._began < limit:
+            return None
+        running = self._running()
+        where = stands({rank: self._error_file(rank) for rank in self._ranks}, running)
+        lines = [f"not done after {limit:g} s"]
+        lines += [f"rank {rank} stands at {where[rank]}" if rank in where else f"rank {rank} runs" for rank in running]
+        return "\n".join(lines)
+
+    # ------------------------------------------------------------ ending
+
+    def _exit_barrier(self) -> None:
+        """torch's waits 300 seconds, deaf to Ctrl-C. This one waits as long as the other machines live."""
+        self._interrupts.deferred = False
+        failure = self._peers.done()
+        if failure is not None:
+            self.exit_code, self.story = 1, f"{failure.text}\n"
+
+    def leave(self, why: str) -> None:
+        """Tell the other machines that this one goes."""
+        if self._peers is not None:
+            self._peers.tell_failure(why, False)
+            self._peers.linger()
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()
@@ -180,3 +264,4 @@ class Agent(SimpleElasticAgent):
         """torch calls it at every end of a run, with a signal and a delay. Which, and how long, is ours to say."""
         interrupted = self._interrupts.received[:1] == [signal.SIGINT]
         self._processes.stop(signal.SIGINT if interrupted else signal.SIGTERM, lambda: self._interrupts.impatient)
+        self._output.show()

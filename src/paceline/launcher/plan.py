@@ -10,49 +10,110 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from paceline import config
 from paceline import world as names
 from paceline.errors import LaunchError
+from paceline.launcher import checks
+from paceline.launcher.nodes import ALONE, Nodes
 from paceline.world import World
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run on this machine.
+    """One run, as this machine's launcher sees it.
 
     Attributes:
-        script: path of the user's script, as typed.
+        script: path of the user's script, as typed; a module's name; or the file of a pickled function.
         args: its arguments, untouched.
-        nproc: the number of workers.
-        settings: what was given on the command line, by name; only what was given.
+        nproc: the number of workers on this machine.
+        settings: what was given on the command line, by name; only what was given. "config" is a file's path.
+        kind: what `script` is: "script", "module" or "function".
+        nodes: which machines take part.
+        max_restarts: how often all workers are started again after a failure.
+        monitor_seconds: between two looks at the workers.
+        output: the directory for what the ranks print; None: a temporary one.
+        tee: ranks whose output is shown as well, each line marked; None: all.
+        timeout_seconds: end the run after so long; None: never.
+        device: the device setting, where the launcher can know it.
     """
 
     script: str
     args: tuple[str, ...]
     nproc: int
     settings: Mapping[str, object]
+    kind: str = "script"
+    nodes: Nodes = ALONE
+    max_restarts: int = 0
+    monitor_seconds: float = 0.05
+    output: str | None = None
+    tee: frozenset[int] | None = frozenset()
+    timeout_seconds: float | None = None
+    device: str | None = None
 
 
-def make_plan(script: str, args: Sequence[str], nproc: str | int, settings: Mapping[str, object]) -> Plan:
-    """Check what can be checked before anything starts.
+def make_plan(script: str, args: Sequence[str], nproc: str | int, settings: Mapping[str, object], **rest: Any) -> Plan:
+    """Check what can be checked before anything starts. `rest` are the other attributes of Plan, `tee` as typed.
 
     Raises:
-        LaunchError: `nproc` is no number of processes, or `script` is no file that can be read.
-        SettingError: one of `settings` cannot work.
+        LaunchError: `nproc` is no number of processes, `script` is no file that can be read, or the like.
+        SettingError: one of `settings`, or of the settings file, cannot work.
     """
-    if os.path.isdir(script):
-        inside = os.path.join(script, "train.py")
-        raise LaunchError(f"{script!r} is a directory. Name the Python script in it, for example {inside!r}.")
-    if not os.path.isfile(script):
+    kind, nodes = rest.get("kind", "script"), rest.get("nodes", ALONE)
+    if kind == "script":
+        checks.check_script(script)
+    elif kind == "module":
+        checks.check_module(script)
+    if rest.get("max_restarts", 0) < 0:
+        raise LaunchError(f"--max-restarts {rest['max_restarts']}: give 0 or more.")
+    if rest.get("monitor_seconds", 1.0) <= 0:
+        raise LaunchError(f"--monitor-interval {rest['monitor_seconds']}: give seconds, above 0, such as 0.1.")
+    checks.check_outer_world(os.environ, nodes)
+    given, device = _check_settings(script, kind, settings)
+    count = count_processes(nproc, available_cores(), _visible_gpus)
+    if not nodes.several and nodes.port:
+        checks.check_port("127.0.0.1", nodes.port, "--master-port")
+    elif nodes.backend == "static" and nodes.rank == 0:
+        checks.check_port(nodes.host, nodes.port, "--master-port" if nodes.host else "--rdzv-endpoint")
+    rest["tee"] = read_ranks(rest.get("tee", ""), None if nodes.several else count)
+    return Plan(script, tuple(args), count, given, device=device, **rest)
+
+
+def _check_settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[dict[str, object], str | None]:
+    """(what the workers are to be told, the device if one is set). The workers would find faults too, seconds later."""
+    given = dict(settings)
+    path = given.pop("config", None)
+    if path is not None:
+        given["config"] = path = os.path.abspath(str(path))
+    elif kind != "module":  # a module's file is not known here
+        beside = Path(script).parent / config.FILE if kind == "script" else Path(config.FILE)
+        path = str(beside) if beside.is_file() else None
+    layers: list[tuple[str, Mapping[str, Any]]] = [
+        ("the command line", {key: value for key, value in given.items() if key != "config"})
+    ]
+    if path is not None:
+        layers.insert(0, (path, config.read_file(path)))
+    return given, config.resolve(*layers)[0].device
+
+
+def read_ranks(text: str, size: int | None) -> frozenset[int] | None:
+    """ "1,3" and "0-3,7" as a set of ranks, "all" as None. `size`: the number of ranks, where it is known."""
+    if text == "all":
+        return None
+    ranks: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise LaunchError(f"--tee {text}: give ranks, such as 1,3 or 1-3, or `all`.")
+        ranks |= set(range(int(first), int(last or first) + 1))
+    if size is not None and ranks and max(ranks) >= size:
         raise LaunchError(
-            f"There is no script {script!r} in {os.getcwd()!r}. The options of paceline come before the script, the "
-            f"script's own after it: `paceline run --nproc 2 train.py --epochs 3`."
+            f"--tee {text}: there is no rank {max(ranks)}, only 0 to {size - 1}. Give ranks, or `all` "
+            "(torchrun's `--tee 3`)."
         )
-    if not os.access(script, os.R_OK):
-        raise LaunchError(f"The script {script!r} may not be read by this user. Change its permissions.")
-    config.resolve(("the command line", settings))  # the workers would say the same, but seconds later
-    return Plan(script, tuple(args), count_processes(nproc, available_cores(), _visible_gpus), dict(settings))
+    return frozenset(ranks)
 
 
 def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int]) -> int:
@@ -86,11 +147,11 @@ def _visible_gpus() -> int:
 
 def command_line(plan: Plan) -> list[str]:
     """The same for every worker: what differs is in the environment."""
-    return [sys.executable, "-m", "paceline.launcher.worker", plan.script, *plan.args]
+    return [sys.executable, "-m", "paceline.launcher.worker", plan.kind, plan.script, *plan.args]
 
 
 def thread_budget(nproc: int, cores: int) -> int:
-    """Threads for each worker, so that together they do not ask for more than there are cores."""
+    """Threads for each of `nproc` workers: their share of the cores, at least one."""
     return max(1, cores // nproc)
 
 
@@ -99,7 +160,15 @@ def loopback_interface() -> str:
 
 
 def worker_environment(
-    plan: Plan, world: World, *, error_file: str, run_id: str, launcher_pid: int, cores: int, environ: Mapping[str, str]
+    plan: Plan,
+    world: World,
+    *,
+    error_file: str,
+    run_id: str,
+    launcher_pid: int,
+    cores: int,
+    environ: Mapping[str, str],
+    restarts: int = 0,
 ) -> dict[str, str]:
     """The whole environment of one worker: `environ`, and over it what torchrun would set and what Paceline adds.
 
@@ -110,8 +179,8 @@ def worker_environment(
         launcher_pid: the process whose end is to end the worker.
         cores: the number of cores to share out.
         environ: the launcher's environment.
+        restarts: how often workers have been started before, alike on all nodes.
     """
-    lo = loopback_interface()
     added = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
@@ -125,18 +194,17 @@ def worker_environment(
         "MASTER_ADDR": str(world.master_addr),
         "MASTER_PORT": str(world.master_port),
         "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own, which would listen everywhere
         "TORCHELASTIC_ERROR_FILE": "",  # an outer torchrun's, if any, is not ours to write
-        # All workers are on this machine, so that nothing needs to be reachable from outside it.
-        "GLOO_SOCKET_IFNAME": lo,
-        "NCCL_SOCKET_IFNAME": lo,
-        "TP_SOCKET_IFNAME": lo,  # torch.distributed.rpc
         names.LAUNCHER_PID: str(launcher_pid),
         names.ERROR_FILE: error_file,
         names.SETTINGS: json.dumps(dict(plan.settings)),
     }
+    if plan.nodes.loopback:  # all workers are on this machine: nothing needs to be reachable from outside it
+        lo = loopback_interface()
+        added |= {"GLOO_SOCKET_IFNAME": lo, "NCCL_SOCKET_IFNAME": lo, "TP_SOCKET_IFNAME": lo}  # the last: rpc
     defaults = {
         "OMP_NUM_THREADS": str(thread_budget(plan.nproc, cores)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO, NamedTuple
 
 from paceline.errors import LaunchError
 
@@ -20,7 +21,19 @@ GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
 _KILL_SECONDS = 1.0  # how long SIGKILL may take: a process that waits in the kernel, for a disk or a GPU, cannot die
 _POLL_SECONDS = 0.02
 
-Command = tuple[Sequence[str], Mapping[str, str]]  # (arguments, whole environment)
+
+class Command(NamedTuple):
+    """A process to start.
+
+    Attributes:
+        arguments: its command line.
+        environ: its whole environment.
+        output: a file for what it prints, with nothing to read from; None: the launcher's own streams.
+    """
+
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+    output: IO[bytes] | None = None
 
 
 class Processes:
@@ -80,9 +93,14 @@ def start(commands: Sequence[Command]) -> Processes:
         LaunchError: one could not be started; those before it are ended.
     """
     started: list[subprocess.Popen[bytes]] = []
-    for arguments, environ in commands:
+    for arguments, environ, output in commands:
+        stdin = None if output is None else subprocess.DEVNULL
         try:
-            started.append(subprocess.Popen(arguments, env=environ, start_new_session=True))
+            started.append(
+                subprocess.Popen(
+                    arguments, env=environ, stdin=stdin, stdout=output, stderr=output, start_new_session=True
+                )
+            )
         except OSError as error:
             Processes(started).stop()
             raise LaunchError(

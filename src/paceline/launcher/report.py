@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # What gloo, NCCL and torch's store say when the process at the other end has gone.
@@ -110,22 +110,29 @@ def exit_code(ending: Ending) -> int:
     return 128 - ending.code if ending.code < 0 else ending.code
 
 
-def describe(endings: Sequence[Ending]) -> str:
-    """What to print, ending in a newline: the cause, then in a line each what else happened on its own."""
+def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
+    """What to print, ending in a newline: the cause, then in a line each what else happened on its own.
+
+    `last_lines`: of what the cause printed, for one that died without an exception.
+    """
     first = cause(endings)
-    lines = [_headline(first)]
+    lines = [headline(first)]
     if first.error and not first.error.shown:
         lines.append(first.error.traceback.rstrip("\n"))
+    elif last_lines and (first.error is None or first.error.shown):
+        lines.append("The last it printed:\n  " + "\n  ".join(last_lines))
     rest = [ending for ending in endings if ending.failed and ending is not first and not ending.consequence]
     if rest:
-        lines.append(f"{_ranks(rest)} failed too.")
+        lines.append(f"{name_ranks(e.rank for e in rest)} failed too.")
     early = [ending for ending in endings if not ending.failed]
     if first.consequence and early:
-        lines.append(f"{_ranks(early)} had ended before, without an error: do all ranks take the same number of steps?")
+        who = name_ranks(ending.rank for ending in early)
+        lines.append(f"{who} had ended before, without an error: do all ranks take the same number of steps?")
     return "\n".join(lines) + "\n"
 
 
-def _headline(ending: Ending) -> str:
+def headline(ending: Ending) -> str:
+    """Which rank, and what became of it: one line."""
     who = f"rank {ending.rank}"
     if ending.error:
         summary = ending.error.summary.split("\n")[0]
@@ -143,6 +150,7 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def _ranks(endings: Sequence[Ending]) -> str:
-    numbers = sorted(ending.rank for ending in endings)
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 1", or "ranks 0, 2"."""
+    numbers = sorted(ranks)
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

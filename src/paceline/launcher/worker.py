@@ -1,6 +1,7 @@
 """What each worker process runs: the user's script, as `python script.py` would. No torch.
 
-Run as `python -m paceline.launcher.worker script args...`. It differs from plain python in these things:
+Run as `python -m paceline.launcher.worker script FILE args...`, or `module NAME args...`, or `function FILE`. It
+differs from plain python in these things:
 
 - The process is killed when its launcher dies, however that dies.
 - An exception that ends the script is written into a file, for the launcher to show once for all ranks; stderr stays
@@ -8,6 +9,7 @@ Run as `python -m paceline.launcher.worker script args...`. It differs from plai
 - Ctrl-C ends it with exit code 130 and no traceback.
 - A process group that the script leaves open is closed at its exit.
 - Each line of output is written at once, in one piece: lines of several ranks do not mix, and none is lost.
+- The launcher can ask it, by a signal, where it stands.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import faulthandler
+import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import signal
@@ -26,22 +31,25 @@ import traceback
 import types
 from collections.abc import Iterator, Sequence
 
-from paceline.errors import PacelineError
+from paceline.errors import LaunchError, PacelineError
 from paceline.world import ERROR_FILE, LAUNCHER_PID
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Asks where the process stands. A real-time signal: SIGUSR1 and 2 are scripts' and batch systems' own.
+STAND_SIGNAL = signal.SIGRTMIN + 12 if sys.platform == "linux" else None
 
 
 def main() -> None:
     end_with_launcher()
-    script, *args = sys.argv[1:]
+    kind, script, *args = sys.argv[1:]
+    _answer_where_it_stands()
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
     pid = os.getpid()
     atexit.register(_close_process_group, pid)  # the first to be registered is the last to be called
     hook = sys.excepthook = _Hook()
     try:
-        run_script(script, args)
+        {"script": run_script, "module": run_module, "function": run_function}[kind](script, args)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -62,6 +70,19 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
+def stand_file(error_file: str) -> str:
+    """Where a worker writes its stack when STAND_SIGNAL comes."""
+    return f"{error_file}.stand"
+
+
+def _answer_where_it_stands() -> None:
+    path = os.environ.get(ERROR_FILE)
+    if path and STAND_SIGNAL is not None:
+        with contextlib.suppress(OSError):
+            file = open(stand_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
+            faulthandler.register(STAND_SIGNAL, file=file, all_threads=False)
+
+
 def run_script(script: str, args: Sequence[str]) -> None:
     """Execute the file as module __main__, with sys.argv and sys.path[0] as plain python sets them.
 
@@ -69,21 +90,67 @@ def run_script(script: str, args: Sequence[str]) -> None:
     interpreter's exit, when threads and exit functions of the script still run.
     """
     path = os.path.abspath(script)
-    sys.argv = [script, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    module = types.ModuleType("__main__")
-    vars(module).update(
-        __file__=path,
-        __builtins__=builtins,
-        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
-        __cached__=None,
-    )
-    sys.modules[__spec__.name if __spec__ else "paceline.launcher.worker"] = sys.modules["__main__"]
-    sys.modules["__main__"] = module
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main = _new_main([script, *args], __file__=path, __loader__=loader, __cached__=None)
     with open(path, "rb") as file:
         source = file.read()
-    exec(compile(source, path, "exec", dont_inherit=True), vars(module))
+    exec(compile(source, path, "exec", dont_inherit=True), vars(main))
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """As `python -m name` does. sys.path[0] is the current directory already, since this file is run that way too."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
+        raise ModuleNotFoundError(f"there is no module {name!r} that could be run", name=name)
+    code = spec.loader.get_code(spec.name)
+    main = _new_main(
+        [str(spec.origin), *args],
+        __file__=spec.origin,
+        __loader__=spec.loader,
+        __spec__=spec,
+        __package__=spec.parent,
+        __cached__=spec.cached,
+    )
+    assert code is not None
+    exec(code, vars(main))
+
+
+def run_function(path: str, args: Sequence[str]) -> None:
+    """Call the function that `paceline.launch` pickled, and leave what it returned beside it."""
+    import pickle
+
+    import cloudpickle  # type: ignore[import-untyped]  # functions of a notebook or of a function have no module to be found in
+
+    _new_main([""])
+    with open(path, "rb") as file:
+        sys.path[:], payload = pickle.load(file)
+    function, arguments = pickle.loads(payload)
+    value = function(*arguments)
+    try:
+        data = cloudpickle.dumps(value)
+    except Exception as error:
+        raise LaunchError(
+            f"what the function returned, of type {type(value).__name__}, cannot be sent back ({error}). Return "
+            "numbers, strings, tensors, or lists and dicts of them."
+        ) from None
+    result = f"{path}.{os.environ['RANK']}"
+    with open(result + ".part", "wb") as file:
+        file.write(data)
+    os.replace(result + ".part", result)
+
+
+def _new_main(argv: Sequence[str], **attributes: object) -> types.ModuleType:
+    """A fresh __main__ for the user's code; this module keeps its own name."""
+    sys.argv = list(argv)
+    module = types.ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, **attributes)
+    sys.modules[__spec__.name if __spec__ else "paceline.launcher.worker"] = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    return module
 
 
 def _close_process_group(pid: int) -> None:

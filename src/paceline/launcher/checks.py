@@ -1,0 +1,111 @@
+"""What is looked at before anything starts: the script, an outer launcher, a port, the number of devices. No torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+
+from paceline.errors import LaunchError, WorldError
+from paceline.launcher.nodes import Nodes
+from paceline.world import from_env
+
+_OUTER = {
+    "slurm": ("srun task {rank} of {size}", "srun python"),
+    "openmpi": ("rank {rank} of {size} of mpirun", "mpirun -np {size} python"),
+    "mpich": ("rank {rank} of {size} of mpirun", "mpirun -np {size} python"),
+    "torchrun": ("rank {rank} of {size} of another launcher (RANK and WORLD_SIZE are set)", "python"),
+    "paceline": ("rank {rank} of {size} of another `paceline run`", "python"),
+}
+
+
+def check_script(script: str) -> None:
+    """Raises LaunchError where `script` is no file that can be read."""
+    if os.path.isdir(script):
+        inside = os.path.join(script, "train.py")
+        raise LaunchError(f"{script!r} is a directory. Name the Python script in it, for example {inside!r}.")
+    if not os.path.isfile(script):
+        raise LaunchError(
+            f"There is no script {script!r} in {os.getcwd()!r}. The options of paceline come before the script, the "
+            f"script's own after it: `paceline run --nproc 2 train.py --epochs 3`."
+        )
+    if not os.access(script, os.R_OK):
+        raise LaunchError(f"The script {script!r} may not be read by this user. Change its permissions.")
+
+
+def check_module(name: str) -> None:
+    """Raises LaunchError where `python -m name` would find nothing. Imports nothing of the user's."""
+    places: list[str] | None = [os.getcwd(), *filter(None, sys.path)]
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:end]), places) if places is not None else None
+        if spec is None:
+            hint = f" Leave out the `.py`: `-m {name[:-3]}`." if parts[-1] == "py" else ""
+            missing = ".".join(parts[:end])
+            raise LaunchError(f"-m {name}: there is no module {missing!r} in {os.getcwd()!r} or on sys.path.{hint}")
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    if places is not None and PathFinder.find_spec(f"{name}.__main__", places) is None:
+        raise LaunchError(f"-m {name}: {name!r} is a package without a __main__.py. Name a module in it.")
+
+
+def check_outer_world(environ: Mapping[str, str], nodes: Nodes) -> None:
+    """Raises LaunchError inside a task of an outer launcher, unless that starts one launcher on each machine."""
+    try:
+        outer = from_env(environ)
+    except WorldError:  # half a world, such as a stale RANK: the workers do not see it
+        return
+    if outer.size == 1 or outer.source not in _OUTER:
+        return
+    if nodes.several and nodes.least <= outer.size <= nodes.most and nodes.rank in (None, outer.rank):
+        return
+    where, instead = (text.format(rank=outer.rank, size=outer.size) for text in _OUTER[outer.source])
+    if nodes.several and nodes.least <= outer.size <= nodes.most:
+        problem = f"but --node-rank is {nodes.rank}: the numbers contradict each other. Leave --node-rank out."
+    elif nodes.several:
+        problem = f"and each of the {outer.size} would start a launcher of {nodes.least} to {nodes.most} machines. "
+    else:
+        problem = "and each of them would start a run of its own. "
+    raise LaunchError(
+        f"You are inside {where}, {problem}Either let the outer launcher start the script (`{instead} train.py`), or "
+        "let it start one launcher on each machine (with --nnodes equal to their number and --rdzv-endpoint), or unset "
+        "its variables."
+    )
+
+
+def check_port(host: str, port: int, option: str) -> None:
+    """Raises LaunchError where this machine cannot listen on `port` of `host`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:  # not our address: torch says more
+                return
+            raise LaunchError(
+                f"{option} {port}: this machine cannot listen on port {port} ({error.strerror}). End what uses it "
+                f"(`ss -ltnp | grep {port}` names it), or choose another port, on all machines alike."
+            ) from None
+
+
+def check_devices(nproc: int, device: str | None, count: int) -> None:
+    """Raises LaunchError where several workers would have to share a device, unless `device` says which they use.
+
+    Args:
+        nproc: workers on this machine.
+        device: the setting, as far as the launcher knows it.
+        count: the visible devices; 0: there are only CPUs.
+    """
+    told = device is not None and (device.startswith("cpu") or ":" in device)
+    if count == 0 or nproc <= count or told:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    devices = "1 device is" if count == 1 else f"{count} devices are"
+    raise LaunchError(
+        f"--nproc {nproc}: {devices} visible on this machine{why}, and each process needs one of its own. Use --nproc "
+        f"{count} (or `auto`), or --device cpu to train on the CPU."
+    )

@@ -1,0 +1,157 @@
+"""Which machines take part and where they meet: torchrun's options, read and checked. Pure.
+
+One machine meets nobody and listens on loopback only, whatever else is said. Several machines meet by one of torch's
+own rendezvous: `static` where each launcher is told its number (--node-rank), otherwise `c10d`, or what --rdzv-backend
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.errors import LaunchError
+
+_C10D_PORT = 29400  # torch's defaults
+_STATIC_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The machines of a run.
+
+    Attributes:
+        least, most: how many there may be; unequal: some may come and go.
+        backend: torch's rendezvous; "" on one machine.
+        host, port: where several machines meet. On one machine, the port of its store, 0 for any.
+        rank: this machine's number; None where the rendezvous gives the numbers.
+        run_id: the name of the run, alike on all machines.
+        conf: options of the rendezvous.
+        local_addr: the address by which others reach this machine; None: its name.
+    """
+
+    least: int = 1
+    most: int = 1
+    backend: str = ""
+    host: str = ""
+    port: int = 0
+    rank: int | None = None
+    run_id: str = "paceline"
+    conf: Mapping[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+
+    @property
+    def several(self) -> bool:
+        return self.most > 1
+
+    @property
+    def endpoint(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Is all on this machine?"""
+        return not self.several or is_loopback(self.host)
+
+
+ALONE = Nodes()
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def read_nodes(
+    *,
+    nnodes: str = "1",
+    node_rank: int | None = None,
+    rdzv_backend: str | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str | None = None,
+    rdzv_conf: str | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    local_addr: str | None = None,
+    standalone: bool = False,
+) -> Nodes:
+    """From torchrun's options of the same names. Raises LaunchError where they contradict each other."""
+    least, most = _counts(nnodes)
+    if master_port is not None and not 0 <= master_port <= 65535:
+        raise LaunchError(f"--master-port {master_port} is no TCP port. Give a free one from 1024 to 65535.")
+    if standalone and most > 1:
+        raise LaunchError(f"--standalone means this machine alone, but --nnodes is {nnodes}. Leave one of them out.")
+    if node_rank is not None and not 0 <= node_rank < most:
+        numbers = "is 0, the only one" if most == 1 else f"is from 0 to {most - 1}"
+        raise LaunchError(f"--node-rank {node_rank}: with --nnodes {nnodes} a machine's number {numbers}.")
+    if most == 1:
+        return Nodes(port=0 if standalone else master_port or 0)
+    fixed = least == most
+    backend = rdzv_backend or ("static" if node_rank is not None and fixed else "c10d")
+    if backend == "static" and (node_rank is None or not fixed):
+        raise LaunchError(
+            f"--rdzv-backend static needs a fixed number of machines and the number of this one: --nnodes {most} "
+            f"--node-rank N, with N from 0 to {most - 1}. Or use --rdzv-backend c10d, which numbers them itself."
+        )
+    default = _STATIC_PORT if backend == "static" else _C10D_PORT
+    host, port = _meeting_place(nnodes, rdzv_endpoint, master_addr, master_port, default)
+    return Nodes(
+        least=least,
+        most=most,
+        backend=backend,
+        host=host,
+        port=port,
+        rank=node_rank,
+        run_id=rdzv_id or "paceline",
+        conf=_pairs(rdzv_conf or ""),
+        local_addr=local_addr or ("127.0.0.1" if is_loopback(host) else None),
+    )
+
+
+def _counts(nnodes: str) -> tuple[int, int]:
+    """ "2" is (2, 2), "1:4" is (1, 4)."""
+    parts = nnodes.split(":")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts):
+        raise LaunchError(f"--nnodes {nnodes}: give the number of machines, such as 2, or MIN:MAX, such as 1:4.")
+    least, most = int(parts[0]), int(parts[-1])
+    if not 1 <= least <= most:
+        raise LaunchError(f"--nnodes {nnodes}: at least one machine, and MIN not above MAX, such as 1:4.")
+    return least, most
+
+
+def _meeting_place(
+    nnodes: str, endpoint: str | None, addr: str | None, port: int | None, default: int
+) -> tuple[str, int]:
+    if endpoint and addr and _split(endpoint, default)[0] != addr:
+        raise LaunchError(
+            f"--rdzv-endpoint {endpoint} and --master-addr {addr} name two places to meet. Leave one of them out."
+        )
+    if endpoint:
+        return _split(endpoint, default)
+    if addr:
+        return addr, port or default
+    raise LaunchError(
+        f"--nnodes {nnodes}: the machines need a place to meet. Give --rdzv-endpoint HOST:{port or default} on each of "
+        "them, alike: the first machine's name or address, and a port that is free there."
+    )
+
+
+def _split(endpoint: str, default: int) -> tuple[str, int]:
+    """ "host:29400", "host" and "[::1]:29400"."""
+    host, colon, port = endpoint.strip().rpartition(":")
+    if not colon or endpoint.endswith("]"):
+        host, port = endpoint.strip(), str(default)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise LaunchError(f"--rdzv-endpoint {endpoint}: write HOST:PORT, such as node0:29400, with a fixed port.")
+    return host, int(port)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """ "a=1,b=2" as {"a": "1", "b": "2"}."""
+    pairs = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not key.strip() or not equals:
+            raise LaunchError(f"--rdzv-conf {text}: {part!r} is not KEY=VALUE. Write, for example, join_timeout=900.")
+        pairs[key.strip()] = value.strip()
+    return pairs

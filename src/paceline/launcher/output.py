@@ -1,0 +1,105 @@
+"""What the ranks print: the first rank of each machine straight to the console, every other one into a file.
+
+A rank whose output was asked for is shown too, from its file: each line whole, with the rank before it. A worker
+writes to a file and not to a pipe, so that it never waits for the launcher, and nothing is lost when that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from typing import IO
+
+from paceline.errors import LaunchError
+
+LAST_LINES = 20  # of a rank that died without an exception
+
+
+class Output:
+    """The files of one run on this machine.
+
+    Args:
+        directory: where to put them; None: a temporary directory, which only a failed run leaves.
+        tee: the ranks to show; None: all.
+        console: does the first rank write to the launcher's own streams? Otherwise it is shown from its file.
+    """
+
+    def __init__(self, directory: str | None, tee: frozenset[int] | None, console: bool = True) -> None:
+        self._tee = tee
+        self._console = console
+        try:
+            self.private = tempfile.mkdtemp(prefix="paceline-")  # also for the workers' error files
+        except OSError as error:
+            raise LaunchError(f"No temporary directory can be made: {error.strerror}. Set TMPDIR to another.") from None
+        self.directory = self.private if directory is None else os.path.abspath(directory)
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+        except OSError as error:
+            os.rmdir(self.private)
+            raise LaunchError(
+                f"--output {directory}: the directory cannot be made: {error.strerror}. Name one that you may write to."
+            ) from None
+        self._written: set[int] = set()  # ranks that have had a file in this run
+        self._shown: dict[int, int] = {}  # rank -> bytes of its file that were looked at
+        self._first: int | None = None
+
+    def path(self, rank: int) -> str:
+        return os.path.join(self.directory, f"rank-{rank}.log")
+
+    def open(self, rank: int, first: bool) -> IO[bytes] | None:
+        """A file for the output of `rank`, which is about to start, or None for the console. A restart goes on."""
+        if first and self._console:
+            return None
+        if first:
+            self._first = rank
+        try:
+            file = open(self.path(rank), "ab" if rank in self._written else "wb")  # noqa: SIM115  # the caller closes it
+        except OSError as error:
+            raise LaunchError(
+                f"The output of rank {rank} cannot be written to {self.path(rank)}: {error.strerror}. Name another "
+                "directory with --output."
+            ) from None
+        self._written.add(rank)
+        if first or self._tee is None or rank in self._tee:
+            self._shown.setdefault(rank, 0)
+        return file
+
+    def show(self, final: bool = False) -> None:
+        """Print what has been written since the last call, as far as lines are whole; at last (`final`), all of it."""
+        for rank, start in self._shown.items():
+            with open(self.path(rank), "rb") as file:
+                file.seek(start)
+                data = file.read()
+            whole = data if final else data[: data.rfind(b"\n") + 1]
+            if not whole:
+                continue
+            self._shown[rank] = start + len(whole)
+            mark = "" if rank == self._first else f"[rank {rank}] "
+            for line in whole.decode(errors="replace").removesuffix("\n").split("\n"):
+                sys.stdout.write(f"{mark}{line}\n")
+            sys.stdout.flush()
+
+    def last_lines(self, rank: int) -> list[str]:
+        """The end of what `rank` printed, if that was not shown."""
+        if rank not in self._written or rank in self._shown:
+            return []
+        with open(self.path(rank), "rb") as file:
+            file.seek(max(0, os.path.getsize(self.path(rank)) - 100 * LAST_LINES))
+            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+
+    def close(self, failed: bool) -> str:
+        """Remove what need not be kept. Returns a line that says where the ranks' output is, or nothing."""
+        self.show(final=True)
+        kept = [rank for rank in sorted(self._written) if os.path.getsize(self.path(rank))]
+        if self.directory != self.private or not failed or not kept:
+            shutil.rmtree(self.private, ignore_errors=True)
+        else:
+            for name in os.listdir(self.private):
+                if not name.endswith(".log"):
+                    os.remove(os.path.join(self.private, name))
+        if not failed or not kept:
+            return ""
+        files = os.path.basename(self.path(kept[0])) + (", ..." if len(kept) > 1 else "")
+        return f"What the other ranks printed is in {self.directory} ({files}).\n"

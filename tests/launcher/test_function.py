@@ -1,0 +1,79 @@
+"""paceline.launch: functions in several processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import paceline
+from paceline.errors import LaunchError, SettingError
+
+
+def test_results_by_rank_and_everything_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A closure, tensors both ways, settings, and output of rank 0 where sys.stdout is, as notebooks need it."""
+    factor = 3
+
+    def work(x: torch.Tensor, extra: dict[str, int]) -> tuple[torch.Tensor, int, float, int]:
+        run = paceline.start(device="cpu")
+        print("from rank", run.world.rank)
+        return x * factor + run.world.rank, extra["a"], run.sum(1.0), run.settings.seed
+
+    results = paceline.launch(work, torch.ones(2), {"a": 5}, nproc=2, tee="1", seed=7)
+    assert [value.tolist() for value, *_ in results] == [[3.0, 3.0], [4.0, 4.0]]
+    assert [rest for _, *rest in results] == [[5, 2.0, 7]] * 2
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 1] from rank 1", "from rank 0"]
+
+
+def fail_on_rank_one() -> int:
+    import os
+
+    if os.environ["RANK"] == "1":
+        raise ValueError("bad data")
+    time.sleep(60)
+    return 0
+
+
+def test_a_failure_carries_the_ranks_traceback() -> None:
+    with pytest.raises(LaunchError) as caught:
+        paceline.launch(fail_on_rank_one, nproc=2)
+    lines = str(caught.value).splitlines()
+    assert lines[:2] == ["rank 1 failed: ValueError: bad data", "Traceback (most recent call last):"]
+    assert lines[2].endswith("in fail_on_rank_one")
+    assert lines[-1] == "ValueError: bad data"
+
+
+def test_a_timeout_says_where_the_ranks_stood() -> None:
+    def wait() -> None:
+        time.sleep(50)  # here
+
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=r"not done after 2 s\nrank 0 stands at test_function.py, line \d+"):
+        paceline.launch(wait, nproc=1, timeout=2.0)
+    assert time.monotonic() - start < 20
+    assert psutil.Process().children() == []
+
+
+def test_what_cannot_be_sent() -> None:
+    lock = threading.Lock()
+    with pytest.raises(LaunchError, match=r"cannot be sent to other processes .*inside the function"):
+        paceline.launch(lambda: lock, nproc=1)
+    with pytest.raises(LaunchError, match=r"what the function returned, of type generator, cannot be sent back"):
+        paceline.launch(lambda: (i for i in range(3)), nproc=1)
+    with pytest.raises(SettingError, match="a function is needed"):
+        paceline.launch("train.py")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match=r"a setting 'sed'. Did you mean 'seed'"):
+        paceline.launch(fail_on_rank_one, sed=3)
+    with pytest.raises(LaunchError, match="--nproc 0"):
+        paceline.launch(fail_on_rank_one, nproc=0)
+
+
+def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(LaunchError, match="before the function returned"):
+        paceline.launch(exit, nproc=1)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,167 @@
+"""Several machines: here several launchers on this one, which meet at 127.0.0.1 and know no more of each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.errors import LaunchError
+from paceline.launcher import rendezvous
+from paceline.launcher.nodes import read_nodes
+from paceline.launcher.rendezvous import _is_here
+
+DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+mode = sys.argv[1]
+dist.init_process_group("gloo")
+rank, count = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+total = torch.ones(1)
+dist.all_reduce(total)
+print("start", count, int(total), os.environ["GROUP_RANK"], flush=True)
+Path(f"ready{rank}-{count}").write_text(str(os.getpid()))
+if mode == "fail" and rank == 1:
+    if count == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("bad data")
+for _ in range(600 if mode == "long" and count == "0" else 3):
+    dist.all_reduce(total)
+    time.sleep(0.1)
+print("end", rank)
+"""
+
+
+class Machines:
+    """Launchers in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "script.py").write_text(SCRIPT)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.launchers: list[subprocess.Popen[str]] = []
+
+    def start(self, mode: str, *options: str) -> None:
+        command = [sys.executable, "-m", "paceline", "run", *options, "script.py", mode]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory)}
+        pipe = subprocess.PIPE
+        self.launchers.append(
+            subprocess.Popen(
+                command, cwd=self.directory, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            )
+        )
+
+    def start_two(self, mode: str, *options: str) -> None:
+        for node in ("0", "1"):
+            place = [
+                "--nnodes",
+                "2",
+                "--node-rank",
+                node,
+                "--master-addr",
+                "127.0.0.1",
+                "--master-port",
+                str(self.port),
+            ]
+            self.start(mode, *place, *options)
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not all((self.directory / name).exists() for name in names):
+            assert time.monotonic() < deadline, f"no files {names}"
+            time.sleep(0.05)
+
+    def end(self) -> list[tuple[int, str, str]]:
+        """(exit code, stdout, stderr) of each launcher."""
+        found = [(launcher.communicate(timeout=DEADLINE_SECONDS), launcher.returncode) for launcher in self.launchers]
+        return [(code, out, err) for (out, err), code in found]
+
+    def close(self) -> None:
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.communicate()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    machines = Machines(tmp_path)
+    yield machines
+    machines.close()
+
+
+def test_a_killed_worker_restarts_all_of_both_and_the_cause_is_told_on_both(machines: Machines) -> None:
+    """Their gloo meets anew, which needs a fresh store: torch's own agents hand on the old one. Then a second failure,
+    for which there is no restart left."""
+    machines.start_two("fail", "--max-restarts", "1")
+    first, second = machines.end()
+    assert (first[0], second[0]) == (1, 1), (first, second)
+    assert first[1] == "start 0 2 0\nstart 1 2 0\n"
+    assert second[1] == "start 0 2 1\nstart 1 2 1\n"
+    killed, failed = "rank 1 was killed by SIGKILL (perhaps out of memory)", "rank 1 failed: ValueError: bad data"
+    node = f"node 1 ({socket.gethostname()}): "
+    assert first[2] == f"{node}{killed}\npaceline: restart 1 of 1.\n{node}{failed}\n"
+    assert second[2].startswith(f"{killed}\npaceline: restart 1 of 1.\n{failed}\nTraceback (most recent call last):\n")
+    assert second[2].count("Traceback") == 1
+
+
+def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
+    machines.start_two("long")
+    machines.wait_for("ready0-0", "ready1-0")
+    worker = int((machines.directory / "ready0-0").read_text())
+    machines.launchers[0].kill()  # it keeps the store as well
+    start = time.monotonic()
+    code, _, err = machines.end()[1]
+    assert time.monotonic() - start < 15.0  # 1 to 2 on an idle machine
+    assert code == 1
+    assert "is lost" in err or "Connection closed by peer" in err or "Connection reset" in err
+    assert "frame #" not in err
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
+
+
+def test_a_machine_joins_a_run(machines: Machines) -> None:
+    """c10d, one machine or two: all ranks start again when the second comes, and both end well."""
+    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
+    machines.start("long", *place)
+    machines.wait_for("ready0-0")
+    machines.start("long", *place)
+    both = machines.end()
+    assert [code for code, _, _ in both] == [0, 0], both
+    assert both[0][1].startswith("start 0 1 0\n")
+    last = sorted(line for _, out, _ in both for line in out.splitlines()[-2:])
+    starts = last[2].split()[1]  # 1; on a busy machine torch now and then meets twice
+    assert int(starts) >= 1
+    assert last == ["end 0", "end 1", f"start {starts} 2 0", f"start {starts} 2 1"]
+    assert both[0][2].startswith("paceline: machines have come; all ranks start again.\n")
+
+
+def test_which_machine_keeps_the_rendezvous() -> None:
+    """By address: torch goes by names, and does not know itself by the address of a second network."""
+    assert _is_here("127.0.0.1")
+    assert _is_here("localhost")
+    assert _is_here(socket.gethostname())
+    assert not _is_here("192.0.2.1")  # RFC 5737: nobody's
+    assert not _is_here("no-such-machine.invalid")
+
+
+def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, and never answers: torch would wait for ever."""
+    monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 0.5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}")
+        with pytest.raises(LaunchError, match=f"something that is no launcher listens on port {port}"):
+            rendezvous.make_rendezvous(nodes)

@@ -1,0 +1,152 @@
+"""What the ranks print, restarts, and ranks that leave early: launches in this process, which has torch already."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline import launcher
+from paceline.errors import LaunchError
+from paceline.launcher import leavers
+from paceline.launcher.leavers import Stand, waits
+from paceline.launcher.output import Output
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to run in; its `tmp` is where launches make theirs."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def script(place: Path, code: str) -> str:
+    (place / "script.py").write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + code)
+    return "script.py"
+
+
+def test_other_ranks_print_into_files(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "print('out', rank); print('err', rank, file=sys.stderr)"
+    assert launcher.run(script(place, code), nproc=3, output="logs") == 0
+    assert capfd.readouterr() == ("out 0\n", "err 0\n")
+    assert sorted(path.name for path in (place / "logs").iterdir()) == ["rank-1.log", "rank-2.log"]
+    assert (place / "logs" / "rank-2.log").read_text() == "out 2\nerr 2\n"
+    assert list((place / "tmp").iterdir()) == []
+
+
+def test_a_failed_run_keeps_them_and_shows_the_last_lines(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "print('rank', rank)\nif rank == 1: print('almost'); os.kill(os.getpid(), 11)\ntime.sleep(60)"
+    assert launcher.run(script(place, code), nproc=3) == 139
+    out, err = capfd.readouterr()
+    (kept,) = (place / "tmp").iterdir()
+    assert out == "rank 0\n"
+    assert err == (
+        "rank 1 was killed by SIGSEGV (a crash in native code)\nThe last it printed:\n  rank 1\n  almost\n"
+        f"What the other ranks printed is in {kept} (rank-1.log, ...).\n"
+    )
+    assert sorted(path.name for path in kept.iterdir()) == ["rank-1.log", "rank-2.log"]
+
+
+def test_tee_shows_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(str(tmp_path), frozenset({1}))
+    assert output.open(0, first=True) is None
+    for rank in (1, 2):
+        file = output.open(rank, first=False)
+        assert file is not None
+        with file:
+            file.write(b"one\ntwo, h")
+            file.flush()
+            output.show()
+            file.write(b"alf\nthree")
+    output.show()
+    assert capsys.readouterr().out == "[rank 1] one\n[rank 1] two, half\n"
+    assert output.close(failed=False) == ""
+    assert capsys.readouterr().out == "[rank 1] three\n"
+    assert not os.path.exists(output.private)
+
+
+def test_a_place_that_cannot_be_written(place: Path) -> None:
+    (place / "file").touch()
+    with pytest.raises(LaunchError, match=r"--output file/logs: the directory cannot be made: Not a directory"):
+        launcher.run(script(place, ""), output="file/logs")
+    assert list((place / "tmp").iterdir()) == []
+
+
+def test_restarts(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All workers again, with a fresh store: gloo would find the addresses of those before."""
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("start", count)
+assert dist.distributed_c10d._get_default_store().add("starts", 1) <= 2
+total = torch.ones(1)
+dist.all_reduce(total)
+if rank == 1 and count == "0": os.kill(os.getpid(), 9)
+dist.all_reduce(total)
+print("end", int(total))
+"""
+    assert launcher.run(script(place, code), nproc=2, max_restarts=2, output="logs") == 0
+    out, err = capfd.readouterr()
+    assert out == "start 0\nstart 1\nend 4\n"
+    assert (place / "logs" / "rank-1.log").read_text() == out
+    assert err.endswith("paceline: restart 1 of 2.\n")
+    assert err.startswith("rank 1 was killed by SIGKILL (perhaps out of memory)\n")
+    code = "print(rank); sys.exit(3)"
+    assert launcher.run(script(place, code), max_restarts=1) == 3
+    assert capfd.readouterr().err == (
+        "rank 0 ended with exit code 3\npaceline: restart 1 of 1.\nrank 0 ended with exit code 3\n"
+    )
+
+
+def test_a_rank_that_others_wait_for_in_vain(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left before it joined: torch itself would wait for half an hour."""
+    monkeypatch.setattr(leavers, "NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(leavers, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(leavers, "STUCK_SECONDS", 3.0)
+    code = "if rank == 1: sys.exit()\nimport torch.distributed as dist\ndist.init_process_group('gloo')"
+    assert launcher.run(script(place, code), nproc=2) == 1
+    notice, story = capfd.readouterr().err.splitlines()
+    assert notice == "paceline: rank 1 ended 1 s ago, without an error; rank 0 still runs."
+    assert story.startswith(
+        "rank 1 ended without an error, and rank 0 has waited since then at script.py, line 5, in "
+        "init_process_group(). Do all ranks"
+    )
+
+
+def test_a_rank_that_goes_on_alone_may(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leavers, "NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(leavers, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(leavers, "STUCK_SECONDS", 0.5)
+    assert launcher.run(script(place, "if rank == 0: time.sleep(2); print('uploaded')"), nproc=2) == 0
+    out, err = capfd.readouterr()
+    assert out == "uploaded\n"
+    assert re.fullmatch(r"paceline: rank 1 ended 0 s ago, without an error; rank 0 still runs\.\n", err)
+
+
+TORCH = "/v/lib/python3.11/site-packages/torch"
+
+
+@pytest.mark.parametrize(
+    ("frame", "cpu", "waiting"),
+    [
+        (f"{TORCH}/distributed/distributed_c10d.py", 30.0, True),  # NCCL waits with a busy core
+        (f"{TORCH}/autograd/graph.py", 0.1, True),
+        (f"{TORCH}/autograd/graph.py", 29.0, False),  # a backward that computes
+        (f"{TORCH}/serialization.py", 0.1, False),  # a slow disk
+        ("/home/me/train.py", 0.1, False),
+    ],
+)
+def test_what_counts_as_waiting(frame: str, cpu: float, waiting: bool) -> None:
+    frames = ((frame, 1, "f"), ("/home/me/train.py", 12, "main"))
+    assert waits(Stand(frames, 5.0), Stand(frames, 5.0 + cpu), 30.0) is waiting
+    where = "train.py, line 1" if frame.startswith("/home") else "train.py, line 12, in f()"
+    assert str(Stand(frames, 0.0)) == where
