@@ -57,6 +57,7 @@ def test_threads_share_the_cores(nproc: int, cores: int, threads: int) -> None:
     plan = Plan("train.py", (), nproc, {})
     assert environment({}, cores, plan)["OMP_NUM_THREADS"] == str(threads)
     assert environment({"OMP_NUM_THREADS": "5"}, cores, plan)["OMP_NUM_THREADS"] == "5"
+    assert environment({}, cores, plan)["PYTHONHASHSEED"] == "0"
 
 
 def test_command_line() -> None:

@@ -208,5 +208,6 @@ def worker_environment(
     defaults = {
         "OMP_NUM_THREADS": str(thread_budget(plan.nproc, cores)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
+        "PYTHONHASHSEED": "0",  # else a vocabulary that is numbered in the order of a set differs between the ranks
     }
     return {**defaults, **environ, **added}

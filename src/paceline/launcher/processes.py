@@ -44,6 +44,7 @@ class Processes:
         # Their groups are killed at the end. Not those of processes that ended well: their numbers may have been used
         # again, and what such a script left running (a server, say) it left on purpose.
         self._sweep: set[int] = set()
+        self._watcher = _watch(self.pids) if self._started else None
 
     @property
     def pids(self) -> list[int]:
@@ -75,6 +76,7 @@ class Processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: the second)
                 os.killpg(pid, signal.SIGKILL)
         self._sweep.clear()
+        self._dismiss_watcher()
         _wait(lambda: not self._running(), _KILL_SECONDS)
         for process in self._running():
             print(
@@ -82,8 +84,28 @@ class Processes:
                 file=sys.stderr,
             )
 
+    def _dismiss_watcher(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has been killed
+                watcher.communicate(b"done\n")
+
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [process for process in self._started if process.poll() is None]
+
+
+def _watch(pids: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A shell that kills these process groups when the launcher dies, however that dies: the kernel ends the ranks
+    themselves, but not what they have started. It sees the end of its input."""
+    script = 'read line || kill -s KILL -- "$@" 2>/dev/null'
+    groups = [f"-{pid}" for pid in pids]
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "paceline-watcher", *groups],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def start(commands: Sequence[Command]) -> Processes:

@@ -52,7 +52,9 @@ def main() -> None:
         {"script": run_script, "module": run_module, "function": run_function}[kind](script, args)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # asyncio.CancelledError is no Exception
         if os.getpid() != pid:  # a child that the script forked by hand: it does not speak for the rank
             sys.__excepthook__(type(error), error, _skip_worker(error.__traceback__))
         else:
@@ -171,7 +173,7 @@ class _Hook:
         self.reached = True
 
 
-def report(error: Exception, hook: _Hook) -> None:
+def report(error: BaseException, hook: _Hook) -> None:
     """Write the exception for the launcher; without a launcher, or where the file cannot be written, show it."""
     record = describe(error)
     if sys.excepthook is not hook:  # rich's, or that of an experiment tracker
@@ -192,7 +194,7 @@ def report(error: Exception, hook: _Hook) -> None:
             sys.stderr.write(str(record["traceback"]))
 
 
-def describe(error: Exception) -> dict[str, object]:
+def describe(error: BaseException) -> dict[str, object]:
     """The record of an exception: what report.py reads.
 
     The traceback begins in the script. If the error is Paceline's own, its frames inside Paceline are left out.
