@@ -130,6 +130,7 @@ def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
 
+@pytest.mark.conformance
 def test_a_machine_joins_a_run(machines: Machines) -> None:
     """c10d, one machine or two: all ranks start again when the second comes, and both end well."""
     place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]

@@ -113,6 +113,7 @@ def configure(home: Path) -> None:
     (home / "slurm.conf").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.conformance
 def test_srun(slurm: dict[str, str], tmp_path: Path) -> None:
     srun = ["timeout", "50", "srun"]
     code, lines, err = outcome(tmp_path, [*srun, "-n", "2", "-N", "1", sys.executable, "script.py", "a"], slurm)

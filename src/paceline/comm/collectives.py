@@ -1,7 +1,6 @@
 """Communication between processes: the one module of the package that calls torch.distributed's collectives.
 
-Every function here is called by all processes of the world in the same order. Without a process group, or in a world of
-one process, the same code runs and only the communication is left out.
+All processes call a function here in the same order. In a world of one only the communication is left out.
 
 Three facts about the backends shape this file:
 
@@ -9,8 +8,7 @@ Three facts about the backends shape this file:
   through `device_of(group, ...)` and back;
 - gloo refuses some dtypes (int16, float8). Where values are only moved they travel as bytes; where they are added, in
   a wider dtype;
-- tensors of unequal size on two ranks end the process or give wrong data, with no exception. Where a user's tensors
-  come in, their shapes are compared first, and a mismatch is a `UsageError` on every rank.
+- tensors of unequal size on two ranks end the process or give wrong data. A user's are compared first (UsageError).
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm import forks
 from paceline.errors import SettingError, UsageError, suggest
 
 T = TypeVar("T")
@@ -97,9 +96,8 @@ def _check_place(group: dist.ProcessGroup | None = None) -> None:
     if group is None and getattr(_thread, "of_one_replica", False):
         raise UsageError(
             "run.gather, run.sum, run.mean or run.ratio (or another sum over all processes) was called in the loss "
-            "function. The chosen strategy calls that for one of several replicas in a process, or on one stage only, "
-            "where it would see that one's examples alone. Use a strategy with one replica a process (--strategy ddp), "
-            "or call it outside the loss function."
+            "function, which the chosen strategy calls for one of several replicas in a process, or on one stage: it "
+            "would see that one's examples alone. Call it elsewhere, or use one replica a process (--strategy ddp)."
         )
 
 
@@ -109,14 +107,14 @@ class Pending:
     def __init__(self, work: dist.Work | None, tensor: Tensor, sent: Tensor) -> None:
         self._work, self._tensor, self._sent = work, tensor, sent
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
+    def done(self) -> bool:  # whether `wait` would return at once
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
+            forks.keep(self._sent)
             if self._sent is not self._tensor:
                 self._tensor.copy_(self._sent)
         return self._tensor
@@ -195,6 +193,7 @@ def _gather_rows(row: Tensor) -> list[Tensor]:
     sent = row.to(device_of(None, row.device)).contiguous()
     rows = [torch.empty_like(sent) for _ in range(size_of())]
     dist.all_gather(rows, sent)
+    forks.keep(sent, *rows)
     return [received.to(row.device) for received in rows]
 
 
@@ -313,6 +312,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0) -> None:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         sent = joined.to(device_of(None, first.device))
         dist.broadcast(sent, src=src)
+        forks.keep(sent)
         values = sent.to(first.device).view(first.dtype)
         for tensor, part in zip(bucket, values.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(part.view(tensor.shape))
