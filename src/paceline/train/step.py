@@ -286,7 +286,8 @@ class Stepper:
         if not active:
             raise UsageError(
                 f"run.{call} was called outside a loop over a training loader, so that the size of the global batch "
-                "is not known. Iterate over run.loader(...) and call it there."
+                "is not known. Iterate over run.loader(...), or what run.prepare(DataLoader) returned, and call it "
+                "there."
             )
         if len(active) > 1:
             names = ", ".join(repr(loader.name) for loader in active)
