@@ -100,7 +100,7 @@ class UnderPaceline:
 
 
 def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float) -> dict[str, object]:
-    run = paceline.start(strategy="ddp")
+    run = paceline.start(strategy="ddp", progress="off")
     world = run.world
     another = Run(world, run.settings, run.device)
     first, second = ByHand(make), ByHand(make)
