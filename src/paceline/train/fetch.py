@@ -24,8 +24,6 @@ from paceline.train.randomness import mix, seed_all, tag
 Collate = Callable[[list[Any]], Any]
 Fetched = tuple[Request, list[Any]]
 
-_UPDATE = tag("update")
-
 
 class Streams:
     """The keys of one loader's draws."""
@@ -50,10 +48,6 @@ class Streams:
     def python_key(self, request: Request) -> int:
         """While a global batch is computed: choices that all shards must agree on."""
         return mix(self._yield, request.epoch, request.step)
-
-    def update_key(self, request: Request) -> int:
-        """While an optimizer updates, and until the next yield: the same on all shards."""
-        return mix(self._yield, request.epoch, request.step, _UPDATE)
 
 
 class MapFetcher(Dataset[Fetched]):

@@ -71,6 +71,7 @@ class Loader:
         self._used = False
         self.stepped = False  # whether the optimizer has acted on the current global batch
         self.waited = 0.0  # seconds that this process has waited for data, in all
+        self.key = 0  # of the current global batch, the same for all its shards
         self.fetched_at = 0.0  # when the current yield's data had come, by time.perf_counter
 
     @property
@@ -148,7 +149,8 @@ class Loader:
         self.current, self.stepped = request, False
         part = request.parts[0]
         randomness.seed_torch(self.streams.torch_key(request, part.shard, part.micro), self._device)
-        randomness.seed_python(self.streams.python_key(request))
+        self.key = self.streams.python_key(request)
+        randomness.seed_python(self.key)
         self._on_yield(self)
 
     def _present(self, request: Request, batches: list[Any]) -> Any:

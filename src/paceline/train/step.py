@@ -25,12 +25,15 @@ from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import local_loss, mean_term, sum_term, terms_of
 from paceline.train.order import Request
 from paceline.train.precision import Precision
-from paceline.train.randomness import seed_torch
+from paceline.train.randomness import seed_torch, tag
 
 Seen = tuple[int, Tensor, Weight | None, Request, bool, int]
 """A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
 the loss, 0-dim and detached, a mean over so many things (None: over the request's examples), or, where the bool is set,
 a sum over them; the version of the tensor then."""
+
+
+_UPDATE = tag("update")
 
 
 class Stepper:
@@ -232,10 +235,9 @@ class Stepper:
         graded = [p for p in parameters if p.grad is not None]
         if not graded:
             raise UsageError(without_backward(parameters))
-        # Whatever the update draws, it draws alike on every replica: SGLD's noise, stochastic rounding.
-        for loader in loaders[:1]:
-            if loader.current is not None:
-                seed_torch(loader.streams.update_key(loader.current), self._device)
+        # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
+        # stochastic rounding.
+        seed_torch(loaders[0].key ^ _UPDATE, self._device)
         acted = self._update(optimizer, graded, max_grad_norm)
         if acted:
             self.updates[optimizer] += 1
