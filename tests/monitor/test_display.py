@@ -131,28 +131,33 @@ def test_off_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_logged_value_that_changes_before_it_is_read_is_named() -> None:
-    """On an accelerator a value is kept, and read later. Here the collector alone, with a tensor that is kept so."""
-    from paceline.monitor.window import Window, _Kept, _version
+def test_short_epochs_do_not_flood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twenty lines, then one a second, and the last."""
+    run = paceline.start(progress="lines", device="cpu")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    loader = run.loader(TensorDataset(torch.ones(2, 2)), global_batch=2)
+    for _ in run.epochs(60):
+        for batch in loader:
+            run.forward_backward(lambda m, b: m(b[0]).square().mean(), model, batch)
+            run.step(optimizer)
+    run.close()
+    shown = re.findall(r"^epoch (\d+)/60 ", capsys.readouterr().err, re.M)
+    assert shown[: display.MANY_EPOCHS] == [str(n + 1) for n in range(display.MANY_EPOCHS)]
+    assert shown[-1] == "60"
+    assert len(shown) < 40
 
-    window, value = Window(torch.device("cpu")), torch.ones(())
-    window.add("x", 1.0, 1)
-    window._keep("x", _Kept(value, 3, False, _version(value)))
-    value += 1
-    with pytest.raises(paceline.errors.UsageError, match=r"run.log\(x=tensor.clone\(\)\)"):
-        window.pairs(["x"])
 
-
-def test_kept_tensors_give_the_same_sums_as_numbers() -> None:
-    from paceline.monitor.window import FOLD_AT, Window, _Kept
-
-    window = Window(torch.device("cpu"))
-    window.add("x", float("nan"), 0)
-    for number in range(2 * FOLD_AT + 3):
-        weight = torch.tensor(number % 3) if number % 2 else number % 3  # of 0 things a mean is NaN, and is left out
-        value = torch.tensor(float("nan") if number % 3 == 0 else number, dtype=torch.float32)
-        window._keep("x", _Kept(value, weight, False, 0))
-    host, device = window.pairs(["x"])
-    expected = sum(n * (n % 3) for n in range(2 * FOLD_AT + 3)), sum(n % 3 for n in range(2 * FOLD_AT + 3))
-    assert host == [0.0, 0.0]
-    assert device[0].tolist() == list(expected)
+def test_the_last_line_counts_steps_and_not_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    run = paceline.start(progress="lines", device="cpu")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    loader = run.loader(TensorDataset(torch.ones(6, 2)), global_batch=2)
+    next(iter(loader))  # looked at
+    for batch in loader:
+        run.forward_backward(lambda m, b: m(b[0]).square().mean(), model, batch)
+        run.step(optimizer)
+    run.close()
+    assert "paceline: 3 steps in " in capsys.readouterr().err

@@ -142,10 +142,8 @@ def _add(average: Average, name: str, value: Any, examples: int) -> None:
         average.add_sum(value.sum, value.count)
     elif isinstance(value, Tensor) and value.dim():
         average.add_sum(value.sum() if not value.is_floating_point() else value.double().sum(), value.numel())
-    elif isinstance(value, Tensor):
+    elif isinstance(value, (Tensor, int, float)):
         average.add_mean(value, examples)
-    elif isinstance(value, (int, float)):
-        average.add_mean(average.number(value), examples)
     else:
         raise UsageError(
             f"the metric {name!r} returned a {type(value).__name__}. Return a tensor with an entry for each example, a "

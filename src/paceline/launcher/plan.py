@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline import config
@@ -88,8 +87,8 @@ def _check_settings(script: str, kind: str, settings: Mapping[str, object]) -> t
     if path is not None:
         given["config"] = path = os.path.abspath(str(path))
     elif kind != "module":  # a module's file is not known here
-        beside = Path(script).parent / config.FILE if kind == "script" else Path(config.FILE)
-        path = str(beside) if beside.is_file() else None
+        beside = config.file_beside(script if kind == "script" else None)
+        path = str(beside) if beside is not None else None
     layers: list[tuple[str, Mapping[str, Any]]] = [
         ("the command line", {key: value for key, value in given.items() if key != "config"})
     ]

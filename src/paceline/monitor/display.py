@@ -22,6 +22,8 @@ from paceline.train.loader import Loader
 
 BAR_SECONDS = 0.5
 LINE_SECONDS = 10.0
+EPOCH_SECONDS = 1.0  # between the lines of two epochs, once there are many
+MANY_EPOCHS = 20
 
 
 class View:
@@ -97,6 +99,9 @@ class Writer:
     def __init__(self, view: View, totals: Totals, device: torch.device) -> None:
         self.view, self._totals, self._device = view, totals, device
         self._process = psutil.Process()
+        self._epochs = 0  # lines about epochs
+        self._epoch_at = 0.0
+        self._held_back: str | None = None
 
     def position(self) -> str:
         view = self.view
@@ -123,7 +128,20 @@ class Writer:
             parts.append(f"eta {duration(left)}")
         return [*parts, self._memory()] if memory else parts
 
-    def epoch(self, now: float) -> str:
+    def epoch(self, now: float) -> str | None:
+        """The line about the epoch that has ended. Where epochs are many and short most have none."""
+        self._held_back = self._epoch(now)
+        if self._epochs >= MANY_EPOCHS and now - self._epoch_at < EPOCH_SECONDS:
+            return None
+        self._epochs, self._epoch_at = self._epochs + 1, now
+        return self.last_epoch()
+
+    def last_epoch(self) -> str | None:
+        """The line that was held back last; it is not given twice."""
+        text, self._held_back = self._held_back, None
+        return text
+
+    def _epoch(self, now: float) -> str:
         view = self.view
         loss, values = means(view.epoch_sums)
         known = values if loss is None else {"loss": loss, **values}
@@ -168,10 +186,11 @@ class Lines:
         self._print(self._writer.logged(values))
 
     def close(self) -> None:
-        return None
+        self._print(self._writer.last_epoch())
 
-    def _print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    def _print(self, line: str | None) -> None:
+        if line is not None:
+            print(line, file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -223,10 +242,12 @@ class Bar:
 
     def close(self) -> None:
         if os.getpid() == self._pid:
+            self._above(self._writer.last_epoch())
             self._live.stop()
 
-    def _above(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+    def _above(self, line: str | None) -> None:
+        if line is not None:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @functools.cache

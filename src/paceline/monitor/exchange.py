@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.errors import UsageError
-from paceline.monitor.window import LOSS, Window, upload
+from paceline.monitor.window import LOSS, Window
+from paceline.train.sums import upload, wide_dtype
 
 CAPACITY = 256  # keys in one write
 _HEADER = 3
@@ -46,7 +47,7 @@ class Exchange:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._size = collectives.size_of()
-        self._dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        self._dtype = wide_dtype(device)
         self._flight: _Flight | None = None
 
     def send(self, window: Window, elapsed: float, occasion: str, note: Any) -> None:

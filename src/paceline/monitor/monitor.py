@@ -31,9 +31,10 @@ from paceline.monitor import summary
 from paceline.monitor.display import Display, View, make_display
 from paceline.monitor.exchange import Exchange, Result
 from paceline.monitor.trackers import Recorder, Tracker, cannot_track
-from paceline.monitor.window import FOLD_AT, Window, checked, means
+from paceline.monitor.window import Window, checked, means
 from paceline.train.loader import Loader
 from paceline.train.step import Stepper
+from paceline.train.sums import FOLD_AT
 from paceline.world import World
 
 INTERVAL_SECONDS = 1.0
@@ -78,6 +79,7 @@ class Monitor:
         self._learning_rate: float | None = None
         self._steps = 0  # when the last global batch began
         self._sent_steps = 0  # steps made at the last exchange
+        self._first_steps = 0  # when the run began
         self._interval = 1  # steps after which the next is due
         self._sent_at = 0.0
         self._unwritten = False
@@ -142,7 +144,6 @@ class Monitor:
         if self._main:
             self._learning_rate = self._rate()
         self.totals.examples += examples
-        self.totals.batches += 1
 
     def _begin_epoch(self, loader: Loader) -> None:
         self._loader = loader
@@ -160,6 +161,7 @@ class Monitor:
         self._facts = summary.facts(self._world, self._settings, self._device, self._stepper, self._models, loader)
         atexit.register(self._exiting)
         self._sent_steps = self._made()  # of a restored run: not 0
+        self._first_steps = self._updates() + self._stepper.skipped
         if not self._main:
             return
         self._recorder.begin(self._facts.as_config(), self._updates())
@@ -349,8 +351,9 @@ class Monitor:
                 self._display.close()
                 self._display = None
             self._recorder.close()
-            if self._main and self._shown and self.totals.batches and not (self._local and _failed()):
-                print(f"paceline: {summary.at_end(self.totals, self._world)}", file=sys.stderr)
+            if self._main and self._shown and self._facts is not None and not (self._local and _failed()):
+                steps = self._updates() + self._stepper.skipped - self._first_steps
+                print(f"paceline: {summary.at_end(self.totals, steps, self._world)}", file=sys.stderr)
 
     def _last_arrival(self) -> None:
         """Takes what was sent before, if it comes within two seconds: a rank that died will not send its part."""

@@ -146,7 +146,6 @@ class Totals:
 
     def __init__(self) -> None:
         self.examples = 0
-        self.batches = 0
         self.seconds = 0.0  # inside passes over the training data
         self.checkpoints, self.checkpoint_seconds = 0, 0.0
         self._loaders: dict[Loader, float] = {}  # with the seconds it had waited when its last pass began or ended
@@ -189,13 +188,13 @@ class Totals:
         return (self.examples - before) / (now - began) if now - began > 0.2 else None
 
 
-def at_end(totals: Totals, world: World) -> str:
+def at_end(totals: Totals, steps: int, world: World) -> str:
     """One line."""
     totals.end(time.perf_counter())
     seconds = max(totals.seconds, 1e-9)
     waiting = 100 * min(totals.waited() / seconds, 1.0)
     text = (
-        f"{_count(totals.batches, 'step')} in {duration(seconds)}, {amount(totals.examples / seconds)} examples/s, "
+        f"{_count(steps, 'step')} in {duration(seconds)}, {amount(totals.examples / seconds)} examples/s, "
         f"{waiting:.0f}% of it waiting for data{' (rank 0)' if world.size > 1 else ''}"
     )
     if totals.checkpoints:

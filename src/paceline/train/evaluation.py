@@ -11,57 +11,35 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.strategies.base import Weight
+from paceline.train.sums import WeightedSum, upload, wide_dtype
 
-_FOLD_AT = 512  # batches whose values wait as they are; each is a small block of the device's memory
+_CHANGED = "a loss or metric was changed in place after it was returned. Return a new tensor, or a clone."
 
 
 class Average:
-    """Sum / count, both float64. What batches bring is kept as it is, and added up when someone asks."""
+    """Sum / count. What batches bring is added up when someone asks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._means: list[tuple[Tensor, Weight]] = []
-        self._sums: list[tuple[Tensor, Weight]] = []
-        self._own = torch.zeros(2, dtype=torch.float64, device=device)  # this process's, since the last `share`
+        self._own = WeightedSum(device, _CHANGED)  # this process's, since the last `share`
         self.shared = (0.0, 0.0)  # sum and count of all processes, until the last `share`
 
-    def add_mean(self, value: Tensor, count: Weight) -> None:
-        """A mean over `count` things; what it is of no things (NaN) does not count."""
-        self._means.append((value, count))
-        if len(self._means) >= _FOLD_AT:
-            self.fold()
+    def add_mean(self, value: Any, count: Weight) -> None:
+        """A mean over `count` things, a number or 0-dim tensor; what it is of no things (NaN) does not count."""
+        self._own.add(value, count)
 
     def add_sum(self, value: Tensor, count: Weight) -> None:
         """A sum over `count` things."""
-        self._sums.append((value, count))
-        if len(self._sums) >= _FOLD_AT:
-            self.fold()
+        self._own.add(value, count, summed=True)
 
-    def number(self, value: float) -> Tensor:
-        """A number as `add_mean` takes it."""
-        return torch.tensor(value, dtype=torch.float64)
-
-    @torch.no_grad()
-    def fold(self) -> Tensor:
-        """Adds up what waits: (sum, count) of this process, a float64 tensor on the device."""
-        for waiting, means in ((self._means, True), (self._sums, False)):
-            if waiting:
-                values = self._vector([value for value, _ in waiting])
-                counts = self._vector([count for _, count in waiting])
-                parts = torch.where(counts > 0, values * counts, 0.0) if means else values
-                self._own += torch.stack([parts.sum(), counts.sum()])
-                waiting.clear()
-        return self._own
-
-    def _vector(self, items: Sequence[Weight]) -> Tensor:
-        """(len(items),) float64 on the device. Numbers, or tensors that are alike, take one operation for all."""
-        tensors = [item for item in items if isinstance(item, Tensor)]
-        if not tensors:
-            return torch.tensor(items, dtype=torch.float64, device=self._device)
-        alike = {(item.shape, item.dtype, item.device) for item in tensors}
-        if len(tensors) < len(items) or len(alike) > 1:
-            tensors = [torch.as_tensor(item, dtype=torch.float64, device=self._device).reshape(()) for item in items]
-        return torch.stack(tensors).to(self._device, torch.float64).reshape(-1)
+    def take(self) -> Tensor:
+        """(sum, count) of this process, float64, on the device; it starts anew."""
+        self._own.fold()
+        pair = upload(torch.tensor(self._own.host, dtype=wide_dtype(self._device)), self._device)
+        if self._own.device is not None:
+            pair = pair + self._own.device
+        self._own.clear()
+        return pair
 
 
 def share(averages: Sequence[Average]) -> list[float]:
@@ -69,10 +47,9 @@ def share(averages: Sequence[Average]) -> list[float]:
     with averages in the same order."""
     if not averages:
         return []
-    added = collectives.all_reduce(torch.stack([average.fold() for average in averages])).tolist()
+    added = collectives.all_reduce(torch.stack([average.take() for average in averages])).tolist()
     for average, (top, count) in zip(averages, added, strict=True):
         average.shared = average.shared[0] + top, average.shared[1] + count
-        average._own.zero_()
     return [top / count if count else float("nan") for top, count in (average.shared for average in averages)]
 
 

@@ -1,0 +1,129 @@
+"""Weighted sums that wait for no device: of what is logged, of losses, of metrics.
+
+A number is added up on the host at once. A tensor on an accelerator is only kept, and read into a sum on that device
+with many others later: adding one starts no kernel and waits for nothing. A tensor that was changed in place in between
+would give a wrong mean, so that its version is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.strategies.base import Weight
+
+FOLD_AT = 256  # kept tensors that are read into a sum together
+
+
+class _Kept(NamedTuple):
+    value: Tensor  # 0-dim
+    weight: Weight
+    summed: bool
+    version: int | None
+
+
+class WeightedSum:
+    """Sum of value x weight, and of weight, in float64 where the device has it. What is no number (NaN, inf) and has no
+    weight, a mean over nothing, is left out.
+
+    changed: the error for a tensor that was changed in place; empty: such a tensor is left out.
+    """
+
+    __slots__ = ("_changed", "_device", "_kept", "device", "host")
+
+    def __init__(self, device: torch.device, changed: str = "") -> None:
+        self._device, self._changed = device, changed
+        self.host = [0.0, 0.0]  # what was a number
+        self.device: Tensor | None = None  # (2,), what was folded
+        self._kept: list[_Kept] = []
+
+    def add(self, value: Any, weight: Weight, *, summed: bool = False, version: int | None = None) -> None:
+        """A number or 0-dim tensor: a mean over `weight` things, or, where `summed`, a sum over them. version: of the
+        tensor when it was computed, if that is not now."""
+        if isinstance(weight, Tensor) and readable(weight):
+            weight = float(weight)
+        if isinstance(value, Tensor):
+            now = None if value.is_inference() else value._version
+            version = now if version is None else version
+            if isinstance(weight, Tensor) or not readable(value):
+                self._keep(_Kept(value, weight, summed, version))
+                return
+            if now != version:
+                self._refuse()
+                return
+            value = float(value)
+        elif isinstance(weight, Tensor):
+            self._keep(_Kept(torch.as_tensor(value), weight, summed, 0))
+            return
+        if weight:
+            self.host[0] += value if summed else value * weight
+            self.host[1] += weight
+        elif summed and value - value == 0:
+            self.host[0] += value
+
+    def take(self, other: WeightedSum) -> None:
+        """Adds what another one has."""
+        self.host = [mine + its for mine, its in zip(self.host, other.host, strict=True)]
+        self._kept += other._kept
+        if other.device is not None:
+            self.device = other.device if self.device is None else self.device + other.device
+
+    def clear(self) -> None:
+        self.host, self.device, self._kept = [0.0, 0.0], None, []
+
+    def _keep(self, kept: _Kept) -> None:
+        self._kept.append(kept)
+        if len(self._kept) >= FOLD_AT:
+            self.fold()
+
+    def _refuse(self) -> None:
+        if self._changed:
+            raise UsageError(self._changed)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Reads what waits into `device`."""
+        kept, self._kept = self._kept, []
+        same = [item for item in kept if item.value.is_inference() or item.value._version == item.version]
+        if len(same) < len(kept):
+            self._refuse()
+        if not same:
+            return
+        values = self._column([item.value for item in same])
+        weights = self._column([item.weight for item in same])
+        summed = self._column([float(item.summed) for item in same]) > 0
+        counts = (weights > 0) | (summed & values.isfinite())
+        parts = torch.where(counts, torch.where(summed, values, values * weights), 0.0)
+        pair = torch.stack([parts.sum(), weights.sum()])
+        self.device = pair if self.device is None else self.device + pair
+
+    def _column(self, items: Sequence[Any]) -> Tensor:
+        """(len(items),) on the device; numbers travel there through pinned memory, without waiting."""
+        wide = wide_dtype(self._device)
+        if not any(isinstance(item, Tensor) for item in items):
+            return upload(torch.tensor(items, dtype=wide), self._device)
+        first = items[0]
+        alike = all(isinstance(x, Tensor) and (x.dtype, x.device) == (first.dtype, first.device) for x in items)
+        if alike:
+            return torch.stack([x.detach().reshape(()) for x in items]).to(self._device, wide)
+        tensors = [torch.as_tensor(item) for item in items]
+        return torch.stack([x.reshape(()).to(self._device, wide, non_blocking=True) for x in tensors])
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether reading it waits for no device. Tests of what an accelerator does say no."""
+    return tensor.device.type == "cpu"
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest that the device computes with."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, without waiting for it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,66 @@
+"""Weighted sums that wait for no device: an accelerator's tensors are kept, and read later. Here the CPU's are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.train.sums import FOLD_AT, WeightedSum
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[True, False], ids=["at once", "later"])
+def later(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether tensors are read later, as those of an accelerator."""
+    if not request.param:
+        monkeypatch.setattr("paceline.train.sums.readable", lambda tensor: False)
+    return not request.param
+
+
+def result(sums: WeightedSum) -> list[float]:
+    sums.fold()
+    device: Tensor = sums.device if sums.device is not None else torch.zeros(2)
+    return [host + kept for host, kept in zip(sums.host, device.tolist())]
+
+
+def test_a_tensor_that_changes_before_it_is_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.train.sums.readable", lambda tensor: False)
+    sums, value = WeightedSum(CPU, "x was changed"), torch.ones(())
+    sums.add(value, 1)
+    value += 1
+    with pytest.raises(paceline.errors.UsageError, match="x was changed"):
+        sums.fold()
+
+
+def test_or_left_out(later: bool) -> None:
+    sums, kept, value = WeightedSum(CPU), torch.ones(()), torch.ones(())
+    sums.add(kept, 2)
+    version = value._version
+    value += 1
+    sums.add(value, 3, version=version)
+    assert result(sums) == [2.0, 2.0]
+
+
+def test_sums_of_many(later: bool) -> None:
+    sums = WeightedSum(CPU)
+    sums.add(float("nan"), 0)
+    for number in range(2 * FOLD_AT + 3):
+        weight = torch.tensor(number % 3) if number % 2 else number % 3  # of 0 things a mean is NaN, and is left out
+        value = torch.tensor(float("nan") if number % 3 == 0 else number, dtype=torch.float32)
+        sums.add(value, weight)
+    expected = sum(n * (n % 3) for n in range(2 * FOLD_AT + 3)), sum(n % 3 for n in range(2 * FOLD_AT + 3))
+    assert result(sums) == list(expected)
+    assert (sums.host == [0.0, 0.0]) == later
+
+
+def test_a_sum_over_nothing_counts_unless_it_is_no_number(later: bool) -> None:
+    """Total(penalty, 0) on a shard without tokens is part of the loss; 0 / 0 is not."""
+    sums, other = WeightedSum(CPU), WeightedSum(CPU)
+    for value, weight in ((6.0, 2.0), (0.5, 0.0), (float("nan"), 0.0)):
+        sums.add(torch.tensor(value), weight, summed=True)
+    other.take(sums)
+    other.add(1.0, 1)
+    assert result(other) == [7.5, 3.0]
