@@ -26,7 +26,7 @@ from paceline.train.loader import Loader, current_examples
 from paceline.train.normalisation import Normalisation
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
-from paceline.train.preparable import check_optimizer, check_preparable, with_loaders
+from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
 from paceline.train.progress import Epochs
 from paceline.train.sources import make_source
 from paceline.train.state import State, model_number
@@ -115,11 +115,7 @@ class Run:
     def _add_scheduler(self, scheduler: Any) -> None:
         if scheduler in self._state.schedulers:
             return
-        if scheduler.optimizer not in self._optimizers:
-            raise UsageError(
-                f"run.prepare: {type(scheduler).__name__} moves an optimizer that is not prepared. Prepare them "
-                "together."
-            )
+        check_scheduler(scheduler, self._optimizers)
         self._state.schedulers.append(scheduler)
         self._guards.watch_scheduler(scheduler)
 
@@ -146,7 +142,8 @@ class Run:
             micro_batch: the most examples that one replica computes at once.
             shuffle: another order in each epoch, of the seed; for an iterable data set among `shuffle_buffer` examples.
             train: False for evaluation: each example counts once, every pass is alike, and training is not disturbed.
-            sampler, batch_sampler: the user's own, over the whole data set (not a part for each rank).
+            sampler: the user's own, over the whole data set (not a part for each rank).
+            batch_sampler: likewise, of whole global batches.
             drop_last: leave out a last global batch that is short.
             name: by which a checkpoint keeps its position; needed where a run has several training loaders.
             options: num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, worker_init_fn, timeout,

@@ -68,11 +68,17 @@ def start(
         deterministic: only kernels that give the same bits in each run; slower, and an error where there is none.
         cudnn_benchmark: try several convolution kernels and keep the fastest: costs seconds for each new input shape.
         tf32: multiply float32 matrices with 10 bits of mantissa on recent GPUs: faster, and less exact.
-        init_method, rank, world_size: as for torch.distributed.init_process_group, in place of a launcher's
-            environment.
+        init_method: where the processes meet, such as "tcp://host:port" or "file:///path", as for
+            torch.distributed.init_process_group, in place of a launcher's environment.
+        rank: of this process, with init_method.
+        world_size: how many processes there are, with init_method.
+
+    Returns:
+        The run, open until `run.close()` or the end of a `with` block.
 
     Raises:
-        SettingError: a setting that cannot be. WorldError: an environment that describes no world.
+        SettingError: a setting that cannot be.
+        WorldError: an environment that describes no world.
     """
     global _explained
     if not _explained:

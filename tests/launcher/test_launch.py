@@ -297,6 +297,12 @@ VICTIM_FIRST = """
         pytest.param("import sys; sys.exit('no data')", 1, "rank 0 ended with exit code 1", id="exit with words"),
         pytest.param("import sys; sys.exit(0)", 0, "", id="exit code 0"),
         pytest.param("raise KeyboardInterrupt", 130, "rank 0 ended with exit code 130\n", id="interrupt of a rank"),
+        pytest.param(  # a BaseException that is no Exception
+            "import asyncio; raise asyncio.CancelledError('task')",
+            1,
+            "rank 0 failed: asyncio.exceptions.CancelledError: task",
+            id="cancelled",
+        ),
         pytest.param("print('a'\n", 1, "rank 0 failed: ", id="syntax error"),
     ],
 )

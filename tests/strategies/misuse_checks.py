@@ -101,6 +101,36 @@ def check_a_layer_added_later() -> None:
         assert not collectives.digest_mismatch(list(model.named_parameters()))
 
 
+def check_a_batch_norm_added_later() -> None:
+    """It takes its statistics over all ranks, like those of the first `prepare`, which are left as they are: the running
+    mean of one step is a tenth of the mean over the whole batch, from the statistics' own definition."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.BatchNorm1d(4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)) if hasattr(self, "second") else self.first(x)
+
+    examples = torch.arange(24, dtype=torch.float64).reshape(6, 4) ** 2
+    with started() as run:
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        run.prepare(model, optimizer)
+        model.second = nn.BatchNorm1d(4, affine=False).double()
+        run.prepare(model)
+        run.prepare(model)  # once more changes nothing
+        plain = [nn.BatchNorm1d(4).double() for _ in range(2)]
+        for (x,) in run.loader(torch.utils.data.TensorDataset(examples), global_batch=6):
+            run.backward(model(x).square().mean())
+            run.step(optimizer)
+        plain[1](plain[0](examples))
+        for ours, theirs in zip((model.first, model.second), plain):
+            torch.testing.assert_close(ours.running_mean, theirs.running_mean, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(ours.running_var, theirs.running_var, rtol=1e-12, atol=1e-12)
+
+
 def check_an_update_that_draws_is_alike_everywhere() -> None:
     class Langevin(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]

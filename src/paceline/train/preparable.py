@@ -30,13 +30,27 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor])
             f"run.prepare: {type(optimizer).__name__} computes the loss several times in a step, through a "
             "closure, which run.step does not have. Use an optimizer that takes one gradient a step, such as AdamW."
         )
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    foreign = strange_parameters(optimizer, names)
     if foreign:
-        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise UsageError(
-            f"run.prepare: {type(optimizer).__name__} updates {len(foreign)} parameter(s) that no prepared model "
-            f"has (shapes {shapes}). Prepare the model that it was made for, with or before it; a parameter of its "
-            "own, such as a temperature, belongs into a module."
+            f"run.prepare: {type(optimizer).__name__} updates {foreign} that no prepared model has. Prepare the model "
+            "that it was made for, with or before it; a parameter of its own, such as a temperature, belongs into a "
+            "module."
+        )
+
+
+def strange_parameters(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> str:
+    """Which of its parameters no prepared model has, in words; nothing where all are known."""
+    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
+    return f"{len(strange)} parameter(s) (shapes {shapes})" if strange else ""
+
+
+def check_scheduler(scheduler: LRScheduler, optimizers: Collection[torch.optim.Optimizer]) -> None:
+    """Raises UsageError unless it moves one of these."""
+    if scheduler.optimizer not in optimizers:
+        raise UsageError(
+            f"run.prepare: {type(scheduler).__name__} moves an optimizer that is not prepared. Prepare them together."
         )
 
 

@@ -25,6 +25,7 @@ from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import local_loss, mean_term, sum_term, terms_of
 from paceline.train.order import Request
 from paceline.train.precision import Precision
+from paceline.train.preparable import strange_parameters
 from paceline.train.randomness import seed_torch, tag
 
 Seen = tuple[int, Tensor, Weight | None, Request, bool, int]
@@ -218,7 +219,7 @@ class Stepper:
         optimizer = self._only(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if len(parameters) != self._sizes.get(optimizer):
-            self._look_at(optimizer, parameters)
+            self._look_at(optimizer, len(parameters))
         loaders = [loader for loader in self._open if loader.current is not None]
         if not loaders or (self._call == 0 and not all(loader.stepped for loader in loaders)):
             raise UsageError(without_backward(parameters))
@@ -309,17 +310,16 @@ class Stepper:
             )
         return next(iter(self.updates))
 
-    def _look_at(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    def _look_at(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`."""
-        strange = [p for p in parameters if p not in self.names]
+        strange = strange_parameters(optimizer, self.names)
         if strange:
-            shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
             raise UsageError(
-                f"run.step: {type(optimizer).__name__} has {len(strange)} parameter(s) that the prepared models did "
-                f"not have (shapes {shapes}): their gradients are not combined over the processes. Call "
-                "run.prepare(model) again, on every process, after adding them to the model."
+                f"run.step: {type(optimizer).__name__} has {strange} that the prepared models did not have: their "
+                "gradients are not combined over the processes. Call run.prepare(model) again, on every process, after "
+                "adding them to the model."
             )
-        self._sizes[optimizer] = len(parameters)
+        self._sizes[optimizer] = count
 
     def _known(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if optimizer not in self.updates:

@@ -1,0 +1,43 @@
+"""What the package imports is what it asks for: one that only happens to be installed is missing for a user."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def names(key: str) -> set[str]:
+    found = re.search(rf"^{key} = \[(.*?)\]$", PROJECT, re.M | re.S)
+    assert found, f"pyproject.toml has no {key}"
+    return {re.split(r"[^\w-]", text)[0] for text in re.findall(r'"([^"]+)"', found[1])}
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return {name.partition(".")[0] for name in found}
+
+
+EXTRAS = {"services.py": {"wandb", "mlflow"}}  # torch.utils.tensorboard imports tensorboard by itself
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src").rglob("*.py")), ids=lambda path: path.name)
+def test_every_import_is_declared(path: Path) -> None:
+    known = {*sys.stdlib_module_names, "paceline", "tomllib", *names("dependencies"), *EXTRAS.get(path.name, ())}
+    assert not imported(path) - known
+
+
+def test_extras_exist() -> None:
+    for extra in set[str]().union(*EXTRAS.values()):
+        assert extra in names(extra)
