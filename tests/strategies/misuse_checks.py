@@ -102,8 +102,8 @@ def check_a_layer_added_later() -> None:
 
 
 def check_a_batch_norm_added_later() -> None:
-    """It takes its statistics over all ranks, like those of the first `prepare`, which are left as they are: the running
-    mean of one step is a tenth of the mean over the whole batch, from the statistics' own definition."""
+    """It takes its statistics over all ranks, like those of the first `prepare`, which are left as they are: the
+    running mean of one step is a tenth of the mean over the whole batch, from its own definition."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:
