@@ -14,7 +14,8 @@ from .record import Record
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run a job. `worlds` are numbers of processes: more than one means stopped at `stops` and resumed."""
+    """One way to run a job. `worlds` are numbers of replicas: more than one means stopped at `stops` and resumed. A
+    strategy's name is one of strategies.py."""
 
     job: str  # "a" to "h"
     variant: str = ""
@@ -22,6 +23,7 @@ class Case:
     micro_batch: int | None = None
     form: str = "closure"  # or "loop"
     worlds: tuple[int, ...] = (1,)
+    strategy: str = ""  # that of several processes if not given
     stops: tuple[int, ...] = ()  # optimizer steps after which the run saves and ends
     seed: int = 7
     folder: str = ""  # where checkpoints go
@@ -30,6 +32,7 @@ class Case:
     @property
     def name(self) -> str:
         words = [
+            self.strategy,
             self.job,
             self.variant,
             self.optimizer,
@@ -50,7 +53,7 @@ class Result:
     values: dict[str, float] = field(default_factory=dict)  # means: equal up to rounding
     losses: list[dict[str, float]] = field(default_factory=list)  # per step; a Paceline job's are in its record
     state: dict[str, Tensor] = field(default_factory=dict)  # of optimizer, schedule, EMA: bit for bit after a resume
-    record: Record = field(default_factory=lambda: Record(1))
+    record: Record = field(default_factory=Record)
     finished: bool = True  # False: stopped on purpose, to be resumed
 
 
@@ -60,9 +63,16 @@ def result_of(*models: nn.Module, **rest: Any) -> Result:
     buffers: dict[str, Tensor] = {}
     for number, model in enumerate(models):
         prefix = f"{number}." if len(models) > 1 else ""
-        parameters |= {prefix + name: p.detach().clone().cpu() for name, p in model.named_parameters()}
-        buffers |= {prefix + name: b.detach().clone().cpu() for name, b in model.named_buffers()}
+        whole = whole_state(model)
+        parameters |= {prefix + name: whole[name].detach().clone().cpu() for name, _ in model.named_parameters()}
+        buffers |= {prefix + name: whole[name].detach().clone().cpu() for name, _ in model.named_buffers()}
     return Result(parameters, buffers, **rest)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name. The worker puts one in its place that asks the strategy, since a process may hold
+    only a part of them."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def norm(case: Case, channels: int) -> nn.Module:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 import paceline
 
+from . import strategies
 from .common import Case, Result
 from .matrix import module
 from .record import Step, merge
 
-TOLERANCE = {"sgd": 1e-10, "adamw": 1e-8}
 WORKER = Path(__file__).with_name("worker.py")
 LAUNCH_SECONDS = 600
 
@@ -45,11 +45,11 @@ def run_cases(cases: list[Case], folder: Path) -> dict[str, Outcome]:
     waiting = [(case, part) for case in cases for part in range(len(case.worlds))]
     done: set[tuple[str, int]] = set()
     while waiting:
-        for world in sorted({case.worlds[part] for case, part in waiting}):
+        for world in sorted({processes(case, part) for case, part in waiting}):
             ready: list[tuple[Case, int]] = []
             for case, part in waiting:
                 before = part == 0 or (case.name, part - 1) in done or (case, part - 1) in ready
-                if case.worlds[part] == world and before:
+                if processes(case, part) == world and before:
                     ready.append((case, part))
             launch_until_done(world, ready, folder)
             done |= {(case.name, part) for case, part in ready}
@@ -61,7 +61,7 @@ def launch_until_done(world: int, items: list[tuple[Case, int]], folder: Path) -
     """Launches; if the launch ends early, launches again for what comes after the case that ended it."""
     while items:
         plan = folder / f"plan.{world}.pt"
-        torch.save([(part_name(case, part), case) for case, part in items], plan)
+        torch.save([(part_name(case, part), case, case.worlds[part]) for case, part in items], plan)
         log = launch(world, [str(WORKER), str(plan), str(folder / "results")])
         left = []
         for case, part in items:
@@ -98,6 +98,10 @@ def launch(world: int, command: list[str]) -> str:
         return process.communicate()[0] + f"\nkilled after {LAUNCH_SECONDS} s"
 
 
+def processes(case: Case, part: int) -> int:
+    return strategies.processes(case.strategy, case.worlds[part])
+
+
 def part_name(case: Case, part: int) -> str:
     return f"{case.name}.{part}"
 
@@ -105,7 +109,8 @@ def part_name(case: Case, part: int) -> str:
 def collect(case: Case, folder: Path) -> Outcome:
     """Reads what the processes saved, part by part."""
     outcome = Outcome(case)
-    for part, world in enumerate(case.worlds):
+    for part in range(len(case.worlds)):
+        world = processes(case, part)
         at = folder / "results" / part_name(case, part)
         loaded = [
             torch.load(f, weights_only=False) if (f := at / f"result.{rank}").exists() else "no result"
@@ -153,7 +158,7 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def problems(case: Case, ours: Result, losses: list[dict[str, float]], theirs: Result) -> list[str]:
     """What is not the same, in words; nothing if the two are the same model."""
-    tolerance, found = TOLERANCE[case.optimizer], []
+    tolerance, found = strategies.tolerance(case.strategy, case.optimizer), []
     for what in ("parameters", "buffers", "state"):
         mine, reference = getattr(ours, what), getattr(theirs, what)
         assert all(t.dtype in (torch.float64, torch.long) for t in mine.values()), f"{what} are not in float64"

@@ -73,7 +73,7 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def paceline_job(run: paceline.Run, case: Case) -> Result:
-    record = Record(run.world.size)
+    record = Record()
     workers = 2 if case.variant == "workers" else 0
     loader = run.loader(
         Augmented(), global_batch=BATCH, micro_batch=case.micro_batch, shuffle=True, num_workers=workers
@@ -93,8 +93,7 @@ def paceline_job(run: paceline.Run, case: Case) -> Result:
             else:
                 loss = F.cross_entropy(model(batch["image"]), batch["label"])
                 run.backward(loss)
-            count = len(batch["label"])
-            record.note(loader, batch["index"], losses={"loss": (loss, count)}, crop=batch["crop"])
+            record.note(loader, batch, losses={"loss": loss}, drawn=lambda part: {"crop": part["crop"]})
             if run.step(optimizer):
                 record.close_step(epoch)
 

@@ -106,8 +106,20 @@ def closure_two_terms(model: nn.Module, batch: dict[str, Tensor]) -> tuple[pacel
     return paceline.Total(total, (batch["hidden"] != IGNORED).sum()), F.cross_entropy(following, batch["next"])
 
 
+def count_hidden(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["hidden"] != IGNORED).sum()
+
+
+def len_of(batch: dict[str, Tensor]) -> int:
+    return len(batch["next"])
+
+
+def hidden_places(batch: dict[str, Tensor]) -> dict[str, list[Any] | Tensor]:
+    return {"hidden": [row.nonzero().flatten().tolist() for row in batch["hidden"] != IGNORED]}
+
+
 def paceline_job(run: Run, case: Case) -> Result:
-    record = Record(run.world.size)
+    record = Record()
     two_terms = case.variant == "two_terms"
     loader = run.loader(
         Sentences(), global_batch=BATCH, micro_batch=case.micro_batch, shuffle=True, collate_fn=mask_and_pad
@@ -118,25 +130,22 @@ def paceline_job(run: Run, case: Case) -> Result:
     means = []
     for epoch in run.epochs(EPOCHS):
         for batch in loader:
-            hidden = batch["hidden"] != IGNORED
-            losses = {}
+            losses, count = {}, count_hidden
             if case.form == "closure":
                 loss = run.forward_backward(closure_two_terms if two_terms else closure, model, batch)
                 if not two_terms:
-                    losses["words"] = (loss, hidden.sum())
+                    losses["words"] = loss
                     means.append(float(run.mean(loss)))  # weighs by what the loss is a mean over: hidden words
             elif two_terms:  # two calls in one step, each with its own denominator
                 words, following = words_loss(model, batch, "sum"), next_loss(model, batch)
-                run.backward(total=words, count=hidden.sum())
+                run.backward(total=words, count=count_hidden(batch))
                 run.backward(following)
-                losses["next"] = (following, len(batch["next"]))
+                losses["next"], count = following, len_of
             else:
                 loss = words_loss(model, batch)
-                run.backward(loss, count=hidden.sum())
-                losses["words"] = (loss, hidden.sum())
-            record.note(
-                loader, batch["index"], losses=losses, hidden=[row.nonzero().flatten().tolist() for row in hidden]
-            )
+                run.backward(loss, count=count_hidden(batch))
+                losses["words"] = loss
+            record.note(loader, batch, losses=losses, count=count, drawn=hidden_places)
             if run.step(optimizer, max_grad_norm=MAX_NORM[case.variant]):
                 record.close_step(epoch)
 

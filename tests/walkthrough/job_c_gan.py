@@ -85,7 +85,7 @@ def fool_loss(models: tuple[nn.Module, nn.Module], batch: Batch) -> Tensor:
 
 
 def paceline_job(run: paceline.Run, case: Case) -> Result:
-    record = Record(run.world.size)
+    record = Record()
     loader = run.loader(Pictures(), global_batch=BATCH, micro_batch=case.micro_batch, shuffle=True)
     generator, discriminator = run.prepare(*build(case, case.seed + run.world.rank))
     opt_g = run.prepare(make_optimizer(case, generator.parameters()))
@@ -107,8 +107,7 @@ def paceline_job(run: paceline.Run, case: Case) -> Result:
                 run.step(opt_d)
                 loss_fool = judge(discriminator, fake, real=True)
                 run.backward(loss_fool, optimizer=opt_g)
-            n = len(batch["real"])
-            record.note(loader, batch["index"], losses={"real": (loss_real, n), "fool": (loss_fool, n)})
+            record.note(loader, batch, losses={"real": loss_real, "fool": loss_fool})
             if run.step(opt_g):
                 record.close_step(epoch)
 

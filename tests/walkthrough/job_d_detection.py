@@ -85,7 +85,7 @@ def detect(model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
 
 
 def paceline_job(run: paceline.Run, case: Case) -> Result:
-    record = Record(run.world.size)
+    record = Record()
     loader = run.loader(Scenes(N, 1), global_batch=BATCH, micro_batch=case.micro_batch, shuffle=True, name="scenes")
     test_loader = run.loader(Scenes(TEST, 2), global_batch=4, train=False)
     model = build(case.seed + run.world.rank)
@@ -103,8 +103,7 @@ def paceline_job(run: paceline.Run, case: Case) -> Result:
             else:
                 loss = loss_at(model, batch, size)
                 run.backward(loss)
-            losses = {"loss": (loss, len(batch["index"]))}
-            record.note(loader, batch["index"], shared={"size": size}, losses=losses)
+            record.note(loader, batch, shared={"size": size}, losses={"loss": loss})
             if run.step(optimizer):
                 ema.update_parameters(model)
                 record.close_step(epoch)

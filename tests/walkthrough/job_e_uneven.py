@@ -60,7 +60,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 def paceline_job(run: paceline.Run, case: Case) -> Result:
     n, global_batch, epochs = shape(case)
-    record = Record(run.world.size)
+    record = Record()
     loader = run.loader(Patches(n), global_batch=global_batch, micro_batch=case.micro_batch, shuffle=True)
     model = build(case, case.seed + run.world.rank)
     model, optimizer = run.prepare(model, make_optimizer(case, model.parameters()))
@@ -75,7 +75,7 @@ def paceline_job(run: paceline.Run, case: Case) -> Result:
                 run.backward(loss)
             if case.micro_batch is None:
                 step_means.append(float(run.mean(loss.detach())))  # by examples: an empty shard counts 0
-            record.note(loader, batch["index"], losses={"loss": (loss, len(batch["index"]))})
+            record.note(loader, batch, losses={"loss": loss})
             if run.step(optimizer):
                 record.close_step(epoch)
 

@@ -75,7 +75,7 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def paceline_job(run: paceline.Run, case: Case) -> Result:
-    record, folder = Record(run.world.size), Path(case.folder)
+    record, folder = Record(), Path(case.folder)
     loader = run.loader(Scaled(), global_batch=BATCH, micro_batch=case.micro_batch, shuffle=True, name="scaled")
     first_part = not folder.exists()
     model = build(case, case.seed + run.world.rank if first_part else 999)  # other weights, that restore replaces
@@ -95,8 +95,8 @@ def paceline_job(run: paceline.Run, case: Case) -> Result:
             else:
                 loss = loss_fn(model, batch)
                 run.backward(loss)
-            losses = {"loss": (loss, len(batch["index"]))}
-            record.note(loader, batch["index"], shared={"noise": noise}, losses=losses, scale=batch["scale"])
+            drawn = {"shared": {"noise": noise}, "drawn": lambda part: {"scale": part["scale"]}}
+            record.note(loader, batch, losses={"loss": loss}, **drawn)
             if run.step(optimizer):
                 ema.update_parameters(model)
                 record.close_step(epoch)

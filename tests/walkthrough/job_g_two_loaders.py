@@ -56,7 +56,7 @@ def agreement_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def paceline_job(run: paceline.Run, case: Case) -> Result:
-    record = Record(run.world.size)
+    record = Record()
     micro_few, micro_many = micro_batches(case)
     few = run.loader(Points(FEW, 1), global_batch=BATCH_FEW, micro_batch=micro_few, shuffle=True, name="few")
     many = run.loader(Points(MANY, 2), global_batch=BATCH_MANY, micro_batch=micro_many, shuffle=True, name="many")
@@ -78,9 +78,8 @@ def paceline_job(run: paceline.Run, case: Case) -> Result:
                 run.backward(loss, of=few)
                 agreement = agreement_loss(model, batch_many)
                 run.backward(agreement, of=many)
-            n_few, n_many = len(batch_few["index"]), len(batch_many["index"])
-            record.note(few, batch_few["index"], stream="few", losses={"label": (loss, n_few)})
-            record.note(many, batch_many["index"], stream="many", losses={"agreement": (agreement, n_many)})
+            record.note(few, batch_few, stream="few", losses={"label": loss})
+            record.note(many, batch_many, stream="many", losses={"agreement": agreement})
             if run.step(optimizer):
                 record.close_step(epoch)
                 steps_here += 1

@@ -97,7 +97,7 @@ def joint_loss(model: Scorer, batch: Batch) -> Tensor:
 
 
 def paceline_job(run: Run, case: Case) -> Result:
-    record = Record(run.world.size)
+    record = Record()
     loader = run.loader(Patches(), global_batch=BATCH, micro_batch=case.micro_batch, shuffle=True)
     model = build(case, case.seed + run.world.rank)
     model, optimizer = run.prepare(model, make_optimizer(case, model.parameters()))
@@ -122,9 +122,8 @@ def paceline_job(run: Run, case: Case) -> Result:
                 penalty = penalty_loss(model, batch)
                 run.backward(penalty)
                 run.backward(weight_decay(model), count=1)
-            n = len(batch["index"])
-            losses = {"loss": (loss, n)} | ({"penalty": (penalty, n)} if penalty is not None else {})
-            record.note(loader, batch["index"], losses=losses)
+            losses = {"loss": loss} | ({"penalty": penalty} if penalty is not None else {})
+            record.note(loader, batch, losses=losses)
             if run.step(optimizer):
                 record.close_step(epoch)
 

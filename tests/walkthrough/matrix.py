@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from .common import Case
+from .strategies import WAYS
 
 MODULES = {
     "a": "job_a_image",
@@ -23,6 +24,7 @@ WORLDS = (1, 2, 3, 4)
 # For (f): the numbers of processes between stops, and the steps (of 35, 5 an epoch) after which it stops.
 CHAINS = {(1, 2, 3): (7, 23), (3, 1): (18,), (2, 4): (11,), (4, 3, 2): (4, 29)}
 STOPS_EXACT = (7, 18, 24)
+LEFT_OUT = ("workers", "exact")  # variants in which a strategy makes no difference
 
 
 def module(job: str) -> ModuleType:
@@ -58,6 +60,38 @@ def whole() -> list[Case]:
                     cases += [Case(job, variant, worlds=(world,) * 4, stops=STOPS_EXACT, **way)]
             else:
                 cases += [Case(job, variant, worlds=(world,), **way) for world in WORLDS]
+    return cases
+
+
+def under_strategies() -> list[Case]:
+    """Every strategy: each job that it takes x optimizers x micro-batches x numbers of replicas; the forms in turn. (f)
+    stops and goes on with another number of replicas."""
+    cases = []
+    for name, how in WAYS.items():
+        chosen = [(job, variant) for job, variant in variants() if job in how.jobs and variant not in LEFT_OUT]
+        for number, (job, variant) in enumerate(chosen):
+            for world in how.worlds:
+                for way in ways(job, variant):
+                    turn = (number + world + (way["optimizer"] == "sgd") + bool(way["micro_batch"])) % len(how.forms)
+                    taken = way["optimizer"] in how.optimizers and bool(way["micro_batch"]) in how.micro
+                    if taken and way["form"] == how.forms[turn]:
+                        chain = (
+                            {"worlds": (world, how.worlds[0]), "stops": (18,)} if job == "f" else {"worlds": (world,)}
+                        )
+                        cases.append(Case(job, variant, strategy=name, **chain, **way))
+    return cases
+
+
+def cut_of_strategies() -> list[Case]:
+    """Of each strategy a case of every job on two replicas, the ways in turn; half of them on three."""
+    cases = []
+    for number, name in enumerate(WAYS):
+        mine = [case for case in under_strategies() if case.strategy == name]
+        for k, job in enumerate(sorted({case.job for case in mine})):
+            worlds = WAYS[name].worlds
+            world = worlds[1] if len(worlds) > 1 and (k + number) % 3 == 0 else worlds[0]
+            here = [case for case in mine if case.job == job and case.worlds[0] == world]
+            cases.append(here[(k + number) % len(here)])
     return cases
 
 

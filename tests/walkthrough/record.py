@@ -2,7 +2,7 @@
 
 Each process notes, at each yield, the ids of its examples and whatever was drawn for them (crop offsets, masked
 positions), and closes the step when `run.step` acted. `merge` puts the processes together in global order: a global
-batch of n examples is cut contiguously over the processes, and each process's part into micro-batches. `legal_epochs`
+batch of n examples is cut contiguously over the shards, and each shard into micro-batches. `legal_epochs`
 counts by itself, from the length of the data set and the global batch alone, so that a lost, doubled or misplaced
 example is an error here, and is not replayed into a plain reference that agrees.
 """
@@ -10,7 +10,7 @@ example is an error here, and is not replayed into a plain reference that agrees
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,40 +20,58 @@ from torch import Tensor
 
 @dataclass
 class Yield:
-    """One yield of one loader on one process."""
+    """A micro-batch of one loader, of one shard."""
 
     stream: str
+    shard: int
     ids: list[int]
     drawn: dict[str, list[Any]]  # an item per example
-    shared: dict[str, Any]  # an item per yield
+    shared: dict[str, Any] | None  # what the script drew in its loop; of a bundle the first part has it
     losses: dict[str, tuple[float, float]]  # mean, count
 
 
 class Record:
     """Kept by one process while it trains."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self) -> None:
         self.steps: list[tuple[int, list[Yield]]] = []  # epoch, yields
         self._open: list[Yield] = []
 
     def note(
         self,
         loader: Any,
-        ids: Tensor | list[int],
+        batch: Any,
         *,
         stream: str = "train",
         shared: dict[str, Any] | None = None,
-        losses: dict[str, tuple[Any, Any]] | None = None,
-        **drawn: list[Any] | Tensor,
+        losses: dict[str, Any] | None = None,
+        count: Callable[[Any], Any] = lambda part: len(part["index"]),
+        drawn: Callable[[Any], dict[str, list[Any] | Tensor]] = lambda part: {},
     ) -> None:
-        """A batch was consumed. `ids` come out of the batch; the loader must give the same as `loader.indices`."""
-        ids = torch.as_tensor(ids).tolist()
+        """A batch was consumed, or a bundle of the batches of several shards or micro-batches. Its entry `index` holds
+        the ids, which must be those of `loader.indices`. losses: this process's means, over as many things as `count`
+        says of a batch. drawn: of a batch, what was drawn for its examples."""
+        if hasattr(batch, "pieces"):
+            parts = [(piece.shard, piece.batch) for piece in batch.pieces]
+        else:
+            parts = [(loader.current.parts[0].shard, batch)]
+        ids = [i for _, part in parts for i in torch.as_tensor(part["index"]).tolist()]
         assert list(loader.indices) == ids, f"loader.indices says {list(loader.indices)}, the batch holds {ids}"
-        lists = {name: items.tolist() if isinstance(items, Tensor) else items for name, items in drawn.items()}
         with torch.no_grad():
-            means = {name: (float(mean), float(count)) for name, (mean, count) in (losses or {}).items()}
-        self._open.append(Yield(stream, ids, lists, shared or {}, means))
+            means = {name: float(mean) for name, mean in (losses or {}).items()}
+        for number, (shard, part) in enumerate(parts):
+            lists = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in drawn(part).items()}
+            weighed = {name: (mean, float(count(part))) for name, mean in means.items()}
+            self._open.append(
+                Yield(
+                    stream,
+                    shard,
+                    torch.as_tensor(part["index"]).tolist(),
+                    lists,
+                    None if number else shared or {},
+                    weighed,
+                )
+            )
 
     def close_step(self, epoch: int) -> None:
         """`run.step` said True."""
@@ -77,13 +95,13 @@ class Batch:
 
 @dataclass
 class Step:
-    """One optimizer step over all processes."""
+    """One optimizer step over all shards."""
 
     epoch: int
-    world: int
+    world: int  # shards
     batches: dict[str, Batch]  # by loader
-    sizes: dict[str, list[list[int]]]  # by loader: [process][yield] number of examples
-    shared: list[list[dict[str, Any]]]  # [process][yield]
+    sizes: dict[str, list[list[int]]]  # by loader: [shard][micro-batch] number of examples
+    shared: list[list[dict[str, Any]]]  # [shard][what its process got from the loader at once]
     losses: dict[str, float]
 
     @property
@@ -113,34 +131,47 @@ def together(n: int, world: int, micro_batch: int | None) -> list[list[int]]:
 
 
 def merge(records: list[Record]) -> list[Step]:
-    """The records of all processes of one run, in the order of their ranks, as steps in global order."""
+    """The records of all processes of one run as steps in global order."""
     assert len({len(record.steps) for record in records}) == 1, "processes made different numbers of steps"
     steps = []
     for on_ranks in zip(*(record.steps for record in records), strict=True):
         epochs = {epoch for epoch, _ in on_ranks}
         assert len(epochs) == 1, f"processes are in different epochs in one step: {epochs}"
-        steps.append(_merge_step(epochs.pop(), [yields for _, yields in on_ranks]))
+        steps.append(_merge_step(epochs.pop(), _by_shard([yields for _, yields in on_ranks])))
     return steps
 
 
-def _merge_step(epoch: int, on_ranks: list[list[Yield]]) -> Step:
+def _by_shard(on_ranks: list[list[Yield]]) -> list[list[Yield]]:
+    """[shard][yield]. Where several processes compute one shard together, all must have seen the same of it."""
+    shards: dict[int, list[Yield]] = {}
+    for yields in on_ranks:
+        for shard in {y.shard for y in yields}:
+            mine = [y for y in yields if y.shard == shard]
+            first = shards.setdefault(shard, mine)
+            alike = [(y.stream, y.ids, y.drawn) for y in mine] == [(y.stream, y.ids, y.drawn) for y in first]
+            assert alike, f"two processes saw different examples of shard {shard}"
+    assert sorted(shards) == list(range(len(shards))), f"shards {sorted(shards)}: one is missing"
+    return [shards[shard] for shard in sorted(shards)]
+
+
+def _merge_step(epoch: int, shards: list[list[Yield]]) -> Step:
     batches: dict[str, Batch] = {}
     sizes: dict[str, list[list[int]]] = {}
     weighted: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for stream in {y.stream: None for y in on_ranks[0]}:
-        mine = [[y for y in yields if y.stream == stream] for yields in on_ranks]
+    for stream in {y.stream: None for y in shards[0]}:
+        mine = [[y for y in yields if y.stream == stream] for yields in shards]
         sizes[stream] = [[len(y.ids) for y in yields] for yields in mine]
         batch = batches[stream] = Batch([i for yields in mine for y in yields for i in y.ids])
         for y in (y for yields in mine for y in yields):
             for name, items in y.drawn.items():
                 assert len(items) == len(y.ids), f"{name}: {len(items)} items for {len(y.ids)} examples"
                 batch.drawn.setdefault(name, []).extend(items)
-    for y in (y for yields in on_ranks for y in yields):
+    for y in (y for yields in shards for y in yields):
         for name, (mean, count) in y.losses.items():
             weighted[name].append((mean * count if count else 0.0, count))  # the mean over nothing is NaN
     losses = {name: sum(s for s, _ in items) / sum(c for _, c in items) for name, items in weighted.items()}
-    shared = [[y.shared for y in yields] for yields in on_ranks]
-    return Step(epoch, len(on_ranks), batches, sizes, shared, losses)
+    shared = [[y.shared for y in yields if y.shared is not None] for yields in shards]
+    return Step(epoch, len(shards), batches, sizes, shared, losses)
 
 
 def legal_epochs(

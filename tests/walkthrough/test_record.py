@@ -18,13 +18,15 @@ N, BATCH, EPOCHS, WORLD, MICRO = 11, 4, 2, 3, 1
 
 def lawful() -> list[Record]:
     """Two epochs of 11 examples in batches of 4, 4 and 3 on three processes, one example at a time."""
-    records = [Record(WORLD) for _ in range(WORLD)]
+    records = [Record() for _ in range(WORLD)]
     for epoch in range(EPOCHS):
         order = random.Random(epoch).sample(range(N), N)
         for start in range(0, N, BATCH):
             ids = order[start : start + BATCH]
-            for record, parts in zip(records, cut(len(ids), WORLD, MICRO), strict=True):
-                yields = [Yield("train", [ids[i] for i in part], {}, {}, {"loss": (1.0, len(part))}) for part in parts]
+            for shard, (record, parts) in enumerate(zip(records, cut(len(ids), WORLD, MICRO), strict=True)):
+                yields = [
+                    Yield("train", shard, [ids[i] for i in part], {}, {}, {"loss": (1.0, len(part))}) for part in parts
+                ]
                 record.steps.append((epoch, yields))
     return records
 

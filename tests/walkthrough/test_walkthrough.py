@@ -14,11 +14,11 @@ import torch
 
 from .common import Case
 from .harness import Outcome, plain, problems, run_cases
-from .matrix import MODULES, cut, whole
+from .matrix import MODULES, cut, cut_of_strategies, under_strategies, whole
 
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for all launches
-CUT = {case.name: case for case in cut()}
-CASES = CUT | {case.name: case for case in whole()}
+CUT = {case.name: case for case in (*cut(), *cut_of_strategies())}
+CASES = CUT | {case.name: case for case in (*whole(), *under_strategies())}
 EXACT = [case for case in CASES.values() if case.variant == "exact"]
 
 

@@ -15,13 +15,17 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from safetensors.torch import load_file
 
 import paceline
+from paceline.comm import collectives
+from walkthrough import strategies
 from walkthrough.common import Case, Result
 from walkthrough.matrix import MODULES
 
@@ -29,12 +33,13 @@ CASE_SECONDS = 60  # a case takes about one second; four processes on two busy c
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def attempt(case: Case) -> Result | str:
+def attempt(case: Case, world: int, folder: Path) -> Result | str:
     """The case's result, or the traceback of what stopped it."""
     run = None
     try:
         job = importlib.import_module(f"walkthrough.{MODULES[case.job]}")
-        run = paceline.start(seed=case.seed)
+        run = paceline.start(seed=case.seed, strategy=strategies.spec(case.strategy, world), progress="off")
+        job.result_of.__globals__["whole_state"] = partial(whole_state, run, folder / f"export.{RANK}")
         result: Result = job.paceline_job(run, case)
         run.close()
         return result
@@ -44,6 +49,16 @@ def attempt(case: Case) -> Result | str:
             with contextlib.suppress(Exception):
                 run.close()
         return error
+
+
+def whole_state(run: paceline.Run, path: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Weights and buffers of a prepared model as `run.export` writes them; of another one, as they are."""
+    if model not in run._models:
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    path = Path(collectives.broadcast_object(str(path)))
+    run.export(path, model)
+    collectives.barrier()
+    return load_file(path)
 
 
 def alike_everywhere(target: Path) -> bool:
@@ -61,12 +76,12 @@ def alike_everywhere(target: Path) -> bool:
 def main(plan: str, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    for name, case in torch.load(plan, weights_only=False):
+    for name, case, world in torch.load(plan, weights_only=False):
         target = Path(folder, name)
         target.mkdir(parents=True, exist_ok=True)
         faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         torch.manual_seed(hash(name) % 2**31)  # what an earlier case left in the generators must not matter
-        outcome = attempt(case)
+        outcome = attempt(case, world, target)
         faulthandler.cancel_dump_traceback_later()
         torch.save(outcome, target / f"part.{RANK}")
         (target / f"part.{RANK}").rename(target / f"result.{RANK}")
