@@ -20,7 +20,7 @@ demo: $(READY)  ## train on real digits with 1 process and with 2, and compare t
 test: $(READY)  ## all tests but the fuller matrices
 	@$(PYTEST) -m "not conformance"
 
-conformance: $(READY)  ## the fuller matrices: jobs x world sizes x optimizers against plain PyTorch
+conformance: $(VENV)/.trackers  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers
 	@$(PYTEST) -m conformance
 
 # The data of the examples: make examples TEXT=FILE CIFAR10=FILE. Each example says where to get it.
@@ -74,6 +74,10 @@ $(READY): pyproject.toml constraints.txt
 	       rm -rf $(VENV); exit 1; }
 	@touch $@
 	@echo "$(VENV) is ready."
+
+$(VENV)/.trackers: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[mlflow,wandb]'
+	@touch $@
 
 $(VENV)/.docs: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'

@@ -115,6 +115,7 @@ def test_tensorboard_reads_the_same(tmp_path: Path) -> None:
     assert "|global_batch|4|" in text
 
 
+@pytest.mark.conformance  # mlflow and wandb bring some eighty packages: `make conformance` installs them
 def test_mlflow_in_its_sqlite_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow is an extra: pip install 'paceline[mlflow]'")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -130,6 +131,7 @@ def test_mlflow_in_its_sqlite_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len({step for step, _ in seen}) == len(seen), "a step that stands twice"
 
 
+@pytest.mark.conformance
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is an extra: pip install 'paceline[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
