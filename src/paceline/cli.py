@@ -45,7 +45,7 @@ _processes = _options(
         "--monitor-interval", "monitor_seconds", type=float, default=0.05, metavar="SECONDS",
         help="Between two looks at the processes.",
     ),
-    click.option("--tee", default="", metavar="RANKS", help="Show the output of these ranks too: 1,3 or all."),
+    click.option("--tee", default="", metavar="RANKS", help="Show the output of these ranks too: 1,3, 1-3 or all."),
     click.option("--output", metavar="DIR", help="Keep what the ranks other than 0 print in DIR/rank-N.log."),
 )  # fmt: skip
 

@@ -11,8 +11,7 @@
     ├── NonFiniteError    a loss or a gradient is inf or NaN
     └── CheckpointError   a checkpoint is missing, damaged, or of another program
 
-A message names the setting or call, what was received, and the remedy. `suggest` finds the nearest name for a
-misspelt one.
+A message names the setting or call, what was received, and the remedy; of a misspelt name the nearest known one.
 """
 
 from __future__ import annotations

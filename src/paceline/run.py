@@ -146,6 +146,7 @@ class Run:
             batch_sampler: likewise, of whole global batches.
             drop_last: leave out a last global batch that is short.
             name: by which a checkpoint keeps its position; needed where a run has several training loaders.
+            shuffle_buffer: among how many waiting examples an iterable data set is shuffled; 10,000 if not given.
             options: num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, worker_init_fn, timeout,
                 multiprocessing_context, as of torch.utils.data.DataLoader.
 

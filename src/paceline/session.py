@@ -64,7 +64,7 @@ def start(
         trackers: what it writes there: "jsonl" (the default), "tensorboard", "wandb", "mlflow"; several as a list.
         log_every: `run.log` writes the mean over this many optimizer steps, 10 if not given.
         progress: "bar", "lines" or "off"; "auto" is a bar on a terminal, else lines.
-        channels_last: keep image models' weights in that memory format: faster convolutions on GPUs, from volta on.
+        channels_last: convolutions' weights lie channels last: faster in 16 bits on GPUs with tensor cores.
         deterministic: only kernels that give the same bits in each run; slower, and an error where there is none.
         cudnn_benchmark: try several convolution kernels and keep the fastest: costs seconds for each new input shape.
         tf32: multiply float32 matrices with 10 bits of mantissa on recent GPUs: faster, and less exact.

@@ -54,8 +54,8 @@ class Best:
 
 
 class History(Mapping[str, list[float]]):
-    """The values of each epoch: history["loss"][0] is the mean loss of the first; "val_loss" and "val_<metric>" are
-    those of `evaluate_on`. The same on every process, and restored with a checkpoint.
+    """The values of each epoch: `history["loss"][0]` is the mean loss of the first; "val_loss" and "val_" with the name
+    of a metric are those of `evaluate_on`. The same on every process, and restored with a checkpoint.
 
     Attributes: best_epoch, best_value, of the monitored value; best_path, the file of the best model, or None;
     stopped_early.
@@ -88,6 +88,7 @@ class History(Mapping[str, list[float]]):
 
     @property
     def epochs(self) -> int:
+        """How many epochs there were."""
         return len(self._values.get("loss", ()))
 
     def add(self, values: Mapping[str, float]) -> None:

@@ -86,6 +86,7 @@ class Loader:
 
     @property
     def indices(self) -> tuple[int, ...]:
+        """The data set's indices of the examples in the current yield on this process."""
         return self.current.indices if self.current is not None else ()
 
     @property
