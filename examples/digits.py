@@ -33,6 +33,8 @@ TEST_EXAMPLES = 297
 
 def digits(data: Path | None) -> tuple[TensorDataset, TensorDataset]:
     """Training and test set of (image (1, 8, 8) from 0 to 1, label). data: an .npz with images and target, or None."""
+    if data and not data.is_file():
+        raise SystemExit(f"{data} is not there. Without --data the digits that come with scikit-learn are used.")
     source = np.load(data) if data else load_digits()
     images = torch.tensor(source["images"], dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(source["target"], dtype=torch.int64)

@@ -170,6 +170,8 @@ class Run:
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader
         if loader.train:
+            if self._epochs.restored:
+                self._epochs.warn()
             self._normalisation.check(loader.current, loader.name)
             self._stepper.on_yield(loader)
         self._monitor.on_yield(loader)
@@ -264,10 +266,7 @@ class Run:
     def gather(self, values: Any) -> Any:
         """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
         Anything else: a list of all processes' objects."""
-        if isinstance(values, Tensor):
-            return collectives.gather_uneven(values)
-        everyone = collectives.gather_objects(values)
-        return [item for own in everyone for item in own] if isinstance(values, list) else everyone
+        return metrics.gather(values)
 
     def predict(
         self,
@@ -363,6 +362,7 @@ class Run:
         self._stepper.updates = dict(zip(self._optimizers, found["updates"], strict=True))
         self._stepper.skipped = found["skipped"]
         self._epochs.load_state_dict(found["epochs"])
+        self._monitor.restored(directory, self.steps)
         return True
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:

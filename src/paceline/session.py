@@ -74,7 +74,7 @@ def start(
         world_size: how many processes there are, with init_method.
 
     Returns:
-        The run, open until `run.close()` or the end of a `with` block.
+        The run, open until `run.close()`, the next `start`, or the end of the process.
 
     Raises:
         SettingError: a setting that cannot be.

@@ -443,3 +443,11 @@ def test_what_is_no_data_set_is_named() -> None:
         loader(iter([1, 2]), global_batch=2)
     with pytest.raises(SettingError, match="an iterable data set has no indices"):
         loader(Stream(3), global_batch=2, sampler=[0])
+
+
+def test_a_loader_without_a_batch_says_so() -> None:
+    run = paceline.start(progress="off", device="cpu")
+    loader = run.loader(TensorDataset(torch.ones(3, 1)), global_batch=4, drop_last=True)
+    with pytest.warns(UserWarning, match=r"'train' has no batch.*\(4\) with drop_last"):
+        assert list(loader) == []
+    run.close()

@@ -181,3 +181,19 @@ def test_torchs_own_samplers_with_a_generator_go_on(tmp_path: Path) -> None:
         return [list(made.indices) for _ in made]
 
     assert indices(2) == indices(0)[2:]
+
+
+def test_a_restored_run_that_counts_epochs_by_itself_is_told(tmp_path: Path) -> None:
+    train(tmp_path)
+    run = paceline.start(device="cpu", progress="off")
+    model = nn.Linear(4, 3)
+    own = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run.prepare(model, own, StepLR(own, 3))
+    loader = run.loader(DATA, global_batch=8)
+    run.restore(tmp_path)
+    with pytest.warns(UserWarning, match=r"has 1 epochs behind it.*run\.epochs"):
+        next(iter(loader))
+    for wrong in ("3", -1, True):
+        with pytest.raises(UsageError, match=r"run\.epochs\(.*a whole number"):
+            run.epochs(wrong)  # type: ignore[arg-type]
+    run.close()

@@ -326,6 +326,10 @@ class Monitor:
         yield
         self.totals.saved(time.perf_counter() - began)
 
+    def restored(self, directory: Any, steps: int) -> None:
+        if self._main and self._shown:
+            print(f"paceline: goes on after step {steps}, from a checkpoint in {directory}", file=sys.stderr)
+
     def _exiting(self) -> None:
         self._local = True
 

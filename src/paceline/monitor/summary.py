@@ -23,7 +23,7 @@ RATE_SECONDS = 10.0  # examples/s is over about this long
 
 @dataclass(frozen=True)
 class Facts:
-    """What training begins with. global_batch: examples of the first one. micro_batches: in a shard of it."""
+    """What training begins with. global_batch: its examples. micro_batches: in a shard of it."""
 
     world: World
     settings: Settings
@@ -33,6 +33,7 @@ class Facts:
     global_batch: int
     shards: int
     micro_batches: int
+    filled: int | None  # examples of the first global batch of an epoch, where that came first
     batch_norm: bool
     threads: int
 
@@ -76,7 +77,8 @@ def facts(
         device=_device_name(device),
         backend=_backend(device) if world.size > 1 else "",
         strategy=str(spec) if spec is not None else type(stepper.strategy).__name__.lower(),
-        global_batch=request.total,
+        global_batch=loader.global_batch or request.total,
+        filled=request.total if request.step == 0 else None,
         shards=layout.shards,
         micro_batches=max(request.micros, max((part.micro for part in request.parts), default=0) + 1),
         batch_norm=any(isinstance(module, _BatchNorm) for model in models for module in model.modules()),
@@ -129,6 +131,8 @@ def _batch(facts: Facts) -> str:
     if micros > 1:
         low, high = low // micros, -(-high // micros)
         text += f", in {micros} micro-batches of {high if low == high else f'{low} to {high}'}"
+    if facts.filled is not None and facts.filled < total:
+        text += f" (the data set has only {facts.filled} examples)"
     return text + ("; the learning rate stays that of one device" if shards > 1 else "")
 
 

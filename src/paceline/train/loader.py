@@ -7,6 +7,7 @@ function (order.py), so that the examples of step k are known without having rea
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -80,6 +81,11 @@ class Loader:
         return self._source.steps()
 
     @property
+    def global_batch(self) -> int | None:
+        """As it was asked for; None where a batch sampler makes the batches."""
+        return self._source.global_batch
+
+    @property
     def step(self) -> int:
         """The current step in the current epoch, from 0; between epochs, that at which the next one starts."""
         return self.current.step if self.current is not None else self._start
@@ -107,10 +113,13 @@ class Loader:
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
         self._used = False
         try:
+            request = None
             for request, batches in self._fetch(epoch, start):
                 self._enter(request)
                 yield self._present(request, batches)
             whole = True
+            if request is None and start == 0:
+                self._warn_empty()
         finally:
             if mine == self._iteration:  # and not one that was left behind, and is closed late
                 self.current, self.stepped = None, False
@@ -121,6 +130,13 @@ class Loader:
                     self._on_end(self, False)
         if mine == self._iteration:
             self._on_end(self, True)
+
+    def _warn_empty(self) -> None:
+        warnings.warn(
+            f"loader {self.name!r} has no batch, so that nothing is trained: its data set is empty, or has fewer "
+            f"examples than the global batch ({self.global_batch}) with drop_last=True.",
+            stacklevel=2,
+        )
 
     def _evaluating(self) -> Iterator[Any]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""

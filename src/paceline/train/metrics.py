@@ -13,6 +13,13 @@ from paceline.comm import collectives
 from paceline.errors import UsageError
 
 
+def gather(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return collectives.gather_uneven(values)
+    everyone = collectives.gather_objects(values)
+    return [item for own in everyone for item in own] if isinstance(values, list) else everyone
+
+
 def total(values: Any, device: torch.device) -> Any:
     """The sum over all processes. values: a number, a tensor (same shape everywhere), or a dict of these. A whole
     number stays whole where it is one on every process."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.train.loader import Loader
 
 
@@ -20,8 +22,15 @@ class Epochs:
         self._current = 0
         self._inside = False
         self._ended_before: dict[str, int] = {}
+        self.restored = False  # to a later epoch than the first, and nobody has asked for it yet
 
     def upto(self, count: int) -> Iterator[int]:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise UsageError(f"run.epochs({count!r}): a whole number of epochs, 0 or more, is needed.")
+        return self._upto(count)
+
+    def _upto(self, count: int) -> Iterator[int]:
+        self.restored = False
         while self._current < count:
             self._inside = True
             self._ended_before = {loader.name: loader.ended for loader in self._loaders()}
@@ -39,3 +48,13 @@ class Epochs:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._current = int(state["epoch"])
+        self.restored = self._current > 0
+
+    def warn(self) -> None:
+        """Training goes on, and no `run.epochs` has said with which epoch."""
+        self.restored = False
+        warnings.warn(
+            f"the restored run has {self._current} epochs behind it, but the loop over epochs is not `for epoch in "
+            "run.epochs(n)`, so that all n are made once more. With it, a run goes on with the epoch where it stopped.",
+            stacklevel=2,
+        )

@@ -52,7 +52,9 @@ OWN_ARGUMENTS = frozenset(
 
 
 class Source:
-    """The common part."""
+    """The common part. global_batch: as it was asked for; None where a batch sampler makes the batches."""
+
+    global_batch: int | None
 
     def __init__(
         self,
@@ -217,6 +219,7 @@ class StreamSource(Source):
         return iter(self.data_loader(self._fetcher, None))
 
     def batch_sizes(self) -> Sequence[int]:
+        assert self.global_batch is not None
         return _even(len(self.dataset), self.global_batch, self.drop_last)
 
     def identity(self) -> dict[str, Any]:
