@@ -95,6 +95,7 @@ class Strategy(ABC):
     layout: Layout
     closure_only: bool = False
     views: bool = False  # whether `.grad` may share memory that the next backward writes to
+    loss_scale: float = 1.0  # fp16: a factor of all weights of this global batch, taken out after the reduction
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
@@ -131,7 +132,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`. Collective."""
+        """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`; under further keys
+        what is a strategy's own, which others ignore. Collective."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -9,13 +9,15 @@ Phase 3, backward of the last micro-batch: the reducer that was made for the par
 Phase 4, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`.
+With another `reducer` or a `codec` a bucket is summed by ddp_hook.py in place of torch's all-reduce; the bytes of these
+stand in comm/reducers.py and comm/codecs.py.
 Memory per replica: parameters, gradients and optimizer state once each, and the buckets once more (not so with
-`gradient_as_bucket_view`).
+`gradient_as_bucket_view`). A codec's residuals once more.
 
-The reducer is torch.nn.parallel.DistributedDataParallel's own (Li et al. 2020, "PyTorch Distributed: Experiences on
-Accelerating Data Parallel Training"): bucketing, overlap and averaging are its. Only its forward is not used: it arms
-the reducer when `model(...)` is called, so that a second backward, a method other than forward, or a loss that
-reaches only some parameters is reduced wrongly or never. Here the backward says what it reaches, so that several
+The reducer (ddp_reducer.py) is torch.nn.parallel.DistributedDataParallel's own (Li et al. 2020, "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training"): bucketing, overlap and averaging are its. Only its forward is not
+used: it arms the reducer when `model(...)` is called, so that a second backward, a method other than forward, or a loss
+that reaches only some parameters is reduced wrongly or never. Here the backward says what it reaches, so that several
 losses, several models and frozen parameters need no flag: a reducer is kept for each set of parameters.
 
 That set must be the same on all ranks, else they would wait for each other for ever. It is compared when a backward
@@ -25,7 +27,6 @@ parameters. `find_unused=true` compares every time, for models whose path depend
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +35,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.comm import collectives
 from paceline.errors import ModelError, SettingError, UnusedParameterError
+from paceline.strategies import ddp_hook
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.ddp_reducer import Reducer, fire
 from paceline.strategies.replicated import (
     closure_on_one_replica,
     load_replicated,
@@ -47,17 +49,14 @@ from paceline.strategies.replicated import (
 )
 from paceline.world import World
 
-# torch 2.13 renamed the argument; all buffers are ignored by name too (_Together), so that neither name syncs them.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
-
 Reached = tuple[bool, ...]
 """For each trainable parameter, whether a backward reaches it."""
 
 
 class DDP(Strategy):
     """bucket_mb: size of a bucket in MB (2**20 bytes). static_graph, gradient_as_bucket_view: as in torch's DDP.
-    find_unused: the parameters that a loss reaches may differ between steps and ranks."""
+    find_unused: the parameters that a loss reaches may differ between steps and ranks. reducer: "native", "ring",
+    "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16", "powersgd:rank=4" or "topk:ratio=0.01"."""
 
     def __init__(
         self,
@@ -68,11 +67,16 @@ class DDP(Strategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         find_unused: bool = False,
+        reducer: str = "native",
+        codec: str = "none",
     ) -> None:
         if bucket_mb <= 0:
             raise SettingError(f"strategy ddp: bucket_mb={bucket_mb}: a size above 0, in MB, is needed.")
         if static_graph and find_unused:
             raise SettingError("strategy ddp: static_graph and find_unused contradict each other. Set one of them.")
+        self._reduction = ddp_hook.make(self, reducer, codec, world, device)
+        # torch's reducer averages over replicas: the world's size in the weights turns that into the sum.
+        self._factor = world.size if self._reduction is None else 1
         self.world, self.device = world, device
         self.layout = Layout(shards=world.size, mine=(world.rank,))
         self.bucket_mb, self.static_graph = bucket_mb, static_graph
@@ -84,7 +88,7 @@ class DDP(Strategy):
         self._flags: tuple[bool, ...] = ()
         self.trainable: list[Tensor] = []
         self._accumulators: list[Any] = []
-        self._reducers: dict[Reached, _Reducer] = {}
+        self._reducers: dict[Reached, Reducer] = {}
         self._expected: dict[int, Reached | None] = {}  # backward call -> what it reaches; None: compared every time
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -96,6 +100,8 @@ class DDP(Strategy):
             collectives.broadcast_tensors([t for t in everything if t not in known])
             self._sent.update(everything)
         self._names = parameter_names(models)
+        if self._reduction is not None:
+            self._reduction.names = self._names
         self._flags = ()
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
@@ -111,10 +117,14 @@ class DDP(Strategy):
         inputs: Sequence[Tensor] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        # The reducer averages over replicas: the world's size in the weight turns that into the sum.
-        gradients = [as_gradient(weight * self.world.size, root) for root, weight in zip(roots, weights, strict=True)]
+        gradients = [as_gradient(weight * self._factor, root) for root, weight in zip(roots, weights, strict=True)]
         if not final:
             torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+            return
+        if self.world.size == 1:
+            torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+            if self._reduction is not None:
+                self._reduction.alone()
             return
         self._follow_requires_grad()
         run = partial(torch.autograd.backward, roots, gradients, inputs=inputs, retain_graph=retain_graph)
@@ -193,7 +203,16 @@ class DDP(Strategy):
         ready = collectives.broadcast_object([numbers[p] for p in order])
         ready += [i for i, used in enumerate(reached) if used and i not in set(ready)]
         parameters = [self.trainable[i] for i in ready]
-        self._reducers[reached] = reducer = _Reducer(self, parameters)
+        chosen = set(parameters)
+        self._reducers[reached] = reducer = Reducer(
+            self.models,
+            parameters,
+            [p for p in self.trainable if p not in chosen],
+            self._reduction,
+            bucket_mb=self.bucket_mb,
+            views=self.views,
+            static_graph=self.static_graph,
+        )
         reducer.arm()
         fire(parameters, [p.grad for p in parameters])
 
@@ -287,103 +306,15 @@ class DDP(Strategy):
             "After each update they were the same, so that something changed them beside run.backward and run.step "
             "(loss.backward(), a gradient or weight written to, another learning rate, batches left out), on some",
         )
-        return replicated_state(self.models, self.optimizers)
+        state = replicated_state(self.models, self.optimizers)
+        return state if self._reduction is None else state | self._reduction.state_dict(self._names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, state)
+        ddp_hook.load(self._reduction, state, self._names)
 
     def close(self) -> None:
         self._drop_reducers()
         self._accumulators = []
-
-
-def fire(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Gives each parameter this gradient (None: zeros) in this order, as a backward would, but for the user's hooks,
-    which have seen it or are not to see it."""
-    for p, gradient in zip(parameters, gradients, strict=True):
-        p.grad = None
-        with _without_hooks(p):
-            torch.autograd.backward(p, torch.zeros_like(p) if gradient is None else gradient)
-
-
-@contextmanager
-def _without_hooks(parameter: Tensor) -> Iterator[None]:
-    """Empties the dictionaries in which torch keeps a tensor's hooks, and fills them again."""
-    kept = []
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(parameter, name, None)
-        if hooks:
-            kept.append((hooks, dict(hooks)))
-            hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, entries in kept:
-            hooks.update(entries)
-
-
-class _Together(nn.Module):
-    """All prepared models as one, which is what DistributedDataParallel wants to see."""
-
-    def __init__(self, models: Sequence[nn.Module], reduced: set[Tensor]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-        ignored = [name for name, p in self.named_parameters() if p not in reduced]
-        self._ddp_params_and_buffers_to_ignore = ignored + [name for name, _ in self.named_buffers()]
-
-
-class _Reducer:
-    """torch's C++ reducer over these parameters, in the order in which their gradients come; driven by the backward and
-    not by a forward. Made outside of a backward."""
-
-    def __init__(self, strategy: DDP, ready: Sequence[Tensor]) -> None:
-        self._first = ready[0]
-        chosen = set(ready)
-        self.others = [p for p in strategy.trainable if p not in chosen]
-        kept = [p.grad for p in ready]
-        for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
-            p.grad = None
-        self._ddp = DistributedDataParallel(
-            _Together(strategy.models, chosen),
-            **_NO_BUFFERS,
-            init_sync=False,
-            bucket_cap_mb=strategy.bucket_mb,
-            gradient_as_bucket_view=strategy.views,
-            static_graph=strategy.static_graph,
-        )
-        # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros.
-        self.arm()
-        fire(ready, [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)])
-        if strategy.static_graph:  # which is recorded in its first backward, and reduced at its end
-            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-        self._ddp.reducer._rebuild_buckets()
-        for p, gradient in zip(ready, kept, strict=True):
-            p.grad = gradient
-
-    def arm(self) -> None:
-        """From here on a gradient that is ready counts towards its bucket. Called at the root of a backward."""
-        self._ddp.reducer.prepare_for_forward()
-        self._ddp.reducer.prepare_for_backward([])
-
-    def missed(self) -> bool:
-        """Whether, after a backward, a gradient is missing that `arm` was told would come."""
-        if self._first.grad is None:  # then perhaps none came, and the reducer does not know that there was a backward
-            return True
-        try:
-            self._ddp.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return True
-        return False
-
-    def close(self) -> None:
-        self._ddp.reducer._remove_autograd_hooks()
-        # The C++ reducer holds the process group, whose threads must have ended before the interpreter does: let go of
-        # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
-        for name in ("reducer", "logger", "process_group"):
-            setattr(self._ddp, name, None)
-
-
-def _zeros(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    if gradient is not None and gradient.is_sparse:
-        return torch.zeros_like(parameter).to_sparse(1)
-    return torch.zeros_like(parameter)
+        if self._reduction is not None:
+            self._reduction.close()

@@ -1,7 +1,8 @@
 """What a checkpoint holds, and putting it back: model, optimizer, schedule, scaler, position, random streams, tracked.
 
 Everything has a name: model_0, optimizer_0, scheduler_0 in the order of `prepare`; loaders and tracked objects by their
-own. A part that a restored checkpoint holds and the script has not made yet (a loader, a tracked object) waits for it.
+own; what is a strategy's alone (a codec's residuals) is in "strategy". A part that a restored checkpoint holds and the
+script has not made yet (a loader, a tracked object) waits for it.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class State:
             parts: dict[str, Any] = {}
             for kind in ("models", "optimizers"):
                 parts |= {f"{kind[:-1]}_{i}": value for i, value in enumerate(state[kind])}
+            own = {key: value for key, value in state.items() if key not in ("models", "optimizers")}
+            parts |= {"strategy": own} if own else {}
             parts |= {f"scheduler_{i}": scheduler.state_dict() for i, scheduler in enumerate(self.schedulers)}
             parts["run"] = {
                 **run,
@@ -184,9 +187,8 @@ class State:
             )
         for number, (scheduler, name) in enumerate(zip(self.schedulers, run.get("schedulers", ()), strict=False)):
             check_same_class(scheduler, name, "scheduler", number)
-        self.strategy.load_state_dict(
-            {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}
-        )
+        named = {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}
+        self.strategy.load_state_dict({**parts.get("strategy", {}), **named})
         for scheduler, state in zip(self.schedulers, schedulers, strict=True):
             scheduler.load_state_dict(state)
         for name, part in self.parts.items():

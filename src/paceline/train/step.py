@@ -83,6 +83,7 @@ class Stepper:
         self._watch.forget()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
+            self.strategy.loss_scale = self.precision.scaler.scale
 
     # --- backward
 

@@ -1,0 +1,271 @@
+"""What stands in the place of torch's own all-reduce in ddp, where another reducer or a codec is chosen.
+
+For each bucket, as soon as torch's reducer says that its gradients are there:
+
+Phase 1: what this replica kept of its earlier gradients (the residuals) is added to the bucket.
+Phase 2: reducer and codec turn it into the sum over all replicas (comm/reducers.py, comm/codecs.py).
+Phase 3: what was not sent this time becomes the new residual, when the last bucket is through; not so where the sum is
+  not finite anywhere: then this backward leaves all residuals as they were.
+
+On a CPU this runs in a thread of its own, on an accelerator on a stream of its own, one bucket after the other, while
+autograd goes on with the backward.
+
+Residuals belong to parameters and not to buckets, whose layout may change. They are of the gradient's size, in float32
+where it has 16 bits; and once more while a backward runs. A loss scale (fp16) is taken out of them, since it may be
+another one at the next step.
+
+A checkpoint holds, by name, the sum of all replicas' residuals: what the updates so far lack of the sum of all
+gradients so far. When it is loaded each replica takes an equal part, so that nothing of it is lost on any number of
+processes. A run that goes on is then not the same to the last bit as one that was never stopped: rounding and top-k
+choose by what one replica holds (PowerSGD does not, being linear).
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import sys
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from paceline.comm import codecs, collectives, sums
+from paceline.comm.codecs import Codec, State
+from paceline.comm.reducers import REDUCERS
+from paceline.errors import SettingError, suggest
+from paceline.strategies.base import Strategy
+from paceline.world import World
+
+KEY = "codec"
+"""Under which a strategy's state holds what codecs kept: {"name", "residual": {name: tensor}, "q": {name: tensor}}."""
+
+
+def make(strategy: Strategy, reducer: str, codec: str, world: World, device: torch.device) -> Reduction | None:
+    """None where torch's own all-reduce is what is asked for. Raises SettingError for what is not known."""
+    known = ("native", *REDUCERS)
+    if reducer not in known:
+        raise SettingError(f"strategy ddp: reducer={reducer!r} is not known. {suggest(str(reducer), known)}")
+    try:
+        chosen = codecs.parse(codec)
+    except SettingError as error:
+        raise SettingError(f"strategy ddp: {error}") from None
+    if isinstance(chosen, codecs.TopK) and reducer not in ("native", "ring"):
+        raise SettingError(
+            f"strategy ddp: codec={codec!r} with reducer={reducer!r}: replicas choose different elements, which are "
+            "gathered and not added on the way. Use reducer=native or ring."
+        )
+    if reducer == "native" and chosen is None:
+        return None
+    lossy = chosen is not None and (world.size > 1 or not isinstance(chosen, codecs.Rounding))
+    if lossy and world.rank == 0:
+        print(
+            f"paceline: codec={codec} changes the mathematics: gradients are sent with errors, which later steps "
+            "make up for. The model is not that of one device.",
+            file=sys.stderr,
+        )
+    return Reduction(strategy, reducer, chosen, world, device)
+
+
+def load(reduction: Reduction | None, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+    """Takes what a checkpoint says of codecs, if anything."""
+    saved = state.get(KEY)
+    if reduction is not None and reduction.codec is not None:
+        reduction.load(saved or {"residual": {}, "q": {}}, names)
+    elif saved is not None and collectives.rank_of() == 0:
+        warnings.warn(
+            f"the checkpoint's run had codec={saved['name']}, and this one has none: the parts of gradients that it "
+            "had not sent yet are left out.",
+            stacklevel=2,
+        )
+
+
+class Reduction:
+    """One reducer and one codec, for all buckets of all of a strategy's reducers.
+
+    names: the parameters'. idle: buckets are left as they are, without communication.
+    """
+
+    def __init__(
+        self, strategy: Strategy, reducer: str, codec: Codec | None, world: World, device: torch.device
+    ) -> None:
+        self.codec, self.names, self.idle = codec, dict[Tensor, str](), False
+        self._strategy, self._world, self._device = strategy, world, device
+        self._sums = sums.make(reducer, world.node, device)
+        self._states: dict[Tensor, State] = {}
+        self._next: list[tuple[State, State]] = []  # of this backward: states, and what they are to be
+        self._finite: list[Tensor] = []  # for each of its buckets, whether its sum is
+        self._worker = _Worker() if device.type == "cpu" else None
+        self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+    # --- in a backward
+
+    def start(self, bucket: GradBucket) -> Future[Tensor]:
+        """The hook: returns at once where it can."""
+        flat = bucket.buffer()
+        if self._worker is not None:
+            future: Future[Tensor] = Future()
+            if self.idle:
+                future.set_result(flat)
+            else:
+                self._worker.tasks.put(lambda: self._fulfil(future, bucket))
+            return future
+        module = torch.get_device_module(self._device)
+        future = Future(devices=[self._device])
+        assert self._stream is not None
+        self._stream.wait_stream(module.current_stream(self._device))
+        with module.stream(self._stream):  # the future then holds an event of this stream
+            if not self.idle:
+                self._reduce(bucket)
+            future.set_result(flat)
+        return future
+
+    def _fulfil(self, future: Future[Tensor], bucket: GradBucket) -> None:
+        try:
+            self._reduce(bucket)
+        except BaseException as error:  # raised where the backward waits for it
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(bucket.buffer())
+
+    @torch.no_grad()
+    def _reduce(self, bucket: GradBucket) -> None:
+        flat = bucket.buffer()  # of complex gradients the real view
+        if self.codec is None:
+            self._sums.add(flat)
+            return
+        if bucket.index() == 0:  # perhaps the last backward was broken off
+            self._next, self._finite = [], []
+        self._encode(flat, bucket.parameters())
+        if bucket.is_last():
+            self._keep()
+
+    @torch.no_grad()
+    def alone(self) -> None:
+        """The same for the only replica, without buckets or threads, when its backward is over."""
+        for p in self.names if self.codec is not None else ():
+            if p.grad is not None:
+                laid = _laid_out(p, _real(p.grad))
+                self._encode(_in_memory_order(laid), [p])
+                _real(p.grad).copy_(laid)
+        if self._next:
+            self._keep()
+
+    def _encode(self, flat: Tensor, parameters: Sequence[Tensor]) -> None:
+        assert self.codec is not None
+        scale = self._strategy.loss_scale
+        values = flat.float() if flat.element_size() < 4 else flat
+        shapes = [_memory_shape(p) for p in parameters]
+        states = [self._state(p, shape, values) for p, shape in zip(parameters, shapes, strict=True)]
+        pieces = values.split([math.prod(shape) for shape in shapes])
+        torch._foreach_add_(pieces, [state["residual"] for state in states], alpha=scale)
+        new = self.codec.total(values, shapes, states, self._sums)
+        if scale != 1.0:
+            torch._foreach_div_([state["residual"] for state in new], scale)
+        self._next += zip(states, new, strict=True)
+        self._finite.append(values.isfinite().all())
+        if values is not flat:
+            flat.copy_(values)
+
+    def _keep(self) -> None:
+        """The next states; the old ones where a sum is not finite, without a look at it on the host."""
+        finite = torch.stack(self._finite).all()
+        for old, new in self._next:
+            for key, value in new.items():
+                torch.where(finite, value, old[key], out=old[key])
+        self._next, self._finite = [], []
+
+    def _state(self, parameter: Tensor, shape: Sequence[int], like: Tensor) -> State:
+        if parameter not in self._states:
+            assert self.codec is not None
+            seed = zlib.crc32(self.names[parameter].encode())
+            self._states[parameter] = self.codec.init(shape, like, seed)
+        return self._states[parameter]
+
+    # --- in a checkpoint
+
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
+        """What is kept, summed over all replicas, under KEY; nothing without a codec. Collective."""
+        if self.codec is None:
+            return {}
+        residuals, q = {}, {}
+        for p, name in names.items():
+            if p in self._states:
+                state = self._states[p]
+                total = collectives.all_reduce(state["residual"].clone())
+                residuals[name] = _laid_out(p, torch.empty_like(_real(p), dtype=total.dtype))
+                _in_memory_order(residuals[name]).copy_(total)
+                if "q" in state:
+                    q[name] = state["q"]
+        return {KEY: {"name": self.codec.name, "residual": residuals, "q": q}}
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+        """An equal part of what was kept for each replica. Another codec's is taken too: it is gradient all the same,
+        which was not applied yet."""
+        self._states = {}
+        for p, name in names.items():
+            if name not in saved["residual"]:
+                continue
+            kind = torch.float64 if _real(p).dtype == torch.float64 else torch.float32
+            laid = _laid_out(p, saved["residual"][name].to(_real(p).device, kind))
+            state = self._state(p, _memory_shape(p), laid)
+            state["residual"].copy_(_in_memory_order(laid)).div_(self._world.size)
+            q = saved["q"].get(name)
+            if q is not None and "q" in state and q.shape == state["q"].shape:
+                state["q"].copy_(q)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+class _Worker:
+    """A thread that does one task after the other. It does not keep the process from ending: where a backward was
+    broken off on this rank, it may wait for others that wait for this rank."""
+
+    def __init__(self) -> None:
+        self.tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, args=(self.tasks,), name="paceline-reduction", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (task := tasks.get()) is not None:
+            task()
+            del task  # or it would hold its bucket until the next one
+
+    def close(self) -> None:
+        self.tasks.put(None)
+        self._thread.join(timeout=1.0)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _laid_out(parameter: Tensor, values: Tensor) -> Tensor:
+    """A copy of values in a memory layout as torch's reducer lays the parameter's gradient into a bucket: as the
+    parameter itself (channels_last), if it is dense."""
+    real = _real(parameter)
+    laid = torch.empty_like(real, dtype=values.dtype)
+    return (laid if laid.stride() == real.stride() else values.new_empty(real.shape)).copy_(values)
+
+
+def _memory_shape(parameter: Tensor) -> list[int]:
+    """Its sizes in the order in which that lies in memory: for channels_last out, height, width, in."""
+    real = _real(parameter)
+    strides = torch.empty_like(real, device="meta").stride()
+    order = range(real.dim()) if strides != real.stride() else sorted(range(real.dim()), key=lambda i: -strides[i])
+    return [real.shape[i] for i in order]
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """(numel,): a view of a dense tensor's memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

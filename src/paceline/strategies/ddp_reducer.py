@@ -1,0 +1,131 @@
+"""torch's C++ reducer, driven by the backward and not by a model's forward: what ddp.py arms."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import ModelError
+from paceline.strategies.ddp_hook import Reduction
+
+# torch 2.13 renamed the argument; all buffers are ignored by name too (_Together), so that neither name syncs them.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+
+
+def fire(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Gives each parameter this gradient (None: zeros) in this order, as a backward would, but for the user's hooks,
+    which have seen it or are not to see it."""
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = None
+        with _without_hooks(p):
+            torch.autograd.backward(p, torch.zeros_like(p) if gradient is None else gradient)
+
+
+@contextmanager
+def _without_hooks(parameter: Tensor) -> Iterator[None]:
+    """Empties the dictionaries in which torch keeps a tensor's hooks, and fills them again."""
+    kept = []
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name, None)
+        if hooks:
+            kept.append((hooks, dict(hooks)))
+            hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)
+
+
+class _Together(nn.Module):
+    """All prepared models as one, which is what DistributedDataParallel wants to see."""
+
+    def __init__(self, models: Sequence[nn.Module], reduced: set[Tensor]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        ignored = [name for name, p in self.named_parameters() if p not in reduced]
+        self._ddp_params_and_buffers_to_ignore = ignored + [name for name, _ in self.named_buffers()]
+
+
+class Reducer:
+    """torch's C++ reducer over these parameters, in the order in which their gradients come; driven by the backward and
+    not by a forward. Made outside of a backward."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        ready: Sequence[Tensor],
+        others: Sequence[Tensor],
+        reduction: Reduction | None,
+        *,
+        bucket_mb: float,
+        views: bool,
+        static_graph: bool,
+    ) -> None:
+        """ready: the parameters. others: trainable ones that are not among them. reduction: how a bucket is summed, in
+        place of torch's own all-reduce and division by the number of replicas."""
+        self._first, self.others = ready[0], others
+        kept = [p.grad for p in ready]
+        if reduction is not None and any(gradient is not None and gradient.is_sparse for gradient in kept):
+            raise ModelError(
+                "a gradient is sparse (nn.Embedding(sparse=True)), which only torch's own all-reduce takes: use "
+                "strategy='ddp' without reducer and codec, or sparse=False."
+            )
+        for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
+            p.grad = None
+        self._ddp = DistributedDataParallel(
+            _Together(models, set(ready)),
+            **_NO_BUFFERS,
+            init_sync=False,
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=views,
+            static_graph=static_graph,
+        )
+        if reduction is not None:
+            reduction.idle = True
+            self._ddp.register_comm_hook(None, lambda _, bucket: reduction.start(bucket))
+        # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros.
+        self.arm()
+        fire(ready, [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)])
+        if static_graph:  # which is recorded in its first backward, and reduced at its end
+            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+        self._ddp.reducer._rebuild_buckets()
+        for p, gradient in zip(ready, kept, strict=True):
+            p.grad = gradient
+        if reduction is not None:
+            reduction.idle = False
+
+    def arm(self) -> None:
+        """From here on a gradient that is ready counts towards its bucket. Called at the root of a backward."""
+        self._ddp.reducer.prepare_for_forward()
+        self._ddp.reducer.prepare_for_backward([])
+
+    def missed(self) -> bool:
+        """Whether, after a backward, a gradient is missing that `arm` was told would come."""
+        if self._first.grad is None:  # then perhaps none came, and the reducer does not know that there was a backward
+            return True
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return True
+        return False
+
+    def close(self) -> None:
+        self._ddp.reducer._remove_autograd_hooks()
+        # The C++ reducer holds the process group, whose threads must have ended before the interpreter does: let go of
+        # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
+        for name in ("reducer", "logger", "process_group"):
+            setattr(self._ddp, name, None)
+
+
+def _zeros(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is not None and gradient.is_sparse:
+        return torch.zeros_like(parameter).to_sparse(1)
+    return torch.zeros_like(parameter)
