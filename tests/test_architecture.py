@@ -29,7 +29,7 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "__main__": {"cli"},
     "__init__": {"fitting", "launcher", "session", "run", "train", "world", "config", "errors"},
 }
-STRATEGY_NAMES = {"single", "ddp", "data_parallel", "pipeline"}
+STRATEGY_NAMES = {"single", "ddp", "data_parallel", "pipeline", "local_sgd", "diloco"}
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce",

@@ -58,9 +58,8 @@ class Run:
         self._epochs = Epochs(lambda: list(self._state.loaders.values()))
         self.latest: Loader | None = None
         self._evaluations = 0
-        self._before = replicas.set_default(
-            replicas.ProcessReplicas() if world.size > 1 and not self._strategy.layout.together else replicas.Alone()
-        )
+        alone = world.size == 1 or self._strategy.layout.together or self._strategy.layout.local
+        self._before = replicas.set_default(replicas.Alone() if alone else replicas.ProcessReplicas())
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self.closed = False
         self._put_backends_back = backends.apply(settings)
@@ -173,12 +172,13 @@ class Run:
             if self._epochs.restored:
                 self._epochs.warn()
             self._normalisation.check(loader.current, loader.name)
-            self._stepper.on_yield(loader)
+        self._stepper.on_yield(loader)
         self._monitor.on_yield(loader)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
-        return self._monitor.epochs(self._epochs.upto(count), count)
+        yield from self._monitor.epochs(self._epochs.upto(count), count)
+        self._stepper.settle()
 
     # --- the step
 
@@ -242,8 +242,8 @@ class Run:
 
     @property
     def skipped(self) -> int:
-        """Updates that were left out because a gradient was not finite."""
-        return self._stepper.skipped
+        """Updates that were left out because a gradient was not finite; of replicas that train apart this one's."""
+        return self._stepper.skipped + self._stepper.sat_out
 
     # --- numbers over all processes
 
@@ -340,7 +340,7 @@ class Run:
             )
         counters = {
             "updates": [self._stepper.updates[optimizer] for optimizer in self._optimizers],
-            "skipped": self._stepper.skipped,
+            "skipped": self.skipped,
             "epochs": self._epochs.state_dict(),
         }
         with self._monitor.saving():
@@ -360,7 +360,7 @@ class Run:
         if found is None:
             return False
         self._stepper.updates = dict(zip(self._optimizers, found["updates"], strict=True))
-        self._stepper.skipped = found["skipped"]
+        self._stepper.skipped, self._stepper.sat_out = found["skipped"], 0
         self._epochs.load_state_dict(found["epochs"])
         self._monitor.restored(directory, self.steps)
         return True

@@ -32,12 +32,15 @@ class Layout:
     """How a global batch is laid over the run.
 
     shards: how many shards a global batch is cut into. mine: those that this process computes. together: whether a
-    yield of the loader holds all micro-batches of a shard at once (a pipeline) or one (everything else).
+    yield of the loader holds all micro-batches of a shard at once (a pipeline) or one (everything else). local:
+    whether replicas train apart: a gradient is then the mean over the process's own shard, batch norm sees that shard
+    alone, a gradient that is not finite stops or skips one replica, and nothing is asked of the others for any of it.
     """
 
     shards: int
     mine: tuple[int, ...]
     together: bool = False
+    local: bool = False
 
     @property
     def opaque(self) -> bool:
@@ -96,6 +99,8 @@ class Strategy(ABC):
     closure_only: bool = False
     views: bool = False  # whether `.grad` may share memory that the next backward writes to
     loss_scale: float = 1.0  # fp16: a factor of all weights of this global batch, taken out after the reduction
+    seen: Weight = 0.0  # with layout.local: how many examples (or tokens) `.grad` is a mean over; set before `finish`
+    settle: Callable[[], None] | None = None  # with layout.local: makes the replicas' models one. Collective
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Masters: the tensors that an optimizer updates in place of a model's own parameters.
 
 Where parameters are computed with on one device and kept on another, or kept in slices, the user's optimizer goes on
-holding the user's own parameters, which scripts clip, freeze and look at; only while it updates, or its state is read or
-loaded, do the masters stand in their place. Its state belongs to the masters all the time.
+holding the user's own parameters, which scripts clip, freeze and look at; only while it updates, or its state is read
+or loaded, do the masters stand in their place. Its state belongs to the masters all the time.
 """
 
 from __future__ import annotations

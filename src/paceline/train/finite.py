@@ -5,6 +5,7 @@ are clipped, their norm tells, since it is inf or NaN as soon as one element is.
 gradients are reduced by then. On a CPU the flag is looked at before the update. On an accelerator its copy to the host
 is only enqueued, and looked at one step later, when it has long arrived: nothing waits that plain DDP would not wait
 for. Then, and only then, all ranks tell each other which examples they had and whether their losses were finite.
+(Replicas that train apart tell nothing: one alone may have such a gradient.)
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Flag:
 class FiniteWatch:
     """Looks at every step's gradient norm, at once or one step later."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.flag = Flag(device)
+    def __init__(self, device: torch.device, local: bool = False) -> None:
+        self.flag, self._local = Flag(device), local
         self._seen: list[Seen] = []
         self._pending: _Pending | None = None
 
@@ -124,21 +125,21 @@ class FiniteWatch:
     def _stop(self, pending: _Pending, where: list[str]) -> None:
         self.flag.found.zero_()
         mine = [(float(seen.loss), seen.request.indices) for seen in pending.seen if seen.request.examples]
-        everyone = collectives.gather_objects(mine)
+        everyone = {collectives.rank_of(): mine} if self._local else dict(enumerate(collectives.gather_objects(mine)))
         raise NonFiniteError(_message(pending.step, everyone, where))
 
 
-def _message(step: int, everyone: list[list[tuple[float, tuple[int, ...]]]], where: list[str]) -> str:
+def _message(step: int, everyone: Mapping[int, list[tuple[float, tuple[int, ...]]]], where: list[str]) -> str:
     guilty = [
         f"rank {rank}: loss {loss} on the examples {_ids(indices)}"
-        for rank, calls in enumerate(everyone)
+        for rank, calls in everyone.items()
         for loss, indices in calls
         if not math.isfinite(loss)
     ]
     if guilty:
         what = "the loss is not finite:\n  " + "\n  ".join(guilty)
     else:
-        rows = (f"rank {rank}: {_ids(ids)}" for rank, calls in enumerate(everyone) for _, ids in calls)
+        rows = (f"rank {rank}: {_ids(ids)}" for rank, calls in everyone.items() for _, ids in calls)
         named = f" (first in {', '.join(where[:3])})" if where else ""
         what = f"the losses are finite, but a gradient is not{named}. The examples of this step:\n  " + "\n  ".join(
             rows

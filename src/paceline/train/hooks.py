@@ -8,7 +8,7 @@ from types import TracebackType
 
 from paceline.errors import PacelineError
 from paceline.train.loader import Loader
-from paceline.train.step import empty_message
+from paceline.train.messages import empty_message
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -17,10 +17,11 @@ from paceline.train.order import Request
 
 
 class Normalisation:
-    """Converts the batch norms of prepared models, and keeps them right."""
+    """Converts the batch norms of prepared models, and keeps them right. For replicas that train apart the choice is
+    `shard`."""
 
     def __init__(self, choice: str, layout: Layout) -> None:
-        self._choice, self._layout = choice, layout
+        self._choice, self._layout = "shard" if layout.local else choice, layout
         self._found: list[nn.Module] = []
 
     def convert(self, model: nn.Module) -> None:
@@ -53,8 +54,8 @@ class Normalisation:
 
     def agree(self, models: Sequence[nn.Module]) -> None:
         """After an update, with `shard`: running statistics become their mean over the replicas, as every replica is
-        to evaluate the same model."""
-        if not self._found or self._choice != "shard" or collectives.size_of() == 1:
+        to evaluate the same model. (Replicas that train apart average them with their weights.)"""
+        if not self._found or self._choice != "shard" or self._layout.local or collectives.size_of() == 1:
             return
         buffers = [
             buffer

@@ -28,7 +28,8 @@ class Request(NamedTuple):
     """One yield of a loader on one process.
 
     epoch, step: where in the plan. micro: which of `micros` yields of this global batch. total: examples in the whole
-    global batch. first: the index of its first example, from which a zero-length batch gets its form.
+    global batch. first: the index of its first example, from which a zero-length batch gets its form. own: examples of
+    the whole global batch that this process computes.
     """
 
     epoch: int
@@ -39,6 +40,7 @@ class Request(NamedTuple):
     first: int
     parts: tuple[Part, ...]
     probe: Probe | None = None
+    own: int = 0
 
     @property
     def final(self) -> bool:
@@ -83,6 +85,8 @@ def requests(
     """The yields of one global batch on one process; its last one carries the probe."""
     total = len(batch)
     micros = micro_batches(total, layout.shards, micro_batch)
+    bounds = [cut(total, layout.shards, shard) for shard in layout.mine]
+    own = sum(stop - start for start, stop in bounds)
 
     def part(shard: int, micro: int) -> Part:
         start, stop = cut(total, layout.shards, shard)
@@ -91,9 +95,9 @@ def requests(
 
     if layout.together:
         parts = tuple(part(shard, micro) for shard in layout.mine for micro in range(micros))
-        yield Request(epoch, step, 0, 1, total, int(batch[0]), parts, probe)
+        yield Request(epoch, step, 0, 1, total, int(batch[0]), parts, probe, own)
         return
     for micro in range(micros):
         parts = tuple(part(shard, micro) for shard in layout.mine)
         last = micro == micros - 1
-        yield Request(epoch, step, micro, micros, total, int(batch[0]), parts, probe if last else None)
+        yield Request(epoch, step, micro, micros, total, int(batch[0]), parts, probe if last else None, own)

@@ -3,6 +3,9 @@
 A loader's yield opens a micro-batch; the first of a global batch opens that too. `backward` weighs a loss by its share
 of the global batch (gradients.py) and hands it to the strategy. `step` acts when every loader that took part has come
 to the last micro-batch of its global batch: it checks the gradient, clips, updates, moves the schedule, and clears.
+
+Replicas that train apart (`layout.local`) do all this alone: the whole is then the replica's own shard, and the
+strategy is told what its gradient is a mean over. Steps and schedules are still counted alike on all ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from paceline.train.gradients import MEANS, Accounts, Counts, Key
 from paceline.train.guards import Guards
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import local_loss, mean_term, sum_term, terms_of
+from paceline.train.messages import CLOSURE_NEEDED, empty_message, without_backward
 from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.preparable import strange_parameters
@@ -48,22 +52,28 @@ class Stepper:
         self.accounts.views = strategy.views
         self.names: dict[Tensor, str] = {}
         self.updates: dict[torch.optim.Optimizer, int] = {}
-        self.skipped = 0
+        self.skipped = 0  # updates that no replica made
+        self.sat_out = 0  # that this replica alone did not make
         self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
         self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
         self._counts = Counts()
-        self._watch = FiniteWatch(device)
+        self._watch = FiniteWatch(device, strategy.layout.local)
         self._device, self._skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
         self._open: list[Loader] = []  # those whose current global batch has gradients
         self._call = 0
+        self._seen: Weight = 0.0  # what the first loss of this global batch is a mean over, on this process
 
     def on_yield(self, loader: Loader) -> None:
-        """A training loader yields: a micro-batch, and perhaps a global batch, begins."""
-        if loader not in self._loaders:
-            self._loaders.append(loader)
+        """A training loader yields: a micro-batch, and perhaps a global batch, begins. Or one for evaluation."""
         request = loader.current
         assert request is not None
+        if not loader.train:
+            if request.step == request.micro == 0:
+                self.settle()
+            return
+        if loader not in self._loaders:
+            self._loaders.append(loader)
         self._call = 0
         if request.micro == 0:
             self._begin(loader)
@@ -77,7 +87,7 @@ class Stepper:
                     "one loop need the same number of micro-batches in a global batch: set micro_batch of each "
                     "accordingly."
                 )
-        self._open = []
+        self._open, self._seen = [], 0.0
         self.accounts.drop_unreduced()
         self._counts.clear()
         self._watch.forget()
@@ -129,6 +139,7 @@ class Stepper:
         with self.precision.autocast() if self.strategy.layout.together else nullcontext():
             terms = self.strategy.forward_backward(work)
         loss = local_loss(terms, [piece.count for piece in pieces])
+        self._saw(terms[0][0].count, request, call)
         self._watch.saw(loss, request)
         if self.losses is not None:
             self.losses.append((call, loss, getattr(loss, "loss_count", None), request, False, loss._version))
@@ -155,6 +166,7 @@ class Stepper:
                 [term.value], [weight], final=request.final, call=call, inputs=inputs, retain_graph=retain
             )
         value = (term.value if loss is None else loss).detach()
+        self._saw(term.count, request, call)
         self._watch.saw(value, request)
         if self.losses is not None:
             if loss is not None and term.count is not None:
@@ -166,6 +178,15 @@ class Stepper:
             self._open.append(loader)
         call, self._call = self._call, self._call + 1
         return call
+
+    def _saw(self, count: Weight | None, request: Request, call: int) -> None:
+        """The loss of a backward call was a mean over the request's examples, or a sum over `count` things."""
+        if call == 0 and request.examples:  # nothing counts on an empty shard, whatever a loss says of it
+            self._seen = self._seen + (request.examples if count is None else count)
+
+    def _whole(self, request: Request) -> int:
+        """How many examples the gradient is a mean over."""
+        return max(request.own, 1) if self.strategy.layout.local else request.total
 
     def _inputs(self, optimizer: torch.optim.Optimizer | None) -> list[Tensor] | None:
         if optimizer is None:
@@ -181,7 +202,7 @@ class Stepper:
         if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
             # What most steps are, without the lists: this runs between a forward and its backward.
             self.accounts.hold((call, MEANS))
-            yield [[share(counts[0], request.total) * scale]], retain
+            yield [[share(counts[0], self._whole(request)) * scale]], retain
             self.accounts.settle(1.0 / scale)
             return
         keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
@@ -192,7 +213,7 @@ class Stepper:
             for number, key in enumerate(keys):
                 self.accounts.hold(key)
                 plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key)} if key[1] != MEANS else {}
-                weights = weigh(terms, counts, request.total, scale, plan, only=key[1])
+                weights = weigh(terms, counts, self._whole(request), scale, plan, only=key[1])
                 yield weights, retain or number < len(keys) - 1
                 self.accounts.note(key)
             return
@@ -201,14 +222,17 @@ class Stepper:
             self._counts.scale(key) * inverse[key[1]] if key in counted and request.micros > 1 else None for key in keys
         ]
         self.accounts.gather(keys, factors)
-        yield weigh(terms, counts, request.total, scale, inverse, only=None), retain
+        yield weigh(terms, counts, self._whole(request), scale, inverse, only=None), retain
         self.accounts.settle(1.0 / scale)
 
     def _inverse_totals(self, keys: Sequence[Key]) -> dict[int, Tensor]:
-        """1 / C for each of these accounts, C its count in the whole global batch; 0 where nothing was counted."""
+        """1 / C for each of these accounts, C its count in all that the gradient is a mean over; 0 where that is 0."""
         if not keys:
             return {}
-        counts = collectives.all_reduce(self._counts.vector(keys, self._device))
+        if self.strategy.layout.local:
+            counts = self._counts.vector(keys, self._device)
+        else:
+            counts = collectives.all_reduce(self._counts.vector(keys, self._device))
         inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
         return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
 
@@ -227,6 +251,7 @@ class Stepper:
         for loader in loaders:
             if loader.current is not None and not loader.current.final:
                 return False
+        self.strategy.seen = self._seen
         self.strategy.finish()
         if self.accounts.unreduced(parameters):
             raise UsageError(
@@ -254,15 +279,19 @@ class Stepper:
         return True
 
     def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
-        """Whether the update was made, and not skipped for a gradient that is not finite."""
+        """Whether the update was made, and not skipped for a gradient that is not finite (on all ranks alike)."""
         grads = [p.grad for p in graded if p.grad is not None]
         norm = gradient_norm(grads) if max_grad_norm is not None else None
         if self.precision.scaler is not None or self._skip:
             finite = self._watch.flag.all_finite(grads) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
-            if not finite:
+            if not finite and not self.strategy.layout.local:
                 return False
+            if not finite:  # the other replicas make theirs, and count on this one when they average
+                self.sat_out, self.strategy.seen, norm = self.sat_out + 1, 0.0, None
+                for p in graded:
+                    p.grad = None
         else:
             self._watch.check(grads, norm, self.updates, self.names, graded)
         if norm is not None and max_grad_norm is not None:
@@ -271,8 +300,15 @@ class Stepper:
         return True
 
     def drain(self) -> None:
-        """Looks at what the last step left to be looked at."""
+        """Looks at what the last step left to be looked at, and lets all ranks have one loss scale."""
         self._watch.drain()
+        if self.strategy.layout.local and self.precision.scaler is not None:
+            self.precision.scaler.load_state_dict(collectives.broadcast_object(self.precision.scaler.state_dict()))
+
+    def settle(self) -> None:
+        """Replicas that train apart become one model, before somebody looks at it. All processes call it."""
+        if self.strategy.settle is not None:
+            self.strategy.settle()
 
     @property
     def incomplete(self) -> bool:
@@ -353,34 +389,3 @@ def weigh(
     return [
         [weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)
     ]
-
-
-def without_backward(parameters: Sequence[Tensor]) -> str:
-    if any(p.grad is not None for p in parameters):
-        return (
-            "run.step: there are gradients, but run.backward was not called for this batch: loss.backward() was called "
-            "directly, and its gradients are neither weighed by their share of the global batch nor combined over the "
-            "processes. Write run.backward(loss) in its place."
-        )
-    return (
-        "run.step without backward: no gradient has reached this optimizer's parameters. Call run.backward(loss), or "
-        "run.forward_backward(loss_fn, model, batch), in the same turn of the loop before it."
-    )
-
-
-def empty_message(error: BaseException) -> str:
-    return (
-        f"this rank's shard of the global batch is empty, and the model or the loss cannot take its zero-length batch: "
-        f"{type(error).__name__}: {error}. Let it (view(x.size(0), -1) becomes flatten(1)), or see that no shard is "
-        "empty: a global_batch of at least the number of shards, and drop_last=True."
-    )
-
-
-CLOSURE_NEEDED = (
-    "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get "
-    "a loss from a batch. Write\n"
-    "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
-    "    for batch in loader:\n"
-    "        loss = run.forward_backward(loss_fn, model, batch)\n"
-    "or choose a strategy with one replica a process, such as ddp."
-)

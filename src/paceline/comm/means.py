@@ -1,0 +1,70 @@
+"""Means over the processes, for replicas that train apart and come together now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm import collectives
+
+LEAST = 2.0**-64
+"""What a weight of 0 counts as: no sum of floating-point numbers sees it beside a weight of 1, and where all weights
+are 0 the plain mean remains."""
+
+
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float | Tensor]) -> list[Tensor]:
+    """Σ weight · tensor / Σ weight over the ranks, of each tensor with its own weight (from 0 on): new tensors of the
+    same shapes, in float32 or wider, the same bits on all ranks. Waits for nothing on the host.
+
+    All ranks pass as many tensors, of the same shapes, dtypes and kinds of device. Those of one dtype and device travel
+    together, with their weights, in one all-reduce.
+    """
+    real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(real):
+        groups.setdefault((torch.promote_types(tensor.dtype, torch.float32), tensor.device), []).append(place)
+    means: list[Tensor] = list(real)
+    for (dtype, device), places in groups.items():
+        sizes = [real[place].numel() for place in places]
+        flat = torch.empty(sum(sizes) + len(places), dtype=dtype, device=device)
+        *parts, totals = flat.split([*sizes, len(places)])
+        for part, place in zip(parts, places, strict=True):
+            part.copy_(real[place].reshape(-1))
+        if collectives.size_of() > 1:
+            _reduce(flat, parts, totals, [weights[place] for place in places])
+        for part, place in zip(parts, places, strict=True):
+            means[place] = part.view(real[place].shape)
+    return [torch.view_as_complex(m) if t.is_complex() else m for t, m in zip(tensors, means, strict=True)]
+
+
+def _reduce(flat: Tensor, parts: Sequence[Tensor], totals: Tensor, weights: Sequence[float | Tensor]) -> None:
+    """Replaces the parts of `flat` by their means; totals, its last elements, are where the weights travel."""
+    alike: dict[int, Tensor] = {}  # most tensors share a weight
+    for weight in weights:
+        if id(weight) not in alike:
+            on_device = weight if isinstance(weight, Tensor) else torch.full((), weight, device=flat.device)
+            alike[id(weight)] = on_device.to(flat.device, flat.dtype).reshape(()).clamp(min=LEAST)
+    totals.copy_(torch.stack([alike[id(weight)] for weight in weights]))
+    for part, weight in zip(parts, weights, strict=True):
+        part.mul_(alike[id(weight)])
+    collectives.all_reduce(flat)
+    for part, total in zip(parts, totals.unbind(), strict=True):
+        part.div_(total)
+
+
+def greatest_(tensors: Sequence[Tensor]) -> None:
+    """Overwrites each tensor with the greatest value that a rank has, element by element. Whole numbers and booleans
+    stay what they are; all of one kind travel together."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        exact = torch.float64 if tensor.device.type in ("cpu", "cuda") else torch.float32
+        wide = exact if tensor.is_floating_point() else torch.int64
+        groups.setdefault((wide, tensor.device), []).append(tensor)
+    if collectives.size_of() == 1:
+        return
+    for (wide, _), group in groups.items():
+        flat = collectives.all_reduce(torch.cat([t.detach().reshape(-1).to(wide) for t in group]), op="max")
+        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

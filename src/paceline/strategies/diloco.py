@@ -1,0 +1,175 @@
+"""diloco: replicas train apart for many steps; an outer optimizer moves the shared weights by what they have learned.
+
+Phase 1, inner steps: as local_sgd. Each replica updates its own weights by its own shards; nothing travels.
+Phase 2, every `every` steps of an optimizer, the outer step. The outer gradient is (shared weights - local weights),
+  averaged over the replicas in one all-reduce; each counts by the examples (or tokens) that it has seen since. With it
+  torch.optim.SGD(outer_lr, outer_momentum, nesterov=True) moves the shared weights, alike on all replicas, and they
+  become the local ones. Buffers become their mean.
+With `fragments=P` the parameters are cut into P runs, about equally large, and the p-th (from 1) has its outer step at
+  step p / P of each round: a P-th of the bytes at a time. Buffers go with the last.
+Whenever the model is looked at in mid-round, as by an evaluation loader, the local weights become their mean, without
+an outer step: the round goes on from there, and its outer gradient is that of the whole round. For a checkpoint
+(`state_dict`) the inner optimizers' state does too.
+
+Between replicas: parameters and buffers, 2 (n - 1) / n of their bytes sent by each of n replicas, every `every` steps.
+Memory per replica: parameters, gradients and optimizer state once each; the shared weights and the outer momentum in
+float32 or wider; while averaging, what is sent twice more.
+
+This changes the mathematics on purpose.
+
+Follows Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv 2311.08105),
+algorithm 1, which leaves the inner optimizers' state on its replica, with its outer learning rate and momentum; and for
+fragments Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (arXiv 2501.18512). Of that its
+overlap of communication with later inner steps, and its 4-bit outer gradients, are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import SettingError
+from paceline.strategies.apart import Apart, Item, Part
+from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.local_sgd import check_whole, load_steps, say
+from paceline.strategies.replicated import closure_on_one_replica, load_replicated, parameter_names, replicated_state
+from paceline.world import World
+
+
+class DiLoCo(Strategy):
+    """every: inner steps from one outer step to the next. outer_lr, outer_momentum: of the outer SGD. fragments: into
+    how many the parameters are cut, which have their outer steps one after the other. average_state: average the inner
+    optimizers' state too, with the last fragment."""
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        *,
+        every: int = 100,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        average_state: bool = False,
+    ) -> None:
+        check_whole("diloco", "every", every, 1)
+        check_whole("diloco", "fragments", fragments, 1)
+        if fragments > every:
+            raise SettingError(
+                f"strategy diloco: fragments={fragments} with every={every}: each fragment is sent at a step of its "
+                "own in a round. Set fragments to every at most."
+            )
+        if not outer_lr > 0:
+            raise SettingError(f"strategy diloco: outer_lr={outer_lr!r}: a learning rate above 0 is needed.")
+        if not 0 <= outer_momentum < 1:
+            raise SettingError(f"strategy diloco: outer_momentum={outer_momentum!r}: from 0 to below 1 is needed.")
+        self.world, self.device = world, device
+        self.layout = Layout(shards=world.size, mine=(world.rank,), local=True)
+        self.every, self.fragments, self.average_state = every, fragments, average_state
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._apart = Apart(device, fragments)
+        self._shared: dict[Tensor, Tensor] = {}  # parameter -> the shared weights, since its first training step
+        self._outer: torch.optim.SGD | None = None  # over the shared weights
+        self.settle = self._apart.settle
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if not self.models:
+            say(
+                self.world,
+                "strategy diloco changes the mathematics on purpose: every process trains its own weights on its own "
+                f"shards, batch norm included, and every {self.every} steps an outer optimizer moves the shared ones "
+                "by the mean of what they have learned.",
+            )
+        self.models, self.optimizers = list(models), list(optimizers)
+        self._apart.setup(models, optimizers)
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        return closure_on_one_replica(self, work, self.device)
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
+        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        parts = self._apart.follow(optimizer)
+        new = [p for part in parts for p in part.parameters if p.requires_grad and p not in self._shared]
+        self._share({p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in new})
+        self._apart.update(optimizer, self.seen)
+        for number, part in enumerate(parts, start=1):
+            if (self._apart.steps[optimizer] - self.every * number // self.fragments) % self.every == 0:
+                last = number == self.fragments
+                self._outer_step(part, [optimizer] if last and self.average_state else [], buffers=last)
+
+    def _share(self, shared: dict[Tensor, Tensor]) -> None:
+        """Adds shared weights to those that the outer optimizer moves."""
+        if shared:
+            self._shared |= shared
+            if self._outer is None:
+                self._outer = self._make_outer(list(shared.values()))
+            else:
+                self._outer.add_param_group({"params": list(shared.values())})
+
+    def _make_outer(self, shared: list[Tensor]) -> torch.optim.SGD:
+        momentum = self.outer_momentum
+        return torch.optim.SGD(shared, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+    def _outer_step(self, part: Part, states: Sequence[torch.optim.Optimizer], *, buffers: bool) -> None:
+        """One outer step of what has been trained of a fragment."""
+        trained = list(part.changed)
+        # What the replicas started from is the shared weights as the parameter's dtype has them.
+        bases = {p: self._shared[p].to(p.dtype).to(self._shared[p].dtype) for p in trained}
+
+        def take(item: Item, mean: Tensor) -> None:
+            self._shared[item.tensor].grad = -mean
+
+        self._apart.average([part], take, bases, buffers=buffers, states=states)
+        if not trained or self._outer is None:
+            return
+        self._outer.step()
+        with torch.no_grad():
+            for p in trained:
+                p.copy_(self._shared[p])
+                self._shared[p].grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"apart": {"steps": of each optimizer, "shared": weights by name, "momentum": outer momentum by name}} beside
+        what every strategy has. The replicas go on from it."""
+        self._apart.average(
+            [part for parts in self._apart.parts.values() for part in parts], buffers=True, states=self.optimizers
+        )
+        names = parameter_names(self.models)
+        state = self._outer.state if self._outer is not None else {}
+        momentum = {p: state.get(shared, {}).get("momentum_buffer") for p, shared in self._shared.items()}
+        apart = {
+            "steps": [self._apart.steps[optimizer] for optimizer in self.optimizers],
+            "shared": {names[p]: shared for p, shared in self._shared.items()},
+            "momentum": {names[p]: buffer for p, buffer in momentum.items() if buffer is not None},
+        }
+        return {**replicated_state(self.models, self.optimizers), "apart": apart}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_replicated(self.models, self.optimizers, state)
+        load_steps(self._apart, self.optimizers, state)
+        apart = state.get("apart", {})
+        by_name = {name: p for p, name in parameter_names(self.models).items()}
+        kept = {by_name[name]: shared for name, shared in apart.get("shared", {}).items() if name in by_name}
+        self._shared = {p: shared.to(p.device, copy=True) for p, shared in kept.items()}
+        self._outer = self._make_outer(list(self._shared.values())) if self._shared else None
+        for name, buffer in apart.get("momentum", {}).items():
+            if self._outer is not None and by_name.get(name) in self._shared:
+                shared = self._shared[by_name[name]]
+                self._outer.state[shared]["momentum_buffer"] = buffer.to(shared.device, copy=True)

@@ -1,0 +1,38 @@
+"""What run.backward and run.step say when they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def without_backward(parameters: Sequence[Tensor]) -> str:
+    if any(p.grad is not None for p in parameters):
+        return (
+            "run.step: there are gradients, but run.backward was not called for this batch: loss.backward() was called "
+            "directly, and its gradients are neither weighed by their share of the global batch nor combined over the "
+            "processes. Write run.backward(loss) in its place."
+        )
+    return (
+        "run.step without backward: no gradient has reached this optimizer's parameters. Call run.backward(loss), or "
+        "run.forward_backward(loss_fn, model, batch), in the same turn of the loop before it."
+    )
+
+
+def empty_message(error: BaseException) -> str:
+    return (
+        f"this rank's shard of the global batch is empty, and the model or the loss cannot take its zero-length batch: "
+        f"{type(error).__name__}: {error}. Let it (view(x.size(0), -1) becomes flatten(1)), or see that no shard is "
+        "empty: a global_batch of at least the number of shards, and drop_last=True."
+    )
+
+
+CLOSURE_NEEDED = (
+    "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get "
+    "a loss from a batch. Write\n"
+    "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
+    "    for batch in loader:\n"
+    "        loss = run.forward_backward(loss_fn, model, batch)\n"
+    "or choose a strategy with one replica a process, such as ddp."
+)
