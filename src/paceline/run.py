@@ -95,6 +95,7 @@ class Run:
         for optimizer in optimizers:
             self._add_optimizer(optimizer, names)
         self._strategy.setup(self._models, self._optimizers)
+        names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
         self._stepper.names = names
@@ -108,8 +109,7 @@ class Run:
         check_optimizer(optimizer, names)
         self._optimizers.append(optimizer)
         self._stepper.updates[optimizer] = 0
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        self._guards.watch_optimizer(optimizer, lambda: self._stepper.accounts.unreduced(own))
+        self._guards.watch_optimizer(optimizer, self._stepper.accounts.unreduced)
 
     def _add_scheduler(self, scheduler: Any) -> None:
         if scheduler in self._state.schedulers:

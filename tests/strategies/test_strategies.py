@@ -147,4 +147,4 @@ def test_single_and_data_parallel_refuse_several_processes() -> None:
     for name, remedy in (("single", "Use strategy='ddp'"), ("data_parallel:devices=cpu,cpu", "use strategy='ddp'")):
         with pytest.raises(SettingError, match=remedy):
             make(parse_strategy(name), world, torch.device("cpu"))
-    assert set(STRATEGIES) == {"single", "ddp", "data_parallel", "pipeline", "local_sgd", "diloco"}
+    assert set(STRATEGIES) == {"single", "ddp", "data_parallel", "fsdp", "pipeline", "local_sgd", "diloco"}

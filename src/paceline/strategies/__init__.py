@@ -19,6 +19,7 @@ STRATEGIES = {
     "single": "paceline.strategies.single:Single",
     "ddp": "paceline.strategies.ddp:DDP",
     "data_parallel": "paceline.strategies.data_parallel:DataParallel",
+    "fsdp": "paceline.strategies.fsdp:FSDP",
     "pipeline": "paceline.strategies.pipeline:Pipeline",
     "local_sgd": "paceline.strategies.local_sgd:LocalSGD",
     "diloco": "paceline.strategies.diloco:DiLoCo",

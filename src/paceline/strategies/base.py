@@ -101,6 +101,7 @@ class Strategy(ABC):
     loss_scale: float = 1.0  # fp16: a factor of all weights of this global batch, taken out after the reduction
     seen: Weight = 0.0  # with layout.local: how many examples (or tokens) `.grad` is a mean over; set before `finish`
     settle: Callable[[], None] | None = None  # with layout.local: makes the replicas' models one. Collective
+    reduces_each: bool = False  # whether every micro-batch's gradients are summed over the shards, not the last's alone
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
@@ -125,7 +126,8 @@ class Strategy(ABC):
         inputs: Sequence[Tensor] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Adds the gradients of weight x root to `.grad`, summed over all shards when `final`. call: see Work."""
+        """Adds the gradients of weight x root to `.grad`, summed over all shards when `final` (or always, with
+        `reduces_each`). call: see Work."""
 
     def finish(self) -> None:
         """The global batch is complete: called before its updates. Gradients are final when it returns."""
@@ -138,7 +140,8 @@ class Strategy(ABC):
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`; under further keys
-        what is a strategy's own, which others ignore. Collective."""
+        what is a strategy's own, which others ignore. Collective. Ranks other than 0 may be given tensors without
+        memory (device "meta")."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
+from paceline.comm import collectives, slices
 from paceline.errors import ModelError, SettingError, UnusedParameterError
 from paceline.strategies import ddp_hook
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
@@ -253,7 +253,7 @@ class DDP(Strategy):
                 named += [
                     (f"{key} of {self._names.get(p, '?')} in optimizer {number}", value)
                     for key, value in sorted(state.items())
-                    if isinstance(value, Tensor)
+                    if isinstance(value, Tensor) and not slices.is_sharded(value)
                 ]
         differing = collectives.digest_mismatch(named)
         if differing:
@@ -300,12 +300,15 @@ class DDP(Strategy):
             reducer.close()
         self._reducers, self._expected = {}, {}
 
-    def state_dict(self) -> dict[str, Any]:
+    def _check_at_checkpoint(self) -> None:
         self._check_alike(
             "at a checkpoint",
             "After each update they were the same, so that something changed them beside run.backward and run.step "
             "(loss.backward(), a gradient or weight written to, another learning rate, batches left out), on some",
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        self._check_at_checkpoint()
         state = replicated_state(self.models, self.optimizers)
         return state if self._reduction is None else state | self._reduction.state_dict(self._names)
 

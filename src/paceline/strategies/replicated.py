@@ -45,9 +45,14 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     return names
 
 
-def replicated_state(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """The whole state, as each process holds it. Tensors are the live ones: copy before the next step."""
-    names = parameter_names(models)
+def replicated_state(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: dict[Tensor, str] | None = None,
+) -> dict[str, Any]:
+    """The whole state, as each process holds it. Tensors are the live ones: copy before the next step. names: of what
+    the optimizers hold, where that is not the models' own parameters."""
+    names = parameter_names(models) if names is None else names
     return {
         "models": [dict(model.state_dict()) for model in models],
         "optimizers": [_optimizer_state(optimizer, names) for optimizer in optimizers],
@@ -67,7 +72,10 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str])
 
 
 def load_replicated(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: dict[str, Any],
+    names: dict[Tensor, str] | None = None,
 ) -> None:
     """Puts back a whole state. Raises CheckpointError, before it changes anything, where it is of another program."""
     if len(state["models"]) < len(models) or len(state["optimizers"]) < len(optimizers):
@@ -78,7 +86,7 @@ def load_replicated(
         )
     for number, model in enumerate(models):
         check_same_model(model, state["models"][number], number)
-    names = parameter_names(models)
+    names = parameter_names(models) if names is None else names
     for number, optimizer in enumerate(optimizers):
         _check_same_optimizer(optimizer, state["optimizers"][number], names, number)
     for number, model in enumerate(models):

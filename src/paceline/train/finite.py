@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm import collectives, slices
 from paceline.errors import NonFiniteError
 from paceline.train.order import Request
 
@@ -37,7 +37,34 @@ class _Pending(NamedTuple):
 
 
 def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, a 0-dim tensor; not finite as soon as one element is not."""
+    """The 2-norm of all gradients together, a 0-dim tensor; not finite as soon as one element is not. Of gradients in
+    slices it is that of the whole, on every rank."""
+    if not slices.any_sharded(grads):
+        return _norm(grads)
+    kinds: dict[Any, list[Tensor]] = {}
+    for g in grads:
+        kinds.setdefault(slices.layout_of(g), []).append(g)
+    norms = [_norm([slices.local(g) for g in alike]) for alike in kinds.values()]
+    exact = torch.float32 if norms[0].device.type == "mps" else torch.float64  # squares of fp32 norms may overflow
+    squares = [
+        slices.sum_of_slices(norm.to(exact).square(), alike[0]) if kind is not None else norm.to(exact).square()
+        for norm, (kind, alike) in zip(norms, kinds.items(), strict=True)
+    ]
+    return torch.stack(squares).sum().sqrt().to(norms[0].dtype)
+
+
+def clip(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scales the gradients to `max_norm` where their norm is larger."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not slices.any_sharded(grads):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's own
+    for g in map(slices.local, grads):
+        g.mul_(factor.to(g.device))
+
+
+def _norm(grads: Sequence[Tensor]) -> Tensor:
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
     first = dense[0]
     if any(g.device != first.device or g.dtype != first.dtype for g in dense):
@@ -55,15 +82,20 @@ class Flag:
         self._one = torch.ones_like(self.found)
 
     def look(self, grads: Sequence[Tensor]) -> Tensor:
-        """Sets the flag where an element of a gradient is not finite, and returns it. Waits for nothing."""
+        """Sets the flag where an element of a gradient is not finite, and returns it. Waits for nothing. Of gradients
+        in slices all ranks learn whether one has found something."""
+        sliced = slices.any_sharded(grads)
         dense = [
-            g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g for g in grads
+            g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
+            for g in (map(slices.local, grads) if sliced else grads)
         ]
         device = self.found.device
         if any(g.device != device for g in dense):
-            return torch.nn.utils.get_total_norm(dense) * 0.0
-        torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found, self._one)  # by 1: they do not change
-        return self.found
+            found = torch.nn.utils.get_total_norm(dense) * 0.0
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found, self._one)  # by 1: they do not change
+            found = self.found
+        return collectives.all_reduce(found) if sliced else found
 
     def all_finite(self, grads: Sequence[Tensor]) -> bool:
         """Whether every element of every gradient is finite; waits for the device."""
@@ -102,7 +134,11 @@ class FiniteWatch:
         found = self.flag.look(grads) if norm is None else norm.detach() * 0.0
         if found.device.type == "cpu":
             if found.item() != 0.0:
-                where = [names.get(p, "?") for p in graded if p.grad is not None and not bool(p.grad.isfinite().all())]
+                where = [
+                    names.get(p, "?")
+                    for p in graded
+                    if p.grad is not None and not bool(slices.local(p.grad).isfinite().all())
+                ]
                 self._stop(_Pending(found, None, sum(updates.values()), self._seen), where)
             return
         self.drain()
@@ -125,8 +161,12 @@ class FiniteWatch:
     def _stop(self, pending: _Pending, where: list[str]) -> None:
         self.flag.found.zero_()
         mine = [(float(seen.loss), seen.request.indices) for seen in pending.seen if seen.request.examples]
-        everyone = {collectives.rank_of(): mine} if self._local else dict(enumerate(collectives.gather_objects(mine)))
-        raise NonFiniteError(_message(pending.step, everyone, where))
+        if self._local:
+            raise NonFiniteError(_message(pending.step, {collectives.rank_of(): mine}, where))
+        told = collectives.gather_objects((mine, where))
+        everyone = {rank: calls for rank, (calls, _) in enumerate(told)}
+        places = dict.fromkeys(name for _, names in told for name in names)
+        raise NonFiniteError(_message(pending.step, everyone, list(places)))
 
 
 def _message(step: int, everyone: Mapping[int, list[tuple[float, tuple[int, ...]]]], where: list[str]) -> str:

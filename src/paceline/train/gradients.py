@@ -5,7 +5,7 @@ the global batch the loader knows, or a sum over counted things (tokens), whose 
 knows before its last micro-batch. Each such denominator has an account:
 
   micro-batches before the last: gradients of sum / P are added up locally, P a power of two near the first count, so
-    that its choice changes no bits;
+    that its choice changes no bits (where a strategy reduces every micro-batch at once, all ranks take one P);
   the last: the counts are summed over all replicas into C; the account is multiplied by P / C; the last gradients, of
     sum / C, are added by autograd; and the strategy reduces them over the replicas, once.
 
@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm import collectives, slices
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 
@@ -107,7 +108,7 @@ class Accounts:
                 both[0].append(p.grad)
                 both[1].append(grad)
         if both[0]:
-            torch._foreach_add_(both[0], both[1])
+            torch._foreach_add_(list(map(slices.local, both[0])), list(map(slices.local, both[1])))
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
         """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
@@ -133,21 +134,24 @@ class Accounts:
 
 
 class Counts:
-    """The counts of one global batch: those of this process so far, by account."""
+    """The counts of one global batch: those of this process so far, by account. agreed: whether all ranks need the
+    same P; one small all-reduce for each account of a global batch with micro-batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, agreed: bool = False) -> None:
+        self._agreed = agreed
         self._sums: dict[Key, Weight] = {}
         self._scales: dict[Key, Weight] = {}
 
-    def add(self, key: Key, counts: Sequence[Weight]) -> Weight:
-        """Counts what a micro-batch has. Returns P, the power of two by which its sum is divided for now."""
+    def add(self, key: Key, counts: Sequence[Weight]) -> None:
+        """Counts what a micro-batch has."""
         for count in counts:
             self._sums[key] = self._sums[key] + count if key in self._sums else count
-        if key not in self._scales:
-            self._scales[key] = _power_of_two(self._sums[key])
-        return self._scales[key]
 
-    def scale(self, key: Key) -> Weight:
+    def scale(self, key: Key, device: torch.device) -> Weight:
+        """P, the power of two by which this account's sums are divided for now; chosen when it is first asked for."""
+        if key not in self._scales:
+            first = collectives.all_reduce(self.vector([key], device))[0] if self._agreed else self._sums[key]
+            self._scales[key] = _power_of_two(first)
         return self._scales[key]
 
     def vector(self, keys: Sequence[Key], device: torch.device) -> Tensor:
@@ -170,8 +174,9 @@ def scale_(grads: Sequence[Tensor], factor: Weight) -> None:
     """Multiplies gradients in place by a number or a 0-dim tensor."""
     if not grads:
         return
+    parts = list(map(slices.local, grads))
     if isinstance(factor, Tensor):
-        for grad in grads:
+        for grad in parts:
             grad.mul_(factor.to(grad.device, grad.dtype))
     else:
-        torch._foreach_mul_(list(grads), factor)
+        torch._foreach_mul_(parts, factor)

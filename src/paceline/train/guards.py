@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.errors import UsageError
 
@@ -19,13 +20,14 @@ class Guards:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[tuple[Any, type]] = []
 
-    def watch_optimizer(self, optimizer: torch.optim.Optimizer, accumulating: Callable[[], bool]) -> None:
-        """accumulating: whether it has gradients of earlier micro-batches. Then its zero_grad, which scripts for one
-        device have at the top of their loop, does nothing: `run.step` clears at the end of a global batch."""
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer, accumulating: Callable[[list[Tensor]], bool]) -> None:
+        """accumulating: whether these parameters have gradients of earlier micro-batches. Then its zero_grad, which
+        scripts for one device have at the top of their loop, does nothing: `run.step` clears at the end of a global
+        batch."""
         own = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if not accumulating():
+            if not accumulating([p for group in optimizer.param_groups for p in group["params"]]):
                 own(set_to_none)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
-from paceline.train.finite import FiniteWatch, gradient_norm
+from paceline.train.finite import FiniteWatch, clip, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key
 from paceline.train.guards import Guards
 from paceline.train.loader import Bundle, Loader
@@ -56,7 +56,7 @@ class Stepper:
         self.sat_out = 0  # that this replica alone did not make
         self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
         self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
-        self._counts = Counts()
+        self._counts = Counts(strategy.reduces_each)
         self._watch = FiniteWatch(device, strategy.layout.local)
         self._device, self._skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
@@ -212,14 +212,15 @@ class Stepper:
         if not request.final:
             for number, key in enumerate(keys):
                 self.accounts.hold(key)
-                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key)} if key[1] != MEANS else {}
+                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key, self._device)} if key[1] != MEANS else {}
                 weights = weigh(terms, counts, self._whole(request), scale, plan, only=key[1])
                 yield weights, retain or number < len(keys) - 1
                 self.accounts.note(key)
             return
         inverse = self._inverse_totals(counted)
         factors: list[Weight | None] = [
-            self._counts.scale(key) * inverse[key[1]] if key in counted and request.micros > 1 else None for key in keys
+            self._counts.scale(key, self._device) * inverse[key[1]] if key in counted and request.micros > 1 else None
+            for key in keys
         ]
         self.accounts.gather(keys, factors)
         yield weigh(terms, counts, self._whole(request), scale, inverse, only=None), retain
@@ -295,7 +296,7 @@ class Stepper:
         else:
             self._watch.check(grads, norm, self.updates, self.names, graded)
         if norm is not None and max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(graded, max_grad_norm, norm)
+            clip(graded, max_grad_norm, norm)
         self.guards.allow(self.strategy.step, optimizer)
         return True
 

@@ -1,0 +1,141 @@
+"""What fsdp takes for a layer, and every door by which a script comes into a model whose parameters are in slices.
+
+FSDP2 gathers the parameters of a module when the forward of that module is called. Scripts also call other methods of a
+model, or a layer of it directly (`model.features(x)`, `model.head(x)`): each such call, unless it comes from within a
+forward of the module whose parameters it needs, is treated as that module's forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.errors import ModelError, SettingError
+
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def layers_of(model: nn.Module, wrap: str, min_params: int) -> list[nn.Module]:
+    """The layers whose parameters travel together, inner ones first.
+
+    wrap="auto": the outermost entries of nn.Sequential, nn.ModuleList and nn.ModuleDict that are no such lists
+    themselves. "none": no layer. Else names of classes, joined by "+". Layers with fewer than min_params parameters
+    travel with what surrounds them.
+    """
+    if wrap == "none":
+        return []
+    if wrap == "auto":
+        found = list(_entries(model, isinstance(model, _LISTS)))
+    else:
+        names = set(wrap.split("+"))
+        found = [m for m in model.modules() if type(m).__name__ in names and m is not model][::-1]
+        missing = names - {type(m).__name__ for m in model.modules()}
+        if missing:
+            classes = sorted({type(m).__name__ for m in model.modules()})
+            raise SettingError(
+                f"strategy fsdp: wrap={wrap!r}: {type(model).__name__} has no module of the class "
+                f"{', '.join(sorted(missing))}. It has {', '.join(classes)}."
+            )
+    unique = list({id(m): m for m in found}.values())
+    return _untied(model, [m for m in unique if sum(p.numel() for p in m.parameters()) >= max(min_params, 1)])
+
+
+def _untied(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Without layers that share a parameter with others, or with what is in none: it travels with what surrounds them
+    all."""
+    within = {layer: set(layer.modules()) for layer in [*layers, model]}
+    users: dict[Tensor, set[nn.Module]] = {}
+    for layer, modules in within.items():
+        inner = set().union(*(within[other] for other in layers if other is not layer and other in modules))
+        for module in modules - inner:
+            for p in module._parameters.values():
+                if p is not None and p.dim():
+                    users.setdefault(p, set()).add(layer)
+    sharing = set().union(*(used for used in users.values() if len(used) > 1))
+    kept = [layer for layer in layers if layer not in sharing]
+    return kept if len(kept) == len(layers) else _untied(model, kept)
+
+
+def _entries(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, _LISTS):
+            yield from _entries(child, True)
+        elif listed:
+            yield child
+        else:
+            yield from _entries(child, False)
+
+
+def recompute(layers: Sequence[nn.Module]) -> None:
+    """Activation checkpointing: in the backward these layers compute their forward once more. Raises ModelError where
+    that would change more than memory."""
+    if not layers:
+        raise ModelError(
+            "strategy fsdp: checkpointing=true found no layer to recompute. Name the classes of layers "
+            "(wrap=MyBlock+MyOther), or lower min_params."
+        )
+    for layer in layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                raise ModelError(
+                    f"strategy fsdp: checkpointing=true computes {type(layer).__name__} twice, and its batch norm "
+                    f"{name!r} would take each batch into its running statistics twice. Leave it out, or use a "
+                    "normalisation within the example (GroupNorm)."
+                )
+        checkpoint(layer)
+
+
+def enter_anywhere(model: nn.Module) -> None:
+    """Lets every module of a sharded model, and every public method of its layers and its own, be called from anywhere.
+    Once for each model."""
+    _enter(model, None)
+
+
+def _enter(module: nn.Module, state: Any) -> None:
+    if isinstance(module, FSDPModule):
+        state = module._get_fsdp_state()
+        vars(module)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+        for name in _public_methods(type(module)):
+            setattr(module, name, _as_forward(module, state, getattr(module, name)))
+    elif type(module).forward is not nn.Module.forward and any(True for _ in module.parameters()):
+        module.forward = _as_forward(module, state, module.forward)
+    for child in module.children():
+        _enter(child, state)
+
+
+def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        if state._training_state.name != "IDLE":  # within a forward of that module, or its recomputation
+            return method(*args, **kwargs)
+        args, kwargs = state._pre_forward(module, args, kwargs)
+        return state._post_forward(module, args, method(*args, **kwargs))
+
+    return entered
+
+
+def _no_copy(_: Any) -> Any:
+    raise ModelError(
+        "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy, "
+        "as for an average of the weights (EMA). Use strategy='fsdp:stage=1', where parameters are whole."
+    )
+
+
+def _public_methods(cls: type) -> set[str]:
+    """Those that a script's own classes define, beside forward and what every nn.Module has."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            continue
+        names |= {
+            name
+            for name, value in vars(base).items()
+            if callable(value) and not isinstance(value, type) and not name.startswith("_")
+        }
+    return {name for name in names if not hasattr(nn.Module, name)}

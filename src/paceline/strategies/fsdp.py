@@ -1,0 +1,129 @@
+"""fsdp: what ddp keeps whole on every replica, in slices: optimizer state; gradients too; parameters too.
+
+Stage 1 (sliced.py): ddp whose optimizer updates a slice of each parameter; the slices are then put together.
+Stage 2, 3 (sharded.py): a layer's parameters are gathered before it computes, its gradients reduced and sliced as soon
+  as they are there. Stage 2 gathers a layer once for forward and backward, stage 3 once for each.
+
+With n replicas and P parameters; memory for fp32 with Adam, at its fullest within the step, beside activations and the
+layer that is being gathered or reduced:
+
+  stage  memory per replica               sent by each replica a step, over all n     collectives
+  ddp    4 P + 4 P + 8 P                  2 (n - 1) / n of the gradients               all-reduce
+  1      4 P + 4 P + 8 P / n              2 (n - 1) / n, and 1 (n - 1) / n of the      all-reduce, all-gather
+                                          parameters
+  2      4 P + 4 P / n + 4 P / n + 8 P / n    2 (n - 1) / n                            all-gather, reduce-scatter
+  3      4 P / n + 4 P / n + 8 P / n      3 (n - 1) / n                                all-gather twice, reduce-scatter
+
+Micro-batches: stage 1 reduces the last one's backward, as ddp does; stages 2 and 3 gather and reduce for each.
+
+Follows Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", whose stages
+these are, and Zhao et al. 2023, "PyTorch FSDP". Stages 2 and 3 are torch.distributed.fsdp.fully_shard. Stage 1 is not
+torch's ZeroRedundancyOptimizer, which places whole tensors: with few large ones (an embedding) it is far from 8 P / n.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import SettingError, suggest
+from paceline.strategies.base import Strategy, Term, Weight, Work
+from paceline.strategies.sharded import Sharded
+from paceline.strategies.sliced import SlicedUpdate
+from paceline.world import World
+
+_MIXED = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FSDP(Strategy):
+    """stage: 1, 2 or 3.
+
+    wrap: the layers that travel together, and that checkpointing recomputes: "auto" (entries of lists of layers),
+    "none", or names of classes joined by "+". min_params: smaller layers travel with what surrounds them.
+    checkpointing: layers are computed again in the backward, instead of keeping their activations.
+    mixed: "bf16" or "fp16": stages 2 and 3 gather parameters and compute in it; what is updated stays as it is, and
+    gradients are summed in fp32. offload: stages 2 and 3 keep slices on the CPU, and update them there.
+    find_unused: the parameters that a loss reaches may differ between steps; in stage 1 between ranks too.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        *,
+        stage: int = 3,
+        wrap: str = "auto",
+        min_params: int = 2**16,
+        checkpointing: bool = False,
+        mixed: str = "none",
+        offload: bool = False,
+        find_unused: bool = False,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            raise SettingError(
+                f"strategy fsdp: stage={stage}: 1 (optimizer state in slices), 2 (gradients too) or 3 (parameters "
+                "too) is needed."
+            )
+        if mixed not in _MIXED:
+            raise SettingError(f"strategy fsdp: mixed={mixed!r} is not known. {suggest(mixed, _MIXED)}")
+        if min_params < 0:
+            raise SettingError(f"strategy fsdp: min_params={min_params}: a number of parameters, at least 0.")
+        if stage == 1 and (mixed != "none" or offload):
+            name = f"mixed={mixed}" if mixed != "none" else "offload=true"
+            raise SettingError(
+                f"strategy fsdp: {name} needs stage=2 or stage=3; in stage 1 parameters stay whole, as they are. "
+                "(precision='bf16' works with every stage.)"
+            )
+        if world.size < 2:
+            raise SettingError(
+                "strategy fsdp needs at least two processes to slice over: paceline run --nproc 2 --strategy fsdp ... "
+                "With one, leave the strategy out."
+            )
+        if mixed != "none" and world.rank == 0:
+            warnings.warn(
+                f"strategy fsdp: mixed={mixed} computes in {mixed}, so that the model is near to that of other "
+                "strategies, and not the same.",
+                stacklevel=2,
+            )
+        layers = {"wrap": wrap, "min_params": min_params, "checkpointing": checkpointing}
+        options: dict[str, Any] = {**layers, "find_unused": find_unused}
+        self._inner: Strategy = (
+            SlicedUpdate(world, device, **options)
+            if stage == 1
+            else Sharded(world, device, keep=stage == 2, mixed=_MIXED[mixed], offload=offload, **options)
+        )
+        self.layout, self.views, self.reduces_each = self._inner.layout, self._inner.views, self._inner.reduces_each
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._inner.setup(models, optimizers)
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        return self._inner.forward_backward(work)
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        self._inner.backward(roots, weights, final=final, call=call, inputs=inputs, retain_graph=retain_graph)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._inner.step(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,68 @@
+"""fsdp: each stage against plain PyTorch, and its memory against ZeRO's formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.strategies.fsdp_memory import PARAMETERS
+
+from paceline.config import parse_strategy
+from paceline.errors import SettingError
+from paceline.strategies import make
+from paceline.strategies.entering import layers_of
+from paceline.world import World
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("size", "checks"), [(2, "run_most"), (3, "run_some")])
+def test_on_several_processes(size: int, checks: str) -> None:
+    for failed in run_ranks(size, f"tests.strategies.fsdp_checks:{checks}", deadline=240):
+        assert not failed, "\n".join(failed.values())
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_everything_on_several_processes(size: int) -> None:
+    for failed in run_ranks(size, "tests.strategies.fsdp_checks:run_all", deadline=800):
+        assert not failed, "\n".join(failed.values())
+
+
+# Bytes per parameter in fp32 with Adam, of n replicas: after an update; and with the gradients of a whole batch there.
+# Stage 1's gradients lie in its buckets, which stay; stage 2's parameters are in slices while nothing is computed.
+FORMULAS: dict[str, Any] = {
+    "ddp": (lambda n: 4 + 4 + 8, lambda n: 4 + 4 + 8),
+    "fsdp:stage=1,min_params=1": (lambda n: 4 + 4 + 8 / n, lambda n: 4 + 4 + 8 / n),
+    "fsdp:stage=2,min_params=1": (lambda n: (4 + 8) / n, lambda n: (4 + 4 + 8) / n),
+    "fsdp:stage=3,min_params=1": (lambda n: (4 + 8) / n, lambda n: (4 + 4 + 8) / n),
+}
+
+
+@pytest.mark.timeout(200)
+def test_memory_per_rank_is_that_of_the_formula() -> None:
+    for found in run_ranks(2, "tests.strategies.fsdp_memory:all_stages", deadline=150):
+        for strategy, (after, fullest) in FORMULAS.items():
+            its = found[strategy]
+            assert its["all"] / PARAMETERS == pytest.approx(after(2), rel=0.05), strategy
+            assert sum(its["with gradients"].values()) / PARAMETERS == pytest.approx(fullest(2), rel=0.05), strategy
+            assert its["after the step"]["gradients"] == 0
+            assert its["peak"] >= its["all"]
+
+
+def test_one_process_is_refused() -> None:
+    with pytest.raises(SettingError, match="needs at least two processes to slice over"):
+        make(parse_strategy("fsdp"), World(0, 1, 0, 1, 0, 1, "start()"), torch.device("cpu"))
+
+
+def test_layers_that_share_a_weight_travel_with_what_surrounds_them() -> None:
+    blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
+    blocks[2].weight = blocks[0].weight
+    model = torch.nn.ModuleDict(
+        {"blocks": blocks, "nested": torch.nn.Sequential(torch.nn.Sequential(*[torch.nn.Tanh()]))}
+    )
+    assert layers_of(model, "auto", 1) == [blocks[1], blocks[3]]
+    assert layers_of(model, "Linear", 1) == [blocks[3], blocks[1]]
+    assert layers_of(model, "auto", 21) == layers_of(model, "none", 1) == []
