@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance lint format bench docs examples clean
+.PHONY: help setup demo test conformance lint format bench compare docs examples clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,11 @@ format: $(READY)  ## lay the code out as `make lint` wants it
 
 bench: $(READY)  ## what a step costs beside hand-written DDP
 	@$(BIN)/paceline run --nproc 2 benchmarks/overhead.py
+
+compare: $(READY)  ## every strategy on two examples, a table for each (docs/compare.md)
+	@$(BIN)/paceline compare --nproc 2 examples/digits.py
+	@if [ -f "$(TEXT)" ]; then $(BIN)/paceline compare --nproc 2 examples/char_gpt.py --data "$(TEXT)"; \
+	  else echo "make compare: examples/char_gpt.py is left out, since there is no '$(TEXT)': make compare TEXT=FILE"; fi
 
 docs: $(VENV)/.docs  ## build the site into site/ (its tools are installed at the first time)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

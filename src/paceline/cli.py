@@ -104,6 +104,49 @@ def run(context: click.Context, script: str, args: tuple[str, ...], **options: A
         raise click.UsageError(str(error)) from None
 
 
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--nproc",
+    "--nproc-per-node",
+    default="2",
+    show_default=True,
+    metavar="N",
+    help="Replicas: processes, or devices of one process. A number, or gpu, cpu, auto.",
+)
+@click.option("--strategies", metavar="NAME,...", help="Those to try, with options as for --strategy; otherwise all.")
+@click.option("--precision", metavar="NAME,...", help="Try each strategy with each of these, such as fp32,bf16.")
+@click.option("--global-batch", metavar="N,...", help="Try each with global batches of this many examples.")
+@click.option("--steps", type=int, default=30, show_default=True, metavar="N", help="Steps of each trial.")
+@click.option("--rounds", type=int, default=3, show_default=True, metavar="N", help="How often each is tried.")
+@click.option(
+    "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A longer trial is ended."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures there.")
+@click.option("--html", "html_file", metavar="FILE", help="Write them there as a page with charts.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("--device", metavar="NAME", help="As for paceline run; so are the next three.")
+@click.option("--seed", type=int, metavar="N")
+@click.option("--batch-norm", metavar="NAME")
+@click.option("--config", metavar="FILE")
+@click.argument("script", type=click.Path())
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def compare(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
+    """Run SCRIPT for a few steps under each strategy, and print one table.
+
+    Trials write no checkpoint, log or export of the script's. All that follows SCRIPT is passed on to it, untouched.
+    """
+    from paceline.tools import compare as tool
+    from paceline.tools.trials import Script
+
+    shared = {name: options.pop(name) for name in ("device", "seed", "batch_norm", "config")}
+    given = {name: value for name, value in shared.items() if value is not None}
+    try:
+        context.exit(tool.compare(tool.Question(Script(script, args, module, given), **options)))
+    except PacelineError as error:
+        raise click.UsageError(str(error)) from None
+
+
 @main.command()
 def env() -> None:
     """Print what a bug report needs: versions, devices, backends, environment variables."""

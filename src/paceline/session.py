@@ -18,6 +18,8 @@ from paceline.config import Settings, StrategySpec, file_beside, read_file, reso
 from paceline.errors import SettingError, WorldError
 from paceline.run import Run
 from paceline.train.hooks import explain_uncaught
+from paceline.trial.order import Order
+from paceline.trial.probe import Probe
 from paceline.world import World
 
 _open: list[Run] = []
@@ -104,6 +106,8 @@ def start(
     }
     settings, notes = _settings(given)
     world = _world(init_method, rank, world_size)
+    order = Order.from_env(os.environ)
+    settings = settings if order is None else order.quiet(settings)
     if world.rank == 0:
         for note in notes:
             print(f"paceline: {note}", file=sys.stderr)
@@ -114,6 +118,8 @@ def start(
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # before the process group ends, which was made earlier
     run = Run(world, settings, where)
+    if order is not None:
+        Probe(run, order)
     _open.append(run)
     return run
 

@@ -25,6 +25,7 @@ from paceline.errors import WorldError
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"  # process id of the launcher: a worker ends when it is gone
 SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the command line, such as {"strategy": "ddp"}
 ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
+TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` (trial/order.py says what is in it)
 
 Environment = Mapping[str, str]
 

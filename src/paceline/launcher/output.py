@@ -24,11 +24,14 @@ class Output:
         directory: where to put them; None: a temporary directory, which only a failed run leaves.
         tee: the ranks to show; None: all.
         console: does the first rank write to the launcher's own streams? Otherwise it is shown from its file.
+        silent: nothing is shown of any rank.
     """
 
-    def __init__(self, directory: str | None, tee: frozenset[int] | None, console: bool = True) -> None:
+    def __init__(
+        self, directory: str | None, tee: frozenset[int] | None, console: bool = True, silent: bool = False
+    ) -> None:
         self._tee = tee
-        self._console = console
+        self._console, self._silent = console and not silent, silent
         try:
             self.private = tempfile.mkdtemp(prefix="paceline-")  # also for the workers' error files
         except OSError as error:
@@ -62,7 +65,7 @@ class Output:
                 "directory with --output."
             ) from None
         self._written.add(rank)
-        if first or self._tee is None or rank in self._tee:
+        if not self._silent and (first or self._tee is None or rank in self._tee):
             self._shown.setdefault(rank, 0)
         return file
 

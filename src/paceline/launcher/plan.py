@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline import config
@@ -37,6 +37,7 @@ class Plan:
         tee: ranks whose output is shown as well, each line marked; None: all.
         timeout_seconds: end the run after so long; None: never.
         device: the device setting, where the launcher can know it.
+        variables: environment variables that the workers get besides.
     """
 
     script: str
@@ -51,6 +52,7 @@ class Plan:
     tee: frozenset[int] | None = frozenset()
     timeout_seconds: float | None = None
     device: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_plan(script: str, args: Sequence[str], nproc: str | int, settings: Mapping[str, object], **rest: Any) -> Plan:
@@ -209,4 +211,4 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
         "PYTHONHASHSEED": "0",  # else a vocabulary that is numbered in the order of a set differs between the ranks
     }
-    return {**defaults, **environ, **added}
+    return {**defaults, **environ, **added, **plan.variables}

@@ -1,0 +1,182 @@
+"""From the records of the ranks to the figures of a row. Pure.
+
+Examples are counted by shard and micro-batch: several ranks may compute the same one, each a part of the model (a
+pipeline), and then each has its share of it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.tools.trials import Record
+
+Losses = Mapping[tuple[int, int], float]
+"""(epoch, step) -> the mean loss of that global batch, over all ranks."""
+
+_UNSEEN_BYTES = 2**16  # sent a step: more than this, and no operation of communication, is communication unseen
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one case, over all rounds. None: not measured.
+
+    examples_per_second: the median of `rounds`. step_seconds, p95_seconds: median and 95th percentile of all timed
+    steps. compute, waiting, communicating: parts of the mean step, in seconds; `communicating` is the part in which
+    nothing was computed, `hidden` what was sent and received behind computation. memory: bytes at the peak, by rank.
+    wire: bytes sent by all ranks in a step. start_up: seconds from the launch to the end of the first step.
+    """
+
+    examples_per_second: float
+    rounds: tuple[float, ...]
+    step_seconds: float
+    p95_seconds: float
+    mean_seconds: float
+    compute: float | None
+    waiting: float
+    communicating: float | None
+    hidden: float | None
+    memory: tuple[int, ...]
+    memory_kind: str
+    wire: float | None
+    start_up: float
+    parameter_bytes: int
+    losses: Losses
+
+
+def figures(rounds: Sequence[Sequence[Record]], profiled: bool = True) -> Figures:
+    """rounds: the records of all ranks, of each round. profiled: does torch's profiler see this strategy talk?"""
+    ranks = [record for records in rounds for record in records if _timed(record)]
+    seconds = [step["seconds"] for record in ranks for step in _timed(record)]
+    waiting = statistics.fmean(step["waited"] for record in ranks for step in _timed(record))
+    mean = statistics.fmean(seconds)
+    wires = [wire_bytes(records) for records in rounds]
+    wire = statistics.fmean(w for w in wires if w is not None) if None not in wires else None
+    shares = communication(rounds, wire) if profiled else None
+    communicating = None if shares is None else min(shares[0] * mean, mean - waiting)
+    speeds = tuple(examples_per_second(records) for records in rounds)
+    size = max(len(records) for records in rounds)
+    return Figures(
+        examples_per_second=statistics.median(speeds),
+        rounds=speeds,
+        step_seconds=statistics.median(seconds),
+        p95_seconds=percentile(seconds, 0.95),
+        mean_seconds=mean,
+        compute=None if communicating is None else max(mean - waiting - communicating, 0.0),
+        waiting=waiting,
+        communicating=communicating,
+        hidden=None if shares is None else max(shares[1] - shares[0], 0.0) * mean,
+        memory=tuple(max(records[rank]["memory_bytes"] for records in rounds) for rank in range(size)),
+        memory_kind=ranks[0]["memory_kind"],
+        wire=wire,
+        start_up=statistics.median(max(_start_ups(records)) for records in rounds),
+        parameter_bytes=max(record["parameter_bytes"] for record in ranks),
+        losses=mean_losses(rounds[0]),
+    )
+
+
+def _timed(record: Record) -> list[Mapping[str, Any]]:
+    return [step for step in record["steps"] if step["timed"]]
+
+
+def _start_ups(records: Iterable[Record]) -> list[float]:
+    return [record["start_up_seconds"] for record in records if record["start_up_seconds"] is not None]
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The smallest of the values that at least this part of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(part * len(ordered)) - 1, 0)]
+
+
+def examples_per_second(records: Sequence[Record]) -> float:
+    """The sum over the ranks of each one's own: ranks need not make their steps at the same time."""
+    holders: dict[tuple[Any, ...], int] = {}
+    for record in records:
+        for key, _ in _parts(record):
+            holders[key] = holders.get(key, 0) + 1
+    speed = 0.0
+    for record in records:
+        steps = _timed(record)
+        if steps:
+            examples = sum(count / holders[key] for key, count in _parts(record))
+            speed += examples / sum(step["seconds"] for step in steps)
+    return speed
+
+
+def _parts(record: Record) -> list[tuple[tuple[Any, ...], int]]:
+    """(epoch, step, shard, micro-batch), examples: of the timed steps."""
+    return [
+        ((step["epoch"], step["step"], shard, micro), count)
+        for step in _timed(record)
+        for shard, micro, count in step["parts"]
+    ]
+
+
+def wire_bytes(records: Sequence[Record]) -> float | None:
+    """Sent by all ranks in a step. None where some rank could not tell, or talks through NCCL, which uses the machine's
+    own links and no network.
+
+    A rank without steps serves the others, and does not know when their timing began: what it sent is what they
+    received.
+    """
+    workers = [record for record in records if record["steps"]]
+    if any(record["bytes_sent"] is None for record in workers):
+        return None
+    if len(records) > 1 and any(not record["device"].startswith("cpu") for record in records):
+        return None
+    total = sum(record["bytes_sent"] for record in workers)
+    if len(workers) < len(records):
+        total += sum(record["bytes_received"] for record in workers)
+    return float(total / max(len(_timed(record)) for record in workers))
+
+
+def communication(rounds: Sequence[Sequence[Record]], wire: float | None) -> tuple[float, float] | None:
+    """(exposed, in all) parts of the profiled steps' time, the mean over the ranks. Parts, since a step under the
+    profiler takes longer. None, not measured: a rank has no profile; or bytes
+    went over the network and the profiler saw no operation that sent them; or several replicas are in one process,
+    which copies between them."""
+    ranks = [record for records in rounds for record in records if record["steps"]]
+    shards = {shard for step in ranks[0]["steps"] for shard, _, _ in step["parts"]}
+    if len(rounds[0]) == 1 and len(shards) > 1:
+        return None
+    found = [record["communication"] for record in ranks]
+    if any(one is None for one in found):
+        return None
+    if wire is not None and wire > _UNSEEN_BYTES and not any(one["operations"] for one in found):
+        return None
+    seconds = sum(record["profiled_seconds"] for record in ranks)
+    exposed, total = (sum(one[part] for one in found) / seconds for part in ("exposed", "seconds"))
+    return exposed, total
+
+
+def mean_losses(records: Sequence[Record]) -> dict[tuple[int, int], float]:
+    """The loss of each global batch of which all examples were counted: of each backward call the sums over the weights
+    of all ranks, and of these the sum."""
+    sums: dict[tuple[int, int], dict[str, list[float]]] = {}
+    examples: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
+    totals: dict[tuple[int, int], int] = {}
+    for record in records:
+        for step in record["steps"]:
+            key = step["epoch"], step["step"]
+            totals[key] = step["total"]
+            for shard, micro, count in step["parts"]:
+                examples.setdefault(key, {})[shard, micro] = count
+            for call, (top, weight) in step["losses"].items():
+                pair = sums.setdefault(key, {}).setdefault(call, [0.0, 0.0])
+                pair[0] += top
+                pair[1] += weight
+    whole = [key for key, total in totals.items() if sum(examples.get(key, {}).values()) == total]
+    means = {key: [top / weight for top, weight in sums.get(key, {}).values() if weight] for key in sorted(whole)}
+    return {key: sum(values) for key, values in means.items() if values}
+
+
+def loss_difference(losses: Losses, others: Losses) -> float | None:
+    """The largest absolute one over the steps that both have; NaN where one of them is. None where there is none."""
+    differences = [abs(value - others[key]) for key, value in losses.items() if key in others]
+    if any(math.isnan(value) for value in differences):
+        return math.nan
+    return max(differences, default=None)

@@ -1,0 +1,38 @@
+"""What `paceline compare` asks of a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from paceline.config import Settings
+from paceline.world import TRIAL
+
+PROFILED = 6  # steps under torch's profiler, after those that are timed; the first lets the ranks come together
+
+
+@dataclass(frozen=True)
+class Order:
+    """One trial.
+
+    directory: where each rank writes `rank-N.json`. steps: how many are made and compared; the first `warmup` of them
+    are not timed. began: when the launcher started the workers, in seconds since the epoch. global_batch: in place of
+    the script's own; None: as it is.
+    """
+
+    directory: str
+    steps: int
+    warmup: int
+    began: float
+    global_batch: int | None = None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Order | None:
+        """None in a run that is no trial."""
+        text = environ.get(TRIAL)
+        return None if not text else cls(**json.loads(text))
+
+    def quiet(self, settings: Settings) -> Settings:
+        """The settings of a run that shows and writes nothing."""
+        return replace(settings, log_dir=None, progress="off")
