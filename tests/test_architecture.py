@@ -31,7 +31,17 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "__main__": {"cli"},
     "__init__": {"fitting", "launcher", "session", "run", "train", "world", "config", "errors"},
 }
-STRATEGY_NAMES = {"single", "ddp", "data_parallel", "fsdp", "pipeline", "local_sgd", "diloco"}
+STRATEGY_NAMES = {
+    "single",
+    "ddp",
+    "data_parallel",
+    "mirrored",
+    "central_storage",
+    "fsdp",
+    "pipeline",
+    "local_sgd",
+    "diloco",
+}
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce",
@@ -111,12 +121,8 @@ def test_the_run_never_asks_which_strategy_it_holds(name: str) -> None:
         n.args[1] for n in ast.walk(TREES[path]) if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance"
     ]
     assert not {ast.unparse(what) for what in checked} & {
-        "Strategy",
-        "Single",
-        "DDP",
-        "FSDP",
-        "DataParallel",
-        "Pipeline",
+        *("Strategy", "Single", "DDP", "FSDP", "DataParallel", "Mirrored", "CentralStorage", "Pipeline"),
+        *("LocalSGD", "DiLoCo"),
     }
     concrete = {f"paceline.strategies.{strategy}" for strategy in STRATEGY_NAMES}
     assert not imports(path) & concrete

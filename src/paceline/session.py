@@ -53,9 +53,9 @@ def start(
     (`paceline run --strategy ... train.py`) overrides both.
 
     Args:
-        strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "pipeline",
-            "local_sgd", "diloco"; with options, "ddp:bucket_mb=50,static_graph=true" or
-            paceline.strategy("ddp", bucket_mb=50).
+        strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "mirrored",
+            "central_storage", "fsdp", "pipeline", "local_sgd", "diloco"; with options,
+            "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
         seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
         batch_norm: "global", statistics over the whole global batch, as on one device; "shard", over each shard, which

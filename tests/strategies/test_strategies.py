@@ -139,12 +139,23 @@ def test_compile_gives_the_same_model() -> None:
     assert list(trained.state_dict()) == list(checks.layers().state_dict())
 
 
-def test_single_and_data_parallel_refuse_several_processes() -> None:
+def test_strategies_of_one_process_refuse_several() -> None:
     world = World(0, 2, 0, 2, 0, 1, "start()")
     from paceline.config import parse_strategy
     from paceline.strategies import make
 
-    for name, remedy in (("single", "Use strategy='ddp'"), ("data_parallel:devices=cpu,cpu", "use strategy='ddp'")):
+    one_process = ("data_parallel:devices=cpu,cpu", "mirrored:devices=cpu,cpu", "central_storage")
+    for name, remedy in (("single", "Use strategy='ddp'"), *((name, "use strategy='ddp'") for name in one_process)):
         with pytest.raises(SettingError, match=remedy):
             make(parse_strategy(name), world, torch.device("cpu"))
-    assert set(STRATEGIES) == {"single", "ddp", "data_parallel", "fsdp", "pipeline", "local_sgd", "diloco"}
+    assert set(STRATEGIES) == {
+        "single",
+        "ddp",
+        "data_parallel",
+        "mirrored",
+        "central_storage",
+        "fsdp",
+        "pipeline",
+        "local_sgd",
+        "diloco",
+    }

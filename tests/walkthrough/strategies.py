@@ -21,6 +21,7 @@ class Way:
     sgd: float = 1e-10
     adamw: float = 1e-8
     worlds: tuple[int, ...] = (2, 3, 4)
+    refused: tuple[str, ...] = ()  # variants whose names end so
     optimizers: tuple[str, ...] = ("sgd", "adamw")
     micro: tuple[bool, ...] = (False, True)
     factor: int = 1
@@ -28,6 +29,17 @@ class Way:
 
 WAYS = {
     "data_parallel": Way("data_parallel:devices={devices}", one_process=True, forms=("closure",)),
+    "mirrored-ring": Way("mirrored:devices={devices},reduction=ring", one_process=True, forms=("closure",)),
+    "mirrored-native": Way("mirrored:devices={devices}", one_process=True, forms=("closure",)),
+    "central_storage": Way("central_storage:devices={devices}", one_process=True, forms=("closure",)),
+    "ddp-ring": Way("ddp:reducer=ring"),
+    "ddp-hierarchical": Way("ddp:reducer=hierarchical"),
+    "ddp-reduce_to_one": Way("ddp:reducer=reduce_to_one"),
+    "fsdp-1": Way("fsdp:stage=1", sgd=1e-8),
+    "fsdp-2": Way("fsdp:stage=2", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # d copies the model; a penalty on
+    "fsdp-3": Way("fsdp:stage=3", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # parameters outside of a forward
+    # b clips by the norm of the whole gradient; the shards of g are of two sizes. Momentum is averaged too.
+    "local_sgd-1": Way("local_sgd:every=1,average_state=true", jobs="acdefh", refused=("bn",), optimizers=("sgd",)),
 }
 
 

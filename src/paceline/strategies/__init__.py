@@ -20,6 +20,8 @@ STRATEGIES = {
     "ddp": "paceline.strategies.ddp:DDP",
     "data_parallel": "paceline.strategies.data_parallel:DataParallel",
     "fsdp": "paceline.strategies.fsdp:FSDP",
+    "mirrored": "paceline.strategies.mirrored:Mirrored",
+    "central_storage": "paceline.strategies.central_storage:CentralStorage",
     "pipeline": "paceline.strategies.pipeline:Pipeline",
     "local_sgd": "paceline.strategies.local_sgd:LocalSGD",
     "diloco": "paceline.strategies.diloco:DiLoCo",

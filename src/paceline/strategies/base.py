@@ -14,7 +14,7 @@ over the global batch. A strategy whose engine averages instead of adding undoes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,6 +102,9 @@ class Strategy(ABC):
     seen: Weight = 0.0  # with layout.local: how many examples (or tokens) `.grad` is a mean over; set before `finish`
     settle: Callable[[], None] | None = None  # with layout.local: makes the replicas' models one. Collective
     reduces_each: bool = False  # whether every micro-batch's gradients are summed over the shards, not the last's alone
+    # For each further replica of this process, the user's parameter -> its own: what is done to the gradient of the one
+    # (put aside, scaled, clipped, cleared) is done to that of the other. The same object always.
+    copies: Sequence[Mapping[Tensor, Tensor]] = ()
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
@@ -162,8 +165,9 @@ def as_gradient(weight: Weight, root: Tensor) -> Tensor:
     if root.dim():
         return torch.full_like(root, weight, requires_grad=False)
     key = (weight, root.dtype, root.device)
-    if key not in _gradients:  # the weights of a run are few: making such a tensor costs a tenth of a small backward
+    gradient = _gradients.get(key)
+    if gradient is None:  # the weights of a run are few: making such a tensor costs a tenth of a small backward
         if len(_gradients) >= 64:
             _gradients.clear()
-        _gradients[key] = torch.full((), weight, dtype=root.dtype, device=root.device)
-    return _gradients[key]
+        gradient = _gradients[key] = torch.full((), weight, dtype=root.dtype, device=root.device)
+    return gradient

@@ -8,7 +8,8 @@ have no "class".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.strategies.base import Strategy, Term, Work
+from paceline.strategies.masters import in_place_of
 
 
 def closure_on_one_replica(strategy: Strategy, work: Work, device: torch.device) -> list[list[Term]]:
@@ -48,15 +50,30 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
 def replicated_state(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    names: dict[Tensor, str] | None = None,
+    masters: Mapping[Tensor, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The whole state, as each process holds it. Tensors are the live ones: copy before the next step. names: of what
-    the optimizers hold, where that is not the models' own parameters."""
-    names = parameter_names(models) if names is None else names
-    return {
-        "models": [dict(model.state_dict()) for model in models],
-        "optimizers": [_optimizer_state(optimizer, names) for optimizer in optimizers],
-    }
+    """The whole state, as each process holds it. Tensors are the live ones: copy before the next step.
+
+    masters: of the parameters that have one, whose the optimizers' state then is (masters.py).
+    """
+    with ExitStack() as stack:
+        names = _with_masters(stack, parameter_names(models), optimizers, masters or {})
+        return {
+            "models": [dict(model.state_dict()) for model in models],
+            "optimizers": [_optimizer_state(optimizer, names) for optimizer in optimizers],
+        }
+
+
+def _with_masters(
+    stack: ExitStack,
+    names: dict[Tensor, str],
+    optimizers: Sequence[torch.optim.Optimizer],
+    masters: Mapping[Tensor, Tensor],
+) -> dict[Tensor, str]:
+    """Until the stack is left the optimizers hold the masters, which have their parameters' names."""
+    for optimizer in optimizers if masters else ():
+        stack.enter_context(in_place_of(optimizer, masters))
+    return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
@@ -75,9 +92,10 @@ def load_replicated(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
-    names: dict[Tensor, str] | None = None,
+    masters: Mapping[Tensor, Tensor] | None = None,
 ) -> None:
-    """Puts back a whole state. Raises CheckpointError, before it changes anything, where it is of another program."""
+    """Puts back a whole state, of the optimizers into the masters' where there are any; the masters' own values are not
+    touched. Raises CheckpointError, before it changes anything, where it is of another program."""
     if len(state["models"]) < len(models) or len(state["optimizers"]) < len(optimizers):
         raise CheckpointError(
             f"the checkpoint holds {len(state['models'])} model(s) and {len(state['optimizers'])} optimizer(s), but "
@@ -86,13 +104,14 @@ def load_replicated(
         )
     for number, model in enumerate(models):
         check_same_model(model, state["models"][number], number)
-    names = parameter_names(models) if names is None else names
-    for number, optimizer in enumerate(optimizers):
-        _check_same_optimizer(optimizer, state["optimizers"][number], names, number)
-    for number, model in enumerate(models):
-        model.load_state_dict(state["models"][number])
-    for number, optimizer in enumerate(optimizers):
-        _load_optimizer(optimizer, state["optimizers"][number], names)
+    with ExitStack() as stack:
+        names = _with_masters(stack, parameter_names(models), optimizers, masters or {})
+        for number, optimizer in enumerate(optimizers):
+            _check_same_optimizer(optimizer, state["optimizers"][number], names, number)
+        for number, model in enumerate(models):
+            model.load_state_dict(state["models"][number])
+        for number, optimizer in enumerate(optimizers):
+            _load_optimizer(optimizer, state["optimizers"][number], names)
 
 
 def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -> None:

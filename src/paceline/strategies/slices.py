@@ -151,7 +151,7 @@ def sliced_state(
             return {key: whole(value) for key, value in node.items()}
         return [whole(item) for item in node] if isinstance(node, list) else node
 
-    state = _in_place(optimizers, masters, lambda: replicated_state(models, optimizers, _names(models, masters)))
+    state = replicated_state(models, optimizers, masters)
     return {kind: [whole(part) for part in parts] for kind, parts in state.items()}
 
 
@@ -170,19 +170,12 @@ def load_sliced(
         slice_state([(owns[name], values) for name, values in copied.items() if name in owns])
         optimizer_states.append({**saved, "state": copied})
     whole = {**state, "optimizers": optimizer_states}
-    _in_place(optimizers, masters, lambda: load_replicated(models, optimizers, whole, names))
+    load_replicated(models, optimizers, whole, masters)
 
 
 def _names(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[Tensor, str]:
     names = parameter_names(models)
     return names | {masters[p]: name for p, name in names.items() if p in masters}
-
-
-def _in_place(optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[Tensor, Tensor], function: Any) -> Any:
-    if not optimizers:
-        return function()
-    with in_place_of(optimizers[0], masters):
-        return _in_place(optimizers[1:], masters, function)
 
 
 def check_dense(models: Sequence[nn.Module]) -> None:

@@ -16,7 +16,7 @@ rule, it is never swapped. What has been reduced is the account FINAL: the exact
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,10 +35,12 @@ Grads = list[Tensor | None]
 
 
 class Accounts:
-    """Gradients of `parameters` by account. `views`: whether a strategy reuses a gradient's memory for the next."""
+    """Gradients of `parameters` by account, and of what they have `copies` of on further replicas of this process
+    (Strategy.copies). `views`: whether a strategy reuses a gradient's memory for the next."""
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
+        self.copies: Sequence[Mapping[Tensor, Tensor]] = ()
         self.views = False
         self._held: Key = FINAL
         self._settled = False  # whether FINAL has gradients, and they are ours
@@ -46,6 +48,12 @@ class Accounts:
             None  # the account that `.grad` holds, while it has gradients of earlier micro-batches
         )
         self._waiting: dict[Key, Grads] = {}
+
+    def _everywhere(self) -> list[Tensor]:
+        """The parameters, and each further replica's, always in this order."""
+        if not self.copies:
+            return self.parameters
+        return [*self.parameters, *(copies[p] for copies in self.copies for p in self.parameters if p in copies)]
 
     def hold(self, key: Key) -> None:
         """Puts `.grad` away into its account, and brings this one's into it."""
@@ -56,7 +64,8 @@ class Accounts:
                     "model.zero_grad(). Delete that call: run.step clears the gradients when it has used them."
                 )
             return
-        if all(p.grad is None for p in self.parameters):
+        everywhere = self._everywhere()
+        if all(p.grad is None for p in everywhere):
             self._settled = self._settled and self._held != FINAL
         else:
             if self._held == FINAL and not self._settled:
@@ -67,11 +76,11 @@ class Accounts:
                     "(torch.autograd.grad)."
                 )
             self._waiting[self._held] = [
-                p.grad.clone() if self.views and p.grad is not None else p.grad for p in self.parameters
+                p.grad.clone() if self.views and p.grad is not None else p.grad for p in everywhere
             ]
-            for p in self.parameters:
+            for p in everywhere:
                 p.grad = None
-        for p, grad in zip(self.parameters, self._waiting.pop(key, ()), strict=False):
+        for p, grad in zip(everywhere, self._waiting.pop(key, ()), strict=False):
             p.grad = grad
         self._held = key
 
@@ -83,7 +92,7 @@ class Accounts:
         """The sum of these accounts, each times its factor (None: as it is), in `.grad`."""
         self.hold(keys[0])
         if factors[0] is not None:
-            scale_([p.grad for p in self.parameters if p.grad is not None], factors[0])
+            scale_([p.grad for p in self._everywhere() if p.grad is not None], factors[0])
         for key, factor in zip(keys[1:], factors[1:], strict=True):
             grads = self._waiting.pop(key, None)
             if grads is not None and factor is not None:
@@ -93,22 +102,23 @@ class Accounts:
     def settle(self, unscale: float) -> None:
         """What `.grad` holds has been reduced: takes the loss scale out, and makes it part of FINAL."""
         if unscale != 1.0:
-            scale_([p.grad for p in self.parameters if p.grad is not None], unscale)
+            scale_([p.grad for p in self._everywhere() if p.grad is not None], unscale)
         self._add(self._waiting.pop(FINAL, None))
         self._held, self._local, self._settled = FINAL, None, True
 
     def _add(self, grads: Grads | None) -> None:
         if grads is None:
             return
-        both: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for p, grad in zip(self.parameters, grads, strict=False):
+        both: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for p, grad in zip(self._everywhere(), grads, strict=False):
             if p.grad is None:
                 p.grad = grad
             elif grad is not None:
-                both[0].append(p.grad)
-                both[1].append(grad)
-        if both[0]:
-            torch._foreach_add_(list(map(slices.local, both[0])), list(map(slices.local, both[1])))
+                sums, addends = both.setdefault(grad.device, ([], []))
+                sums.append(p.grad)
+                addends.append(grad)
+        for sums, addends in both.values():  # tensors of several devices would be added one by one
+            torch._foreach_add_(list(map(slices.local, sums)), list(map(slices.local, addends)))
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
         """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
@@ -178,5 +188,9 @@ def scale_(grads: Sequence[Tensor], factor: Weight) -> None:
     if isinstance(factor, Tensor):
         for grad in parts:
             grad.mul_(factor.to(grad.device, grad.dtype))
-    else:
-        torch._foreach_mul_(parts, factor)
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in parts:
+        by_device.setdefault(grad.device, []).append(grad)
+    for part in by_device.values():
+        torch._foreach_mul_(part, factor)

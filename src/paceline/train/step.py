@@ -49,7 +49,7 @@ class Stepper:
     ) -> None:
         self.strategy, self.precision, self.guards = strategy, precision, guards
         self.accounts = Accounts()
-        self.accounts.views = strategy.views
+        self.accounts.views, self.accounts.copies = strategy.views, strategy.copies
         self.names: dict[Tensor, str] = {}
         self.updates: dict[torch.optim.Optimizer, int] = {}
         self.skipped = 0  # updates that no replica made
@@ -275,6 +275,10 @@ class Stepper:
             self.skipped += 1
         for p in parameters:
             p.grad = None
+        for copies in self.strategy.copies:
+            for p in parameters:
+                if p in copies:
+                    copies[p].grad = None
         for loader in loaders:
             loader.mark_stepped()
         return True
@@ -297,6 +301,8 @@ class Stepper:
             self._watch.check(grads, norm, self.updates, self.names, graded)
         if norm is not None and max_grad_norm is not None:
             clip(graded, max_grad_norm, norm)
+            for copies in self.strategy.copies:
+                clip([copies[p] for p in graded if p in copies], max_grad_norm, norm)
         self.guards.allow(self.strategy.step, optimizer)
         return True
 

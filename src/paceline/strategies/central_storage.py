@@ -1,0 +1,249 @@
+"""central_storage: parameters and optimizer state live on the CPU, and are computed with on one or more devices.
+
+Phase 1, forward and backward on every device, as data_parallel does it (replicas.py): the gradients come together on
+  the first device, in the script's own model, where they can be clipped and looked at.
+Phase 2, step, in: gradients go to the CPU.
+Phase 3, step, update: the optimizer updates the masters there (masters.py); its state is there too.
+Phase 4, step, out: masters go to the first device, whose model then evaluates with them; from there to the others when
+  the next global batch begins.
+
+Between devices, a step: gradients once to the CPU, weights once from it; and for each further device as data_parallel.
+Memory: per device parameters and gradients; on the CPU parameters, gradients and optimizer state, the first two pinned
+where the device is an accelerator, in flat pieces of about 25 MB that travel as one.
+Follows tf.distribute.experimental.CentralStorageStrategy, and with one device ZeRO-Offload's placement (Ren et al.
+2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"), without its overlap.
+
+A script may write to its model's weights between steps (an EMA swapped in, load_state_dict, p.data.clamp_()). The
+masters follow: a write that autograd counts shows in the tensor's version, any other in its norm, which is taken on the
+device when weights have come out and again when gradients go in. That travels with the gradients, whose arrival the
+CPU waits for anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.devices import buckets, flatten, unflatten
+from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.devices import check_one_process, devices_of
+from paceline.strategies.masters import in_place_of
+from paceline.strategies.replicas import ReplicaSet, Stamp, norms_of, refuse_loop, stamp_of
+from paceline.strategies.replicated import closure_on_one_replica, load_replicated, replicated_state
+from paceline.strategies.updates import carried, step_between_hooks
+from paceline.world import World
+
+_HOST = torch.device("cpu")
+
+
+class CentralStorage(Strategy):
+    """devices: such as "cuda:0" or "cuda:0,cuda:1"; all accelerators of this machine if not given."""
+
+    def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
+        check_one_process("central_storage", world)
+        found = devices_of("central_storage", devices, device, least=1)
+        self.device = found[0]
+        self._replicas = ReplicaSet(found) if len(found) > 1 else None
+        self.layout = Layout(1, (0,)) if self._replicas is None else self._replicas.layout
+        self.closure_only = self._replicas is not None
+        self.copies = () if self._replicas is None else self._replicas.copies
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._masters: dict[Tensor, Tensor] = {}
+        self._shelves: list[_Shelf] = []
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            if optimizer not in self.optimizers:
+                _state_in_masters(optimizer, self._masters)
+        self.models, self.optimizers = list(models), list(optimizers)
+        for model in models:
+            model.to(self.device)
+        if self._replicas is not None:
+            self._replicas.setup(models)
+        for optimizer in optimizers:
+            self._take_over(optimizer)
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        if self._replicas is None:
+            return closure_on_one_replica(self, work, self.device)
+        self._replicas.follow(work.call)
+        return self._replicas.forward_backward(work, self._replicas.gather)
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        if self.closure_only:
+            raise refuse_loop("central_storage")
+        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
+        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+
+    def finish(self) -> None:
+        if self._replicas is not None:
+            self._replicas.agree()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._take_over(optimizer)
+        step_between_hooks(optimizer, partial(self._update, optimizer))
+        if self._replicas is not None:
+            self._replicas.stale()
+
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        shelves = [shelf for shelf in self._shelves if any(p in own for p in shelf.parameters)]
+        try:
+            norms = [shelf.bring(own) for shelf in shelves]
+            for shelf, now in zip(shelves, norms, strict=True):
+                shelf.follow(shelf.written(now))  # the first of these waits until everything has come to the CPU
+            with torch.enable_grad(), in_place_of(optimizer, self._masters):
+                optimizer.step(*args, **kwargs)
+        finally:
+            for p in own:
+                self._masters[p].grad = None
+        for shelf in shelves:
+            shelf.send()
+
+    @torch.no_grad()
+    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes masters of parameters that have none, and gives state that the script has put there to them."""
+        new = [p for group in optimizer.param_groups for p in group["params"] if p not in self._masters]
+        for positions in buckets(new):
+            shelf = _Shelf([new[i] for i in positions])
+            self._shelves.append(shelf)
+            self._masters.update(zip(shelf.parameters, shelf.masters, strict=True))
+        for p in [p for p, values in optimizer.state.items() if values and p in self._masters]:
+            master = self._masters[p]
+            optimizer.state[master] = _laid_out_as(carried(optimizer.state.pop(p), None, _HOST), master)
+
+    def state_dict(self) -> dict[str, Any]:
+        for optimizer in self.optimizers:
+            self._take_over(optimizer)
+        return replicated_state(self.models, self.optimizers, self._masters)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_replicated(self.models, self.optimizers, state, self._masters)
+        for shelf in self._shelves:
+            shelf.follow(shelf.parameters)
+        if self._replicas is not None:
+            self._replicas.stale()
+
+    def close(self) -> None:
+        """Optimizers get their state back, which stays on the CPU."""
+        for optimizer in self.optimizers:
+            for p, master in self._masters.items():
+                if master in optimizer.state:
+                    optimizer.state[p] = optimizer.state.pop(master)
+            for name in _STATE_METHODS:
+                vars(optimizer).pop(name, None)
+        if self._replicas is not None:
+            self._replicas.close()
+        self._masters, self._shelves = {}, []
+
+
+_STATE_METHODS = ("state_dict", "load_state_dict")
+
+
+def _state_in_masters(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
+    """Lets a script call these two itself: they would not find the parameters whose state it is."""
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with in_place_of(optimizer, masters):
+                return method(*args, **kwargs)
+
+        return call
+
+    for name in _STATE_METHODS:
+        setattr(optimizer, name, wrapped(getattr(optimizer, name)))
+
+
+def _laid_out_as(values: dict[str, Any], master: Tensor) -> dict[str, Any]:
+    """State for a master. Fused optimizers go through memory in its order, without looking at strides."""
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse:
+            values[key] = value.contiguous()
+    return values
+
+
+class _Shelf:
+    """Parameters of one dtype on one device, and their masters side by side on the CPU."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._device = parameters[0].device
+        options: Any = {"dtype": parameters[0].dtype, "pin_memory": self._device.type != "cpu"}
+        total = sum(p.numel() for p in parameters)
+        self._weights, self._gradients = torch.empty(total, **options), torch.empty(total, **options)
+        self.masters: list[Tensor] = [nn.Parameter(part) for part in unflatten(self._weights, parameters)]
+        for p, master in zip(parameters, self.masters, strict=True):
+            vars(master).update(vars(p))  # marks that optimizers look at
+        self._stamps: dict[Tensor, Stamp] = {}
+        self._fetched: set[Tensor] = set()
+        self._versions: list[int] = []
+        self._norms = torch.empty(0)
+        self.follow(self.parameters)
+
+    def bring(self, own: set[Tensor]) -> Tensor:
+        """Fetches the gradients of these parameters, and returns the norms of the weights, on the device. Waits for
+        nothing (but sparse gradients)."""
+        parts = unflatten(self._gradients, self.parameters)
+        grads = [p.grad if p in own else None for p in self.parameters]
+        self._fetched = {p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
+        dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
+        if len(dense) == len(grads):
+            self._gradients.copy_(flatten(dense), non_blocking=True)
+        for master, part, grad in zip(self.masters, parts, grads, strict=True):
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                master.grad = grad.to(_HOST)
+                continue
+            if len(dense) < len(grads):
+                part.copy_(grad, non_blocking=True)
+            master.grad = part
+        return norms_of(self.parameters)
+
+    def written(self, norms: Tensor) -> list[Tensor]:
+        """The parameters to whose weights the script has written since they came out."""
+        moved = (norms != self._norms).tolist()
+        return [p for p, other in zip(self.parameters, moved, strict=True) if other or stamp_of(p) != self._stamps[p]]
+
+    def follow(self, parameters: Sequence[Tensor]) -> None:
+        """The masters of these take their parameters' values."""
+        chosen = set(parameters)
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            if p in chosen:
+                master.detach().copy_(p.detach())
+        self._versions = [master._version for master in self.masters]
+        if chosen:
+            self._note()
+
+    def send(self) -> None:
+        """The parameters take the values of masters that were updated; waits for nothing. The masters are not written
+        to meanwhile: the next update comes after gradients that are fetched in the same stream."""
+        parts = unflatten(self._weights.to(self._device, non_blocking=True), self.parameters)
+        moved = [master._version != v for master, v in zip(self.masters, self._versions, strict=True)]
+        chosen = [
+            (p.detach(), part)
+            for p, part, other in zip(self.parameters, parts, moved, strict=True)
+            if other or p in self._fetched  # torch's fused updates are not counted as writes
+        ]
+        if chosen:
+            torch._foreach_copy_([p for p, _ in chosen], [part for _, part in chosen])
+        self._note()
+
+    def _note(self) -> None:
+        self._stamps = {p: stamp_of(p) for p in self.parameters}
+        self._norms = norms_of(self.parameters)

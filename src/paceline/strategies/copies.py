@@ -1,0 +1,154 @@
+"""Copies of the user's models on further devices, and what is followed in them (replicas.py).
+
+A copy is copy.deepcopy's, with its parameters and buffers made directly on its device. Pairs are found as deepcopy goes
+along, so that tied parameters and models that share layers stay so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.errors import ModelError
+
+
+def copied(
+    models: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device
+) -> tuple[dict[nn.Module, nn.Module], dict[Tensor, Tensor]]:
+    """The user's modules -> a device's, and parameters likewise. Tensors go there directly, without a second copy on
+    the first device. Raises ModelError for a model that copy.deepcopy does not copy whole."""
+    memo: dict[int, Any] = {}
+    copies = {}
+    for p in parameters:
+        copies[p] = memo[id(p)] = _copied_parameter(p, device)
+    for model in models:
+        for buffer in model.buffers():
+            if id(buffer) not in memo:
+                memo[id(buffer)] = buffer.detach().to(device, copy=True)
+    modules: dict[nn.Module, nn.Module] = {}
+    for model in models:
+        try:
+            copy.deepcopy(model, memo)
+        except Exception as error:
+            raise ModelError(
+                f"{type(model).__name__} cannot be copied to {device}: copy.deepcopy says {type(error).__name__}: "
+                f"{error}. Let copy.deepcopy(model) work, or use strategy='ddp', which needs no copies."
+            ) from error
+        for name, module in model.named_modules():
+            if module._compiled_call_impl is not None and id(module) in memo:  # which deepcopy leaves out
+                memo[id(module)].compile()
+            its = modules[module] = memo.get(id(module), module)
+            whole = its is not module and its._modules.keys() == module._modules.keys()
+            if not whole or any(
+                its._parameters.get(key) is not (None if p is None else copies[p])
+                for key, p in module._parameters.items()
+            ):
+                raise ModelError(
+                    f"copy.deepcopy of {type(model).__name__} gives something that is built otherwise (in "
+                    f"{name or 'the model itself'}): its replicas would not be the same model. Use strategy='ddp'."
+                )
+    return modules, copies
+
+
+def _copied_parameter(own: Tensor, device: torch.device) -> Tensor:
+    if type(own) is nn.Parameter:
+        its: Tensor = nn.Parameter(own.detach().to(device, copy=True), requires_grad=own.requires_grad)
+    else:
+        its = copy.deepcopy(own)
+        its.data = its.data.to(device)
+    vars(its).update(vars(own))  # marks that optimizers look at
+    follow_flags(own, its)
+    return its
+
+
+def follow_flags(own: Tensor, its: Tensor) -> None:
+    if its.requires_grad != own.requires_grad:
+        its.requires_grad_(own.requires_grad)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(own, name)
+        if hooks is not getattr(its, name):  # one dictionary for both: what is added to it later acts on both
+            setattr(its, name, hooks)
+
+
+_PLAIN = (bool, int, float, str, type(None))
+"""Attributes of modules that are followed: `training`, a temperature, the p of a dropout."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Record:
+    """A module of the user's as it was copied, its copies, and what the script or a forward has last put into it."""
+
+    def __init__(self, module: nn.Module, copies: Sequence[nn.Module]) -> None:
+        self._module, self._copies, self._kind = module, copies, type(module)
+        self._children, self._parameters = dict(module._modules), dict(module._parameters)
+        self._buffer_names = list(module._buffers)
+        self._hooks = [list(vars(module)[name]) for name in _HOOKS]
+        self._numbers = self._numbers_now()
+        self._buffers: list[tuple[Tensor | None, int]] = []
+        self.note_buffers()
+
+    def holds(self) -> bool:
+        """Whether the module is still built as it was."""
+        module, kept = self._module, vars(self._module)
+        return (
+            type(module) is self._kind
+            and _same(module._modules, self._children)
+            and _same(module._parameters, self._parameters)
+            and list(module._buffers) == self._buffer_names
+            and all(list(kept[name]) == keys for name, keys in zip(_HOOKS, self._hooks))
+        )
+
+    def _numbers_now(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self._module).items() if type(value) in _PLAIN}
+
+    def send_numbers(self) -> None:
+        now = self._numbers_now()
+        if now != self._numbers:
+            self._numbers = now
+            for copied in self._copies:
+                vars(copied).update(now)
+
+    def _buffers_now(self) -> list[tuple[Tensor | None, int]]:
+        return [(b, -1 if b is None else b._version) for b in self._module._buffers.values()]
+
+    def note_buffers(self) -> None:
+        if self._buffer_names:
+            self._buffers = self._buffers_now()
+
+    def send_buffers(self, devices: Sequence[torch.device], waiting: list[tuple[Tensor, list[Tensor]]]) -> None:
+        """Where any of them was changed by the script: all, since torch's batch norm writes to its statistics without
+        counting it, but counts its batches. Those that can be filled in place are put on the list."""
+        if not self._buffer_names or all(
+            b is c and i == j for (b, i), (c, j) in zip(self._buffers_now(), self._buffers, strict=True)
+        ):
+            return
+        for name, own in self._module._buffers.items():
+            theirs = [copied._buffers[name] for copied in self._copies]
+            filled = [its for its in theirs if own is not None and its is not None and _fits(its, own)]
+            if own is not None and len(filled) == len(theirs):
+                waiting.append((own.detach(), filled))
+            else:
+                for copied, device in zip(self._copies, devices, strict=True):
+                    copied._buffers[name] = None if own is None else own.detach().to(device, copy=True)
+        self.note_buffers()
+
+    def statistics(self, number: int | None = None) -> list[Tensor]:
+        """A batch norm's running mean and variance, where torch's own forward has computed them from one shard."""
+        module = self._module if number is None else self._copies[number]
+        own = self._module.training and isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+        return [b for b in (module.running_mean, module.running_var) if b is not None] if own else []  # type: ignore[misc]
+
+
+def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    return len(now) == len(then) and all(key in now and now[key] is value for key, value in then.items())
+
+
+def _fits(its: Tensor, own: Tensor) -> bool:
+    """Whether a copy's buffer can be filled in place: a forward may have put another tensor there."""
+    return its.shape == own.shape and its.dtype == own.dtype and not its.requires_grad and 0 not in its.stride()

@@ -1,0 +1,89 @@
+"""Which devices one process computes on: the option `devices` of data_parallel, mirrored and central_storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import SettingError
+from paceline.world import World
+
+
+def check_one_process(strategy: str, world: World) -> None:
+    """Raises SettingError where there are several."""
+    if world.size != 1:
+        raise SettingError(
+            f"strategy {strategy} runs in one process, but there are {world.size}. Start one (--nproc 1), or use "
+            "strategy='ddp'."
+        )
+
+
+def devices_of(
+    strategy: str, given: str | Sequence[str], first: torch.device, least: int, otherwise: str = "single"
+) -> list[torch.device]:
+    """The devices that `given` names ("cuda:0,cuda:1", "cpu+cpu", a list), or all accelerators where it names none.
+
+    first: the run's own device, on which the script's own model is and evaluates. least: how many are needed.
+    otherwise: the strategy to take with fewer. Raises SettingError for what cannot be.
+    """
+    names = _names(strategy, given)
+    text = ",".join(names)
+    where = f"strategy {strategy}: devices={text!r}"
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if kind is not None else 0
+    if not names and kind is not None and first.type == kind.type:
+        names = [f"{kind.type}:{(first.index or 0) + i}" for i in range(count - (first.index or 0))]
+    if not names and least == 1:
+        names = [str(first)]
+    devices = [_device(where, name, kind, count) for name in names]
+    if len(devices) < least:
+        found = f"devices={text!r} names {len(devices)}" if text else f"this machine has {len(names)} accelerator(s)"
+        raise SettingError(
+            f"strategy {strategy} needs at least two devices, but {found}. Name them (devices=cuda:0,cuda:1, or "
+            f"cpu,cpu to try it without), or use strategy='{otherwise}'."
+        )
+    if len({device.type for device in devices}) > 1:
+        raise SettingError(f"{where} are of several types. Name devices of one type.")
+    if devices[0].type != "cpu" and len(set(devices)) < len(devices):
+        raise SettingError(
+            f"{where} names a device twice: its replicas would wait for each other for ever in batch norm. Name each "
+            "once."
+        )
+    if devices[0] != (own := _with_index(first)):
+        raise SettingError(
+            f"{where}: the first of them is where the script's own model is, and must be the run's device, which is "
+            f"{own}. Set device={str(devices[0])!r} too (paceline run --device {devices[0]}), or put {own} first."
+        )
+    return devices
+
+
+def _names(strategy: str, given: str | Sequence[str]) -> list[str]:
+    parts: Any = given.replace("+", ",").split(",") if isinstance(given, str) else given
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, (str, torch.device)) for part in parts):
+        raise SettingError(f"strategy {strategy}: devices={given!r}: names are needed, such as cuda:0,cuda:1.")
+    return [str(part).strip() for part in parts if str(part).strip()]
+
+
+def _device(where: str, name: str, kind: torch.device | None, count: int) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SettingError(f"{where}: {str(error).splitlines()[0]}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if kind is None or device.type != kind.type:
+        raise SettingError(f"{where}: there is no {name}, since this machine has {kind or 'no accelerator'}.")
+    device = _with_index(device)
+    if device.index >= count:
+        raise SettingError(f"{where}: there is no {name}: {count} {kind.type} devices are visible.")
+    return device
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`cuda` is the current one."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index: int | None = device.index
+    return torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)

@@ -1,0 +1,334 @@
+"""mirrored: one process, several devices, every variable mirrored; all replicas make the same update.
+
+Phase 1, forward and backward on every device, each its own shard (replicas.py), into its own gradients, over all
+  micro-batches.
+Phase 2, all-reduce, in the last micro-batch: the replicas' gradients, laid side by side in buckets of 25 MB, become
+  their sum on every device, by `reduction`:
+    native         NCCL, all devices at once; where there is none, the sum on the first device, copied back in one pass
+    ring           in pieces around a ring, twice (comm/reducers.py)
+    hierarchical   within groups of devices that reach each other directly, the ring between the groups, and back
+    reduce_to_one  to the first by a tree, and back
+Phase 3, step: each replica updates its own weights with an optimizer of its own, which has the class and state of the
+  script's, and takes its learning rate and all other options before each update. What an update draws is alike.
+
+Between devices, a step: gradients. 2 (n - 1) / n of their bytes sent by each of n with the ring. Weights never travel
+after the start, unless the script writes to them.
+Memory: parameters, gradients and optimizer state once per device, and a bucket.
+Follows tf.distribute.MirroredStrategy and its cross-device ops (NcclAllReduce, HierarchicalCopyAllReduce,
+ReductionToOneDevice).
+
+The script sees the first replica. What it writes to its weights or gradients travels to the others, as far as autograd
+counts the write. A write past it (`p.data.clamp_()`) would let the replicas drift apart: their weights' norms are
+compared at every update, on an accelerator one update late, so that nothing waits; parameters that differ are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.devices import buckets, copy_tensors, flatten, sum_on_first, unflatten
+from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
+from paceline.comm.reducers import REDUCERS
+from paceline.comm.threads import ThreadTeam
+from paceline.errors import ModelError, SettingError, suggest
+from paceline.strategies.base import Strategy, Term, Weight, Work
+from paceline.strategies.devices import check_one_process, devices_of
+from paceline.strategies.replicas import ReplicaSet, norms_of, on_device, refuse_loop
+from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
+from paceline.strategies.updates import Draws, follow_groups, optimizer_like, step_between_hooks
+from paceline.world import World
+
+REDUCTIONS = ("native", *REDUCERS)
+
+
+class Mirrored(Strategy):
+    """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; all accelerators of this machine if not given. reduction: native,
+    ring, hierarchical or reduce_to_one."""
+
+    closure_only = True
+
+    def __init__(self, world: World, device: torch.device, *, devices: str = "", reduction: str = "native") -> None:
+        check_one_process("mirrored", world)
+        if reduction not in REDUCTIONS:
+            raise SettingError(
+                f"strategy mirrored: reduction={reduction!r} is not known. {suggest(reduction, REDUCTIONS)}"
+            )
+        self.devices = devices_of("mirrored", devices, device, least=2)
+        self._replicas = ReplicaSet(self.devices, keep_weights=True)
+        self.layout, self.copies = self._replicas.layout, self._replicas.copies
+        self._reduction = reduction
+        # Replicas on CPUs take turns in the replicas' team; here they hand tensors to each other and must not.
+        self._team = ThreadTeam(len(self.devices)) if self.devices[0].type == "cpu" else self._replicas.team
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}
+        self._hooks: list[Any] = []
+        self._reduced = _Noted()
+        self._drift = _Drift()
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            if optimizer not in self.optimizers:  # a state that the script itself loads is mirrored anew
+                self._hooks.append(optimizer.register_load_state_dict_post_hook(self._forget))
+        self.models, self.optimizers = list(models), list(optimizers)
+        self._replicas.setup(models)
+        self._drift.names = parameter_names(models)
+
+    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
+        self._mirrors.pop(optimizer, None)
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        if self._replicas.ended:
+            self._reduced.send_changes(self.copies)
+        if self._replicas.follow(work.call):
+            self._drift.look(self.copies)
+        terms = self._replicas.forward_backward(work, self._all_reduce)
+        if work.final:
+            self._reduced.note(self.copies[0])
+        return terms
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        raise refuse_loop("mirrored")
+
+    # --- phase 2
+
+    @torch.no_grad()
+    def _all_reduce(self) -> None:
+        dense = []
+        for p in self.copies[0]:
+            everywhere = [p, *(copies[p] for copies in self.copies)]
+            reached = [q.grad for q in everywhere if q.grad is not None]
+            if any(grad.is_sparse for grad in reached):
+                _add_up(everywhere)
+            elif reached:
+                dense.append(everywhere)
+        grads = [[_grad(of_one[number]) for of_one in dense] for number in range(len(self.devices))]
+        if not dense:
+            return
+        if self._reduction == "native":
+            for positions in buckets(grads[0]):
+                chosen = [[own[i] for i in positions] for own in grads]
+                flats = [flatten(own) for own in chosen]
+                sum_on_first(flats)
+                for own, flat in zip(chosen, flats, strict=True):
+                    torch._foreach_copy_(own, list(unflatten(flat, own)))
+            return
+        endpoints = thread_endpoints(len(self.devices), near(self.devices))
+        errors = self._team.run(
+            [
+                partial(_reduce, self._reduction, own, endpoint, device)
+                for own, endpoint, device in zip(grads, endpoints, self.devices, strict=True)
+            ]
+        )
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, ReplicaStopped)):
+            raise error
+
+    # --- phase 3
+
+    def finish(self) -> None:
+        self._replicas.agree()
+        self._reduced.send_changes(self.copies)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.copies[0]]
+        self._reduced.note(parameters)  # clipped by now, on all replicas
+        step_between_hooks(optimizer, partial(self._update, optimizer, parameters))
+        self._reduced.forget(parameters)
+
+    def _update(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        self._reduced.send_changes(self.copies)
+        self._replicas.send_written()
+        mirrors = self._mirrors_of(optimizer)
+        draws = Draws(self.devices[0])
+        optimizer.step(*args, **kwargs)
+        after = Draws(self.devices[0])
+        for mirror in mirrors:
+            draws.repeat_on(mirror.device)
+            with on_device(mirror.device):
+                mirror.optimizer.step(*args, **kwargs)
+        after.repeat_on(self.devices[0])
+        self._replicas.remember(parameters)
+
+    def _mirrors_of(self, optimizer: torch.optim.Optimizer) -> list[_Mirror]:
+        """The optimizers of the further replicas, with the options that the script's has now."""
+        found = self._mirrors.get(optimizer)
+        if found is None or any(mirror.copies is not copies for mirror, copies in zip(found, self.copies, strict=True)):
+            found = self._mirrors[optimizer] = [
+                _Mirror(optimizer, copies, device) for copies, device in zip(self.copies, self.devices[1:], strict=True)
+            ]
+        for mirror in found:
+            follow_groups(mirror.optimizer, optimizer, mirror.copies, mirror.device)
+        return found
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        self._replicas.send_written()
+        self._drift.look(self.copies, now=True)
+        return replicated_state(self.models, self.optimizers)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_replicated(self.models, self.optimizers, state)
+        self._mirrors.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._team.close()
+        self._replicas.close()
+        self._mirrors, self._hooks = {}, []
+        self._reduced, self._drift = _Noted(), _Drift()
+
+
+class _Mirror:
+    """A further replica's optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], device: torch.device) -> None:
+        self.copies, self.device = copies, device
+        self.optimizer = optimizer_like(optimizer, copies, device)
+
+
+class _Noted:
+    """Gradients of the first replica as they were when all replicas had the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, tuple[Tensor | None, int]] = {}
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        self._known.update((p, _seen(p.grad)) for p in parameters)
+
+    def forget(self, parameters: Sequence[Tensor]) -> None:
+        for p in parameters:
+            self._known.pop(p, None)
+
+    @torch.no_grad()
+    def send_changes(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> None:
+        """What the script has done to them since is done to the others': written to, replaced, removed."""
+        changed = []
+        for p, (grad, version) in list(self._known.items()):
+            now, counted = _seen(p.grad)
+            if now is not grad or counted != version:
+                changed.append(p)
+        for of_one in copies:
+            filled = []
+            for p in changed:
+                grad, its = p.grad, of_one[p]
+                if grad is None or grad.is_sparse or its.grad is None or its.grad.is_sparse:
+                    its.grad = None if grad is None else grad.to(its.device, copy=True)
+                else:
+                    filled.append(p)
+            copy_tensors([_grad(p) for p in filled], [_grad(of_one[p]) for p in filled])
+        self.note(changed)
+
+
+class _Drift:
+    """Compares the replicas' weights: at once on a CPU; on an accelerator the result is looked at the next time."""
+
+    def __init__(self) -> None:
+        self.names: dict[Tensor, str] = {}
+        self._pending: tuple[Tensor, torch.Event, Iterable[Tensor]] | None = None
+
+    @torch.no_grad()
+    def look(self, copies: Sequence[Mapping[Tensor, Tensor]], now: bool = False) -> None:
+        """Raises ModelError where those of this time (now, or on a CPU) or of the last time differ."""
+        if self._pending is not None:
+            found, event, looked_at = self._pending
+            self._pending = None
+            event.synchronize()
+            self._judge(found, looked_at)
+        parameters = list(copies[0])
+        own = norms_of(parameters)
+        found = torch.zeros(len(parameters), dtype=torch.bool, device=own.device)
+        for of_one in copies:
+            its = norms_of([of_one[p] for p in parameters]).to(own.device, non_blocking=own.device.type != "cpu")
+            found |= ~torch.isclose(its, own, rtol=1e-12, atol=0.0, equal_nan=True)
+        if now or found.device.type == "cpu":
+            self._judge(found, parameters)
+            return
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        event = torch.Event(device=found.device)
+        event.record()
+        self._pending = host, event, parameters
+
+    def _judge(self, found: Tensor, parameters: Iterable[Tensor]) -> None:
+        names = [self.names.get(p, "?") for p, differs in zip(parameters, found.tolist(), strict=True) if differs]
+        if names:
+            raise ModelError(
+                f"the replicas have drifted apart in {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}: "
+                "weights or gradients were written to past autograd, as by p.data.clamp_(...) or "
+                "p.grad.data.mul_(...), which reaches the first replica only; or an update is not a function of "
+                "weights, gradient and state. Write with torch.no_grad(): p.clamp_(...) in place of .data, which is "
+                "followed; or use strategy='data_parallel', where weights are sent for every step."
+            )
+
+
+def near(devices: Sequence[torch.device]) -> list[list[int]]:
+    """For `hierarchical`: devices that reach each other's memory directly; halves where all do, or none is known to."""
+    groups: list[list[int]] = []
+    for i, device in enumerate(devices):
+        for group in groups:
+            if device.type == "cuda" and all(torch.cuda.can_device_access_peer(device, devices[j]) for j in group):
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    if len(groups) in (1, len(devices)):
+        middle = (len(devices) + 1) // 2
+        return [list(range(middle)), list(range(middle, len(devices)))]
+    return groups
+
+
+def _reduce(reduction: str, grads: list[Tensor], endpoint: ThreadEndpoint, device: torch.device) -> Exception | None:
+    """One replica's part, in its thread. Returns what went wrong: the first that fails frees the others, whose own
+    errors only say so."""
+    try:
+        with on_device(device):
+            for positions in buckets(grads):
+                chosen = [grads[i] for i in positions]
+                flat = flatten(chosen)
+                REDUCERS[reduction](flat, endpoint)
+                torch._foreach_copy_(chosen, list(unflatten(flat, chosen)))
+    except Exception as error:
+        endpoint.abandon()
+        return error
+    return None
+
+
+def _add_up(of_one: Sequence[Tensor]) -> None:
+    """A sparse gradient, on all replicas."""
+    first, *others = of_one
+    total = None
+    for p in of_one:
+        if p.grad is not None:
+            here = p.grad.to(first.device)
+            total = here if total is None else total + here
+    assert total is not None
+    first.grad = total.coalesce() if total.is_sparse else total
+    for other in others:
+        other.grad = first.grad.to(other.device, copy=True)
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    """A replica that was not reached adds zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _seen(grad: Tensor | None) -> tuple[Tensor | None, int]:
+    return grad, -1 if grad is None else grad._version

@@ -1,0 +1,110 @@
+"""Updates that are more than `optimizer.step()`: hooks around them, and optimizers of further replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ModelError
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def step_between_hooks(optimizer: torch.optim.Optimizer, update: Callable[..., None]) -> None:
+    """update(), which calls the optimizer's step, between the hooks that a script has put around that step, and not
+    around them: hooks look at and write to the script's own parameters and gradients, so that what they do must be seen
+    before weights or gradients travel, and after they have."""
+    before, after = (getattr(optimizer, name) for name in _HOOKS[:2])
+    args: tuple[Any, ...] = (optimizer,)
+    kwargs: dict[str, Any] = {}
+    for hook in list(before.values()):
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    for name in _HOOKS[:2]:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        update(*args[1:], **kwargs)
+    finally:
+        for name, kept in zip(_HOOKS[:2], (before, after), strict=True):
+            setattr(optimizer, name, kept)
+    for hook in list(after.values()):
+        hook(optimizer, args, kwargs)
+
+
+def optimizer_like(
+    optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], device: torch.device
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class, with the same state, for the copies of its parameters on another device. Without
+    the script's hooks, and without groups (`follow_groups`). Raises ModelError where it cannot be copied."""
+    memo: dict[int, Any] = {id(p): its for p, its in copies.items()}
+    left_out = {"state", "param_groups", "step", "zero_grad", *_HOOKS}  # and what guards and schedulers have put on it
+    try:
+        own = copy.deepcopy({key: value for key, value in vars(optimizer).items() if key not in left_out}, memo)
+    except Exception as error:
+        raise ModelError(
+            f"{type(optimizer).__name__} cannot be copied for {device}: copy.deepcopy of its attributes says "
+            f"{type(error).__name__}: {error}. Use strategy='data_parallel', where one optimizer makes all updates."
+        ) from error
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(made).update(own, state=defaultdict(dict), param_groups=[], **{name: OrderedDict() for name in _HOOKS})
+    for key, values in optimizer.state.items():
+        here = key.device if isinstance(key, Tensor) else None
+        made.state[copies.get(key, key)] = carried(values, here, device, memo)
+    return made
+
+
+def follow_groups(
+    made: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], device: torch.device
+) -> None:
+    """Takes the learning rate, which schedulers move, all other options and the parameters of each group."""
+    made.param_groups = [
+        {
+            **{
+                key: value.to(device) if isinstance(value, Tensor) and value.device.type == device.type else value
+                for key, value in group.items()
+            },
+            "params": [copies[p] for p in group["params"] if p in copies],  # a layer may have been taken out
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def carried(value: Any, here: torch.device | None, to: torch.device, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of an optimizer's state, with tensors that are `here` on another device; a step counter that is kept on
+    the CPU stays there. here: None for all tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().to(to if here is None or value.device == here else value.device, copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: carried(item, here, to, memo) for key, item in value.items()})
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(carried(item, here, to, memo) for item in value)
+    return copy.deepcopy(value, memo)
+
+
+class Draws:
+    """The state of the random generators that an update may draw from: torch's own, and a device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = torch.default_generator.get_state()
+        self._device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def repeat_on(self, device: torch.device) -> None:
+        """What is drawn from here on, with this device, is what was drawn after this was made, on its own."""
+        torch.default_generator.set_state(self._host)
+        if self._device is not None:
+            torch.get_device_module(device).set_rng_state(self._device, device)
