@@ -110,7 +110,8 @@ def plant(breakage: str, params: list[nn.Parameter], optimizer: torch.optim.Opti
 def flat_state(prefix: str, state: Any) -> dict[str, Tensor]:
     """Tensors and numbers of a nested `state_dict`, by dotted name."""
     if isinstance(state, Tensor):
-        return {prefix: state.detach().clone().cpu()}
+        whole = state.full_tensor() if hasattr(state, "full_tensor") else state  # a process may hold a slice
+        return {prefix: whole.detach().clone().cpu()}
     if isinstance(state, bool | int | float):
         return {prefix: torch.tensor(float(state), dtype=torch.float64)}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()

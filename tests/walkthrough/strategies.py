@@ -38,8 +38,10 @@ WAYS = {
     "fsdp-1": Way("fsdp:stage=1", sgd=1e-8),
     "fsdp-2": Way("fsdp:stage=2", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # d copies the model; a penalty on
     "fsdp-3": Way("fsdp:stage=3", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # parameters outside of a forward
-    # b clips by the norm of the whole gradient; the shards of g are of two sizes. Momentum is averaged too.
-    "local_sgd-1": Way("local_sgd:every=1,average_state=true", jobs="acdefh", refused=("bn",), optimizers=("sgd",)),
+    # b clips by the norm of the whole gradient, the shards of g are of two sizes, batch norm is by shard.
+    "local_sgd-1": Way(
+        "local_sgd:every=1,average_state=true", jobs="acdefh", refused=("bn",), optimizers=("sgd",), micro=(True,)
+    ),
 }
 
 
