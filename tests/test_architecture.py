@@ -39,6 +39,7 @@ STRATEGY_NAMES = {
     "central_storage",
     "fsdp",
     "pipeline",
+    "tensor",
     "local_sgd",
     "diloco",
 }
@@ -122,7 +123,7 @@ def test_the_run_never_asks_which_strategy_it_holds(name: str) -> None:
     ]
     assert not {ast.unparse(what) for what in checked} & {
         *("Strategy", "Single", "DDP", "FSDP", "DataParallel", "Mirrored", "CentralStorage", "Pipeline"),
-        *("LocalSGD", "DiLoCo"),
+        *("LocalSGD", "DiLoCo", "TensorParallel"),
     }
     concrete = {f"paceline.strategies.{strategy}" for strategy in STRATEGY_NAMES}
     assert not imports(path) & concrete

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm import collectives, replicas
+from paceline.comm import collectives, replicas, shards
 from paceline.config import Settings
 from paceline.errors import UsageError
 from paceline.monitor.monitor import Monitor
@@ -58,8 +58,10 @@ class Run:
         self._epochs = Epochs(lambda: list(self._state.loaders.values()))
         self.latest: Loader | None = None
         self._evaluations = 0
-        alone = world.size == 1 or self._strategy.layout.together or self._strategy.layout.local
-        self._before = replicas.set_default(replicas.Alone() if alone else replicas.ProcessReplicas())
+        layout, group = self._strategy.layout, self._strategy.group
+        alone = world.size == 1 or layout.together or layout.local
+        self._before = replicas.set_default(replicas.Alone() if alone else replicas.ProcessReplicas(group))
+        shards.set_group(group)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self.closed = False
         self._put_backends_back = backends.apply(settings)
@@ -155,11 +157,12 @@ class Run:
             name = "train" if train else f"evaluation {self._evaluations}"
         self._evaluations += not train
         options.setdefault("pin_memory", self.device.type == "cuda")
-        layout = self._strategy.layout if train else Layout(self.world.size, (self.world.rank,))
+        group = self._strategy.group
+        layout = self._strategy.layout if train else Layout(collectives.size_of(group), (collectives.rank_of(group),))
+        own: dict[str, Any] = {"seed": self.seed, "name": name, "shuffle_buffer": shuffle_buffer, "options": options}
         order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
-        order["shuffle_buffer"] = shuffle_buffer
-        source = make_source(dataset, layout=layout, seed=self.seed, name=name, **order, **sizes, options=options)
+        source = make_source(dataset, layout=layout, **own, **order, **sizes)
         hooks = self._on_yield, self._monitor.on_end
         loader = Loader(source, name=name, train=train, device=self.device, on_yield=hooks[0], on_end=hooks[1])
         if train:
@@ -169,8 +172,7 @@ class Run:
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader
         if loader.train:
-            if self._epochs.restored:
-                self._epochs.warn()
+            self._epochs.training()
             self._normalisation.check(loader.current, loader.name)
         self._stepper.on_yield(loader)
         self._monitor.on_yield(loader)
@@ -396,3 +398,4 @@ class Run:
         self._guards.close()
         self._strategy.close()
         replicas.set_default(self._before)
+        shards.set_group(None)

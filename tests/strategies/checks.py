@@ -110,6 +110,8 @@ def under_paceline(
                 else:
                     run.backward(loss_fn(built, batch))
                 run.step(optimizer)
+        if run._strategy.layout.together:
+            run._strategy.state_dict()  # a process of a pipeline has a part of the model: now it has all
     return built
 
 

@@ -156,6 +156,7 @@ def test_strategies_of_one_process_refuse_several() -> None:
         "central_storage",
         "fsdp",
         "pipeline",
+        "tensor",
         "local_sgd",
         "diloco",
     }

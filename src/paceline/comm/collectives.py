@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import forks
+from paceline.comm.digests import digest
 from paceline.errors import SettingError, UsageError, suggest
 
 T = TypeVar("T")
@@ -50,12 +51,12 @@ _ADDED_AS = {
 
 def size_of(group: dist.ProcessGroup | None = None) -> int:
     """How many processes the group has (None: the world); 1 where no process group was made."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group or _among()) if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank_of(group: dist.ProcessGroup | None = None) -> int:
     """This process's number in the group (None: the world); 0 where no process group was made."""
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group or _among()) if dist.is_available() and dist.is_initialized() else 0
 
 
 def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None = None) -> torch.device:
@@ -68,7 +69,7 @@ def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None 
     like = torch.device("cpu") if like is None else like
     if size_of(group) == 1:
         return like
-    pairs = (item.split(":") for item in str(dist.get_backend_config(group)).split(","))
+    pairs = (item.split(":") for item in str(dist.get_backend_config(group or _among())).split(","))
     types = {device for device, backend in pairs if backend != "gloo" or device == "cpu"}
     if like.type in types:
         return like
@@ -79,6 +80,22 @@ def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None 
 
 
 _thread = threading.local()
+
+
+def _among() -> dist.ProcessGroup | None:
+    group: dist.ProcessGroup | None = getattr(_thread, "group", None)
+    return group
+
+
+@contextlib.contextmanager
+def among(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """In this thread, within the block, sums, gathers and comparisons of the whole world are those of this group (None:
+    the world)."""
+    before, _thread.group = _among(), group
+    try:
+        yield
+    finally:
+        _thread.group = before
 
 
 @contextlib.contextmanager
@@ -143,7 +160,7 @@ def all_reduce(
         pending = Pending(None, tensor, tensor)
     else:
         sent = tensor.to(device_of(group, tensor.device), _ADDED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
-        pending = Pending(dist.all_reduce(sent, _OPERATIONS[op], group=group, async_op=True), tensor, sent)
+        pending = Pending(dist.all_reduce(sent, _OPERATIONS[op], group=group or _among(), async_op=True), tensor, sent)
     return pending if async_op else pending.wait()
 
 
@@ -167,10 +184,6 @@ def differentiable(total: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     return result
 
 
-def _world_sum(tensor: Tensor) -> Tensor:
-    return all_reduce(tensor.clone(memory_format=torch.contiguous_format))
-
-
 # ---- gathering ----
 
 
@@ -192,7 +205,7 @@ def _gather_rows(row: Tensor) -> list[Tensor]:
         return [row]
     sent = row.to(device_of(None, row.device)).contiguous()
     rows = [torch.empty_like(sent) for _ in range(size_of())]
-    dist.all_gather(rows, sent)
+    dist.all_gather(rows, sent, group=_among())
     forks.keep(sent, *rows)
     return [received.to(row.device) for received in rows]
 
@@ -250,12 +263,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, lengths: Sequence[int]) -> Tensor:
-        ctx.start, ctx.length = sum(lengths[: rank_of()]), lengths[rank_of()]
+        ctx.start, ctx.length, group = sum(lengths[: rank_of()]), lengths[rank_of()], _among()
+        ctx.total = lambda t: all_reduce(t.clone(memory_format=torch.contiguous_format), group=group)
         return _gather_bytes(tensor, lengths)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(gradients[0], _world_sum).narrow(0, ctx.start, ctx.length), None
+        return _Sum.apply(gradients[0], ctx.total).narrow(0, ctx.start, ctx.length), None
 
 
 def gather_uneven(tensor: Tensor) -> Tensor:
@@ -282,7 +296,7 @@ def gather_objects(obj: T) -> list[T]:
     if size_of() == 1:
         return [obj]
     objects: list[Any] = [None] * size_of()
-    dist.all_gather_object(objects, obj)
+    dist.all_gather_object(objects, obj, group=_among())
     return objects
 
 
@@ -290,11 +304,11 @@ def gather_objects(obj: T) -> list[T]:
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
-    """Rank `src`'s object on every rank; what the others pass in is not looked at. It travels by pickle."""
+    """Rank `src`'s object (its number in the world) on every rank; what others pass is not looked at. By pickle."""
     if size_of() == 1:
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src=src, device=device_of())
+    dist.broadcast_object_list(box, src=src, device=device_of(), group=_among())
     return box[0]
 
 
@@ -306,19 +320,19 @@ def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0) -> None:
     listed = [tensor.detach() for tensor in tensors]
     if size_of() == 1 or not _agree([(str(tensor.dtype), tuple(tensor.shape)) for tensor in listed]):
         return
-    for bucket in _buckets(listed):
+    for bucket in buckets(listed):
         first = bucket[0]
         parts = [_as_bytes(tensor) for tensor in bucket]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         sent = joined.to(device_of(None, first.device))
-        dist.broadcast(sent, src=src)
+        dist.broadcast(sent, src=src, group=_among())
         forks.keep(sent)
         values = sent.to(first.device).view(first.dtype)
         for tensor, part in zip(bucket, values.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(part.view(tensor.shape))
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Tensors of one dtype and device together, in order, until a bucket holds BUCKET_BYTES; without empty ones."""
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     held: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -374,27 +388,3 @@ def _agree(items: list[Any]) -> bool:
             + "Build the model in the same way on every rank."
         )
     return bool(items)
-
-
-_CHUNK = 2**18
-_MULTIPLIER = 6364136223846793005  # Knuth's MMIX multiplier: odd, so that no chunk's bits are lost
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """() int64 on the tensor's device: a hash of its bits, in row-major order. Not meant against malice.
-
-    Each chunk's words are weighted by fixed random odd 64-bit numbers and added modulo 2**64, the chunks by Horner's
-    rule: one changed word always changes the result, several do with probability 1 - 2**-63 or so.
-    """
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    words = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(word)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = _weights(min(words.numel(), _CHUNK)).to(tensor.device)
-    for chunk in words.split(_CHUNK):
-        total = total * _MULTIPLIER + (weights[: chunk.numel()] * chunk).sum()
-    return total
-
-
-def _weights(count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
-    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm import forks
-from paceline.comm.collectives import _buckets, all_reduce, device_of, rank_of, size_of
+from paceline.comm.collectives import buckets, device_of, rank_of, size_of
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -39,11 +39,6 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
-
-
-def layout_of(tensor: Tensor) -> Any:
-    """What tells apart how tensors are cut (mesh and placements); None of a whole one."""
-    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None  # type: ignore[attr-defined]
 
 
 def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -75,21 +70,13 @@ def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
     return made
 
 
-def sum_of_slices(value: Tensor, like: Tensor) -> Tensor:
-    """The sum, over the processes that hold different slices of `like`, of a number that each has of its own."""
-    for dim, placement in enumerate(like.placements):  # type: ignore[attr-defined]
-        if placement.is_shard():
-            value = all_reduce(value, group=like.device_mesh.get_group(dim))  # type: ignore[attr-defined]
-    return value
-
-
 def gather_rows(tensors: Iterable[Tensor]) -> None:
     """Each rank has brought its own rows of these tensors up to date: puts the others' into them, in place, about 25 MB
     at a time. All ranks pass tensors of the same shapes and dtypes in the same order."""
     size, rank = size_of(), rank_of()
     if size == 1:
         return
-    for bucket in _buckets(tensor.detach() for tensor in tensors):
+    for bucket in buckets(tensor.detach() for tensor in tensors):
         each = [-(-t.size(0) // size) * t[0].numel() for t in bucket]  # elements, padded to the most of a rank
         width = sum(each)
         sent = bucket[0].new_empty(width)

@@ -22,6 +22,7 @@ STRATEGIES = {
     "fsdp": "paceline.strategies.fsdp:FSDP",
     "mirrored": "paceline.strategies.mirrored:Mirrored",
     "central_storage": "paceline.strategies.central_storage:CentralStorage",
+    "tensor": "paceline.strategies.tensor:TensorParallel",
     "pipeline": "paceline.strategies.pipeline:Pipeline",
     "local_sgd": "paceline.strategies.local_sgd:LocalSGD",
     "diloco": "paceline.strategies.diloco:DiLoCo",

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.world import World
@@ -105,6 +106,8 @@ class Strategy(ABC):
     # For each further replica of this process, the user's parameter -> its own: what is done to the gradient of the one
     # (put aside, scaled, clipped, cleared) is done to that of the other. The same object always.
     copies: Sequence[Mapping[Tensor, Tensor]] = ()
+    parts: dist.ProcessGroup | None = None  # processes with gradients of other parameters: a norm is over all of them
+    group: dist.ProcessGroup | None = None  # processes that have each shard once (None: all; others see the same data)
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:

@@ -1,220 +1,306 @@
-"""pipeline: the model cut into stages over processes, micro-batches flowing through them. (Thin for now: one pipeline
-of all processes, GPipe, an nn.Sequential.)
+"""pipeline: the model cut into stages over processes, micro-batches flowing through them.
 
-Phase 1, what goes in: the user's closure is run up to its call of the model, whose arguments are the first stage's
-input.
-Phase 2, the schedule (torch.distributed.pipelining, ScheduleGPipe): forwards of all micro-batches flow from stage to
-  stage, then backwards flow back. On the last stage the closure is run again, with a model that returns what came out.
-Phase 3, share: each stage's gradients and buffers are sent to all processes, which then hold the whole gradient. A
-  parameter that stands in several stages has the sum of theirs.
-Phase 4, step: each process makes the same update of the whole model.
+    4 processes, stages=2        stage 0 (layers 0 to 2)       stage 1 (layers 3 to 5)
+      shard 0:                   rank 0  -- activations -->    rank 1
+                                         <-- gradients --
+      shard 1:                   rank 2                        rank 3
 
-Between processes, a step: activations and their gradients at each cut, and (thin) the whole gradient. Memory per
-process: activations of its own stage; parameters, gradients and optimizer state whole (thin).
-Follows Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
+Phase 1, what goes in: the user's closure is run up to its call of the model, whose argument is the first stage's input.
+Phase 2, the schedule (torch.distributed.pipelining): forwards of the micro-batches flow from stage to stage, backwards
+  flow back. On the last stage the closure is run again, with a model that returns what came out.
+    gpipe: all forwards, then all backwards. 1f1b: a stage's backward as early as it can be, so that it holds the
+    activations of no more micro-batches than there are stages. naive: one micro-batch after the other, and so one stage
+    after the other.
+Phase 3, reduce: each stage's gradients are summed over the shards (the processes that have the same stage).
+Phase 4, step: a process updates the parameters of its stage; of the others it has neither gradients, optimizer state
+  nor weights. (`owned.py`: who needs the whole model, in evaluation or for a checkpoint, gets it from the stages.) A
+  parameter that stands in several stages belongs to the first, which sends it on after each update.
+
+Between processes, a step: activations and their gradients at each cut; between shards, each stage's gradients, as in
+ddp. Memory per process: parameters, gradients and optimizer state of its stage; activations of its stage, of all
+micro-batches (gpipe), of as many as there are stages (1f1b), or of one (naive).
+
+Follows Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", and
+Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (1F1B; with one version of
+the weights, the flush of Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training").
 
 torch's stages have fixed shapes, so that micro-batches of another size go through in a pass of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.microbatch import _Replicate
 
-from paceline.comm import collectives
-from paceline.errors import ModelError, SettingError, UsageError
-from paceline.strategies.base import Layout, Piece, Strategy, Term, Weight, Work
+from paceline.comm import collectives, many, replicas
+from paceline.comm.grid import Grid
+from paceline.errors import ModelError, SettingError, UsageError, suggest
+from paceline.strategies.base import Layout, Strategy, Term, Weight, Work
+from paceline.strategies.owned import Owned
+from paceline.strategies.pipeline_cut import Units, boundaries, parameters_in, seconds, units_of
+from paceline.strategies.pipeline_loss import Losses, Share, Stand, input_of, padded
+from paceline.strategies.reached import Reached
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
-
-class _Input(Exception):
-    """`args`: what the closure called the model with."""
-
-
-class _Captured:
-    """Stands for the model where only its input is wanted."""
-
-    def __call__(self, *args: Any) -> Any:
-        raise _Input(*args)
-
-
-class _Finished:
-    """Stands for the model on the last stage: what came out of the pipeline is its output."""
-
-    def __init__(self, output: Tensor) -> None:
-        self._output = output
-
-    def __call__(self, *_: Any) -> Tensor:
-        return self._output
+SCHEDULES = ("gpipe", "1f1b", "naive")
+BALANCES = ("parameters", "cost")
 
 
 class Pipeline(Strategy):
-    """stages: how many; as many as processes, and the default."""
+    """stages: how many, as many as processes by default; with a divisor of their number several pipelines share each
+    global batch. schedule: gpipe, 1f1b or naive. cut: where stages begin, as numbers or names of layers ("2,4"); if
+    not given, balance: by their parameters, or by what their forward and backward cost on the first micro-batch."""
 
     closure_only = True
 
-    def __init__(self, world: World, device: torch.device, *, stages: int = 0) -> None:
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        *,
+        stages: int = 0,
+        schedule: str = "gpipe",
+        cut: str = "",
+        balance: str = "parameters",
+    ) -> None:
         if world.size < 2:
             raise SettingError(
                 "strategy pipeline needs at least two processes: paceline run --nproc 2 --strategy pipeline ..."
             )
-        if stages not in (0, world.size):
-            raise SettingError(
-                f"strategy pipeline: stages={stages}, but there are {world.size} processes. For now every process is "
-                f"a stage: leave stages out, or start {stages} processes."
-            )
+        for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
+            if value not in known:
+                raise SettingError(f"strategy pipeline: {name}={value!r} is not known. {suggest(value, known)}")
         self.world, self.device = world, device
-        self.layout = Layout(shards=1, mine=(0,), together=True)
+        self.schedule, self.cut, self.balance = schedule, str(cut), balance
+        self._grid = grid = Grid(device, stages or world.size, "strategy pipeline: stages")
+        self.layout = Layout(shards=grid.shards, mine=(grid.shard,), together=True)
+        self.parts = grid.row
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._stages: list[nn.Sequential] = []
-        self._tied: list[nn.Parameter] = []  # parameters that stand in several stages
+        self._known: set[Tensor] = set()
+        self._units = Units([], [])
+        self._owned: Owned | None = None
+        self._stage: nn.Module = nn.Sequential()
+        self._reached = Reached("pipeline", world.rank)
+        self._losses = Losses(grid, device)
+        self._forms: dict[Any, list[Tensor]] = {}
+        self._schedules: dict[Any, Any] = {}
+        self._loss: Any = None
+        self._hook: Any = None
+
+    # --- setup
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if len(models) > 1 or not all(isinstance(model, nn.Sequential) for model in models):
+        if len(models) > 1:
             names = ", ".join(type(model).__name__ for model in models)
-            raise ModelError(
-                f"strategy pipeline takes one nn.Sequential, which it can cut, not {names}. Use strategy='ddp'."
-            )
-        for model in models:
-            _check_forward(model)
+            raise ModelError(f"strategy pipeline takes one model, not {len(models)} ({names}). Use strategy='ddp'.")
+        new = bool(models) and not self.models
         self.models, self.optimizers = list(models), list(optimizers)
-        for model in models:
+        if new:
+            self._take(models[0])
+            self._known = {*models[0].parameters(), *models[0].buffers()}
+        elif models and {*models[0].parameters(), *models[0].buffers()} != self._known:
+            raise ModelError(
+                "strategy pipeline: the model has got other layers since it was prepared, and the stages do not have "
+                "them. Prepare it when it is complete."
+            )
+        if self._owned is not None:
+            self._owned.optimizers = self.optimizers
+
+    def _take(self, model: nn.Module) -> None:
+        self._units = units_of(model)
+        # Before anything is moved: what cannot be cut is refused here.
+        sizes = [parameters_in(unit) for unit in self._units.modules]
+        where = boundaries(self._units, self._grid.size, self.cut, sizes)
+        _check_buffers(model, self._parts_of(where))
+        if self.balance == "cost" and not self.cut:  # the first micro-batch is needed
             model.to(self.device)
             collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
-            # By their registration: children() names a layer that stands twice only once.
-            self._stages = cut_layers(
-                [layer for layer in model._modules.values() if layer is not None], self.world.size
-            )
-            self._tied = _tied(model, self._stages)
+        else:
+            self._settle(where, send=True)
+        self._hook = model.register_forward_pre_hook(self._before_forward)
+        model.register_state_dict_pre_hook(_refuse_parts)
+
+    def _parts_of(self, where: Sequence[int]) -> list[nn.Module]:
+        return [nn.Sequential(*self._units.modules[a:b]) for a, b in pairwise(where)]
+
+    def _settle(self, where: Sequence[int], send: bool) -> None:
+        """The stages are known: this process keeps its own. send: whether rank 0's weights have yet to be sent."""
+        parts = self._parts_of(where)
+        self._owned = Owned(self.models[0], parts, self._grid, self.device)
+        self._owned.optimizers = self.optimizers
+        if send:
+            self._owned.receive()
+        self._stage = parts[self._grid.part]
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """The user calls the model itself, as in evaluation: on all processes, since it is made whole first."""
+        if self._owned is not None:
+            self._owned.make_whole()
+
+    # --- the step
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
-        if work.inputs is not None:
-            raise UsageError(
-                "strategy pipeline: forward_backward(optimizer=...) is not there yet. Leave optimizer out."
-            )
         if work.model is not self.models[0]:
             raise UsageError("strategy pipeline: forward_backward was given another model than the prepared one.")
-        terms: list[list[Term]] = []
+        mode = self._units.mode
+        if mode is not None and mode != work.model.training:
+            raise UsageError(
+                f"strategy pipeline: the model was cut as it computes in {'training' if mode else 'evaluation'} mode, "
+                f"and is trained in the other. Call model.{'train' if mode else 'eval'}() before the step."
+            )
+        key = torch.default_generator.initial_seed()
         placeholders = [[Term(torch.zeros(()), None)] for _ in work.pieces]
+        found: list[list[Term]] = []
         for weights, _ in work.passes(placeholders):
-            shares = [float(weight) for (weight,) in weights if weight is not None]
-            filled = [(piece, share) for piece, share in zip(work.pieces, shares, strict=True) if piece.count]
-            for _, group in groupby(filled, key=lambda pair: pair[0].count):
-                terms += self._schedule(work, list(group))
-            terms = self._share(terms)
-            self._correct(terms, work.total)
-        return _padded(terms, work.pieces)
+            shares = self._shares(work, [weight for (weight,) in weights])
+            with self._only(work.inputs):
+                found = self._compute(work, shares, key)
+        return padded(found, [piece for piece, _, _ in shares], work.pieces)
 
-    def _schedule(self, work: Work, group: list[tuple[Piece, float]]) -> list[list[Term]]:
-        """One pass of equally long micro-batches. Returns their terms, on the last stage."""
+    def _shares(self, work: Work, weights: Sequence[Weight | None]) -> list[Share]:
+        """The micro-batches that have examples; where none has, one of them, since others may wait for this shard."""
+        shares = []
+        for piece, weight in zip(work.pieces, weights, strict=True):
+            value = float(weight or 0.0)
+            shares.append((piece, value, value * work.total / piece.count if piece.count else 0.0))
+        return [share for share in shares if share[0].count] or shares[:1]
+
+    def _compute(self, work: Work, shares: Sequence[Share], key: int) -> list[list[Term]]:
+        grid = self._grid
+        first, last = grid.part == 0, grid.part == grid.size - 1
+        groups = [list(group) for _, group in groupby(shares, key=lambda share: share[0].count)]
+        inputs = [[input_of(work, piece, self.device) for piece, _, _ in group] for group in groups] if first else []
+        if self._owned is None:
+            self._measure(inputs[0][0] if first else None)
+        assert self._owned is not None
+        self._owned.release()
+        with collectives.among(grid.row):
+            forms = [
+                self._forms_of(inputs[number][0] if first else None, len(group), collectives)
+                for number, group in enumerate(groups)
+            ]
+        inverse = self._losses.inverse_counts(work, groups, [form[-1] for form in forms]) if last else {}
+        # Other draws on each stage, and at each call: all have the shard's generator.
+        _seed(key ^ (grid.part + grid.size * work.call) * 0x9E3779B97F4A7C15 % 2**63, self.device)
+        terms: list[list[Term]] = []
+        with replicas.use(replicas.ProcessReplicas(grid.column) if grid.shards > 1 else replicas.Alone()):
+            for number, group in enumerate(groups):
+                size = 1 if self.schedule == "naive" else len(group)
+                for start in range(0, len(group), size):
+                    chosen = group[start : start + size]
+                    given = inputs[number][start : start + size] if first else []
+                    terms += self._pass(work, chosen, given, forms[number], inverse)
+        self._owned.sum_tied()
+        many.sum_all(self._reached.gradients(work.call, self._owned.names, grid.column), grid.column)
+        return self._losses.told(work.call, terms, len(shares))
+
+    def _pass(
+        self, work: Work, group: Sequence[Share], inputs: list[Tensor], forms: list[Tensor], inverse: dict[int, Any]
+    ) -> list[list[Term]]:
+        """Micro-batches of one length through the schedule. Returns their terms, on the last stage."""
         found: list[list[Term]] = []
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
-            piece, share = group[int(number)]
+            piece, weight, scale = group[int(number)]
             with collectives.of_one_replica():
-                terms = work.compute(_Finished(output), piece, self.device)
+                terms = work.compute(Stand(output), piece, self.device)
+            self._losses.check_kind(work.call, terms)
             found.append([Term(term.value.detach(), term.count) for term in terms])
-            # A sum over counted things is divided by the examples for now (`_correct`).
-            parts = [term.value * (share if term.count is None else share / piece.count) for term in terms]
+            parts = [t.value * (weight if t.count is None else inverse[i] * scale) for i, t in enumerate(terms)]
             return torch.stack([part.reshape(()) for part in parts]).sum()
 
-        rank, last = self.world.rank, self.world.size - 1
-        inputs = [self._input(work, piece) for piece, _ in group] if rank == 0 else []
-        forms = self._forms(inputs[0] if inputs else None)
-        stage = PipelineStage(
-            self._stages[rank],
-            rank,
-            self.world.size,
-            self.device,
-            input_args=(forms[rank],),
-            output_args=(forms[rank + 1],),
-        )
-        schedule = ScheduleGPipe(stage, n_microbatches=len(group), loss_fn=loss, scale_grads=False)
-        if rank == 0:
+        self._loss = loss
+        schedule = self._schedule_for(len(group), forms)
+        if self._grid.part == 0:
             schedule.step(torch.cat(inputs))
-        elif rank == last:
+        elif self._grid.part == self._grid.size - 1:
             schedule.step(target=torch.arange(len(group)), losses=[])
         else:
             schedule.step()
         return found
 
-    def _input(self, work: Work, piece: Piece) -> Tensor:
-        try:
-            with collectives.of_one_replica():
-                work.compute(_Captured(), piece, self.device)
-        except _Input as captured:
-            if len(captured.args) == 1 and isinstance(captured.args[0], Tensor):
-                return captured.args[0]
-            raise UsageError(
-                f"strategy pipeline: the closure calls the model with {len(captured.args)} arguments; it takes one "
-                "tensor."
-            ) from None
-        raise UsageError("strategy pipeline: the closure never called the model. Call it once: output = model(input).")
+    def _schedule_for(self, count: int, forms: list[Tensor]) -> Any:
+        key = (count, *((form.shape, form.dtype) for form in forms))
+        if key not in self._schedules:
+            if len(self._schedules) >= 4:
+                self._schedules.clear()  # each keeps buffers for what it receives
+            part, stages = self._grid.part, self._grid.size
+            stage = PipelineStage(
+                self._stage,
+                part,
+                stages,
+                self.device,
+                input_args=(forms[part],),
+                output_args=(forms[part + 1],),
+                group=self._grid.row,
+            )
+            whole: Any = (_Replicate(),) if count == 1 else None  # one is not cut: it may have no examples
+            kind = Schedule1F1B if self.schedule == "1f1b" and count >= stages else ScheduleGPipe
+            self._schedules[key] = kind(
+                stage,
+                n_microbatches=count,
+                loss_fn=lambda *args: self._loss(*args),
+                args_chunk_spec=whole,
+                scale_grads=False,
+            )
+        return self._schedules[key]
+
+    @contextmanager
+    def _only(self, inputs: Sequence[Tensor] | None) -> Iterator[None]:
+        """Within it only these parameters get gradients (None: all)."""
+        if inputs is None or self._owned is None:
+            yield
+            return
+        chosen = set(inputs)
+        kept = {p: p.grad for p in self._owned.names if p not in chosen}
+        yield
+        for p, grad in kept.items():
+            p.grad = grad
+
+    # --- what the stages tell each other
 
     @torch.no_grad()
-    def _forms(self, value: Tensor | None) -> list[Tensor]:
-        """What goes into each stage and out of the last: tensors without memory.
+    def _forms_of(self, value: Tensor | None, count: int, row: Any) -> list[Tensor]:
+        """What goes into each stage and out of the last: tensors without memory. Called by a row together.
 
         torch's stages would find out by running themselves on made-up data, which moves the running statistics of batch
         norms and calls the loss. In evaluation mode nothing of that happens.
         """
-        forms: list[Any] = []
-        for rank, stage in enumerate(self._stages):
-            form = collectives.broadcast_object(
-                (value.shape, value.dtype) if value is not None else None, src=max(rank - 1, 0)
-            )
-            assert form is not None  # the stage before it has run
-            forms.append(form)
-            value = None
-            if rank == self.world.rank:
-                training = {module: module.training for module in stage.modules()}
-                value = stage.eval()(torch.zeros(form[0], dtype=form[1], device=self.device))
-                for module, was in training.items():
-                    module.training = was
-        forms.append(
-            collectives.broadcast_object(
-                (value.shape, value.dtype) if value is not None else None, src=len(self._stages) - 1
-            )
-        )
-        made = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in forms]
-        return made[:1] + [form.requires_grad_() for form in made[1:]]
+        base = self._grid.shard * self._grid.size
+        key = row.broadcast_object((value.shape, value.dtype) if value is not None else None, src=base)
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if (key, autocast) not in self._forms:
+            found: list[Any] = [key]
+            for part in range(self._grid.size):
+                form = None
+                if part == self._grid.part:
+                    modes = {module: module.training for module in self._stage.modules()}
+                    shape, dtype = found[-1]
+                    result = self._stage.eval()(torch.zeros(shape, dtype=dtype, device=self.device))
+                    for module, was in modes.items():
+                        module.training = was
+                    form = _form(result)
+                found.append(row.broadcast_object(form, src=base + part))
+            made = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]
+            self._forms[key, autocast] = made[:1] + [form.requires_grad_() for form in made[1:]]
+        return self._forms[key, autocast]
 
-    def _share(self, terms: list[list[Term]]) -> list[list[Term]]:
-        """Every stage's gradients and buffers, and the last one's terms, on all processes."""
-        tied = set(self._tied)
-        for rank, stage in enumerate(self._stages):
-            parameters = [p for p in stage.parameters() if p not in tied]
-            present = collectives.broadcast_object([p.grad is not None for p in parameters], src=rank)
-            for p, has in zip(parameters, present, strict=True):
-                p.grad = None if not has else p.grad if rank == self.world.rank else torch.empty_like(p)
-            collectives.broadcast_tensors([p.grad for p in parameters if p.grad is not None], src=rank)
-            collectives.broadcast_tensors(stage.buffers(), src=rank)
-        if self._tied:  # a stage that does not hold one, or did not reach it, adds nothing
-            held = collectives.gather_objects([p.grad is not None for p in self._tied])
-            for p, anywhere in zip(self._tied, map(any, zip(*held, strict=True)), strict=True):
-                if anywhere:
-                    p.grad = collectives.all_reduce(torch.zeros_like(p) if p.grad is None else p.grad)
-        return collectives.broadcast_object(terms, src=self.world.size - 1)
-
-    def _correct(self, terms: list[list[Term]], total: int) -> None:
-        kinds = {term.count is None for piece in terms for term in piece}
-        counted = max((len(piece) for piece in terms), default=0)
-        if kinds == {True}:
-            return
-        if kinds == {True, False} or counted > 1:
-            raise UsageError(
-                "strategy pipeline: a loss of several terms with counts of their own is not there yet. Give one Total."
-            )
-        count = sum(float(piece[0].count or 0) for piece in terms)
-        grads = [p.grad for p in self.models[0].parameters() if p.grad is not None]
-        torch._foreach_mul_(grads, total / count if count else 0.0)
+    def _measure(self, value: Tensor | None) -> None:
+        """Cuts by what the units cost, on rank 0, on the first micro-batch."""
+        sizes = seconds(self._units.modules, value) if self.world.rank == 0 and value is not None else None
+        sizes = collectives.broadcast_object(sizes)
+        where = boundaries(self._units, self._grid.size, self.cut, sizes)
+        _check_buffers(self.models[0], self._parts_of(where))
+        self._settle(where, send=False)
 
     def backward(
         self,
@@ -228,66 +314,64 @@ class Pipeline(Strategy):
     ) -> None:
         raise UsageError("strategy pipeline needs the closure form: run.forward_backward(loss_fn, model, batch).")
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._owned is not None
+        self._owned.release()  # the script may have evaluated since the backward
+        optimizer.step()
+        self._owned.share_tied()
+
     def state_dict(self) -> dict[str, Any]:
-        return replicated_state(self.models, self.optimizers)
+        return replicated_state(self.models, self.optimizers) if self._owned is None else self._owned.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_replicated(self.models, self.optimizers, state)
+        if self._owned is None:
+            load_replicated(self.models, self.optimizers, state)
+        else:
+            self._owned.load_state_dict(state)
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._schedules, self._loss = {}, None
+        self._grid.let_go()
+        self.parts = None
 
 
-def cut_layers(layers: list[nn.Module], stages: int) -> list[nn.Sequential]:
-    """Layers in order, cut where the parameters before are nearest to equal parts. Raises ModelError if too few."""
-    if len(layers) < stages:
-        raise ModelError(
-            f"strategy pipeline: the model has {len(layers)} layers, too few for {stages} stages. Start fewer "
-            "processes."
+def _refuse_parts(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if any(p.dim() == 1 and p.numel() == 0 for p in model.parameters()):
+        raise UsageError(
+            "strategy pipeline: model.state_dict() on a process that has one stage of the model. On all processes call "
+            "run.export(path) for the weights, or run.save(directory) for a checkpoint."
         )
-    sizes = [sum(p.numel() for p in layer.parameters()) + 1 for layer in layers]
-    cuts, before = [0], 0
-    for number, size in enumerate(sizes):
-        part = len(cuts)
-        left = len(layers) - number
-        due = before + size / 2 > sum(sizes) * part / stages
-        if part < stages and number > cuts[-1] and (due or left == stages - part):
-            cuts.append(number)
-        before += size
-    cuts.append(len(layers))
-    return [nn.Sequential(*layers[a:b]) for a, b in pairwise(cuts)]
 
 
-def _check_forward(model: nn.Module) -> None:
-    """Raises ModelError where a subclass of nn.Sequential does more than to call its layers, which the stages would
-    leave out. The class that precision makes bears the name of its base."""
-    for cls in type(model).__mro__:
-        if cls is nn.Sequential:
-            return
-        if "forward" in vars(cls) and cls.__qualname__ != cls.__bases__[0].__qualname__:
-            raise ModelError(
-                f"strategy pipeline: {cls.__name__} has a forward of its own, which would be left out, since each "
-                "process calls only its part of the layers. Make what it does a layer, or use strategy='ddp'."
-            )
+def _form(value: Any) -> tuple[torch.Size, torch.dtype]:
+    if not isinstance(value, Tensor):
+        raise ModelError(
+            f"strategy pipeline: a stage gives a {type(value).__name__} to the next one; it must be one tensor. Set "
+            "cut= so that no stage ends there, or pack it into one tensor."
+        )
+    return value.shape, value.dtype
 
 
-def _tied(model: nn.Module, stages: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that stand in several stages. Raises ModelError for a buffer that does: what one stage writes
-    there the others do not see."""
-    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+def _seed(key: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    elif device.type != "cpu":
+        torch.get_device_module(device).manual_seed(key)
+
+
+def _check_buffers(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Raises ModelError for a buffer in several stages: what one of them writes there the others do not see."""
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
     places: dict[int, list[int]] = {}
-    for number, stage in enumerate(stages):
-        for tensor in (*stage.parameters(), *stage.buffers()):
-            places.setdefault(id(tensor), []).append(number)
-    for buffer in model.buffers():
-        if len(at := places.get(id(buffer), [])) > 1:
+    for part, stage in enumerate(stages):
+        for buffer in stage.buffers():
+            places.setdefault(id(buffer), []).append(part)
+    for number, at in places.items():
+        if len(at) > 1:
             raise ModelError(
-                f"strategy pipeline: the buffer {names[id(buffer)]} stands in the stages {' and '.join(map(str, at))}, "
+                f"strategy pipeline: the buffer {names[number]} stands in the stages {' and '.join(map(str, at))}, "
                 "each of which would keep one of its own. Give each place its own layer, or use strategy='ddp'."
             )
-    return [p for p in model.parameters() if len(places.get(id(p), [])) > 1]
-
-
-def _padded(terms: list[list[Term]], pieces: Sequence[Piece]) -> list[list[Term]]:
-    """Terms for every piece; those of zero-length ones count nothing."""
-    left = iter(terms)
-    form = terms[0]
-    nothing = [Term(torch.zeros(()), None if term.count is None else 0) for term in form]
-    return [next(left) if piece.count else nothing for piece in pieces]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import collectives
+from paceline.comm.shards import over_shards
 from paceline.strategies.base import Weight
 from paceline.train.sums import WeightedSum, upload, wide_dtype
 
@@ -42,6 +43,7 @@ class Average:
         return pair
 
 
+@over_shards
 def share(averages: Sequence[Average]) -> list[float]:
     """The value of each over all processes, by one all-reduce; NaN where nothing was counted. All processes call it,
     with averages in the same order."""

@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import collectives, slices
+from paceline.comm import collectives
 from paceline.errors import NonFiniteError
+from paceline.train import sharded
 from paceline.train.order import Request
 
 
@@ -36,35 +38,25 @@ class _Pending(NamedTuple):
     seen: list[Seen]
 
 
-def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, a 0-dim tensor; not finite as soon as one element is not. Of gradients in
-    slices it is that of the whole, on every rank."""
-    if not slices.any_sharded(grads):
-        return _norm(grads)
-    kinds: dict[Any, list[Tensor]] = {}
-    for g in grads:
-        kinds.setdefault(slices.layout_of(g), []).append(g)
-    norms = [_norm([slices.local(g) for g in alike]) for alike in kinds.values()]
-    exact = torch.float32 if norms[0].device.type == "mps" else torch.float64  # squares of fp32 norms may overflow
-    squares = [
-        slices.sum_of_slices(norm.to(exact).square(), alike[0]) if kind is not None else norm.to(exact).square()
-        for norm, (kind, alike) in zip(norms, kinds.items(), strict=True)
-    ]
-    return torch.stack(squares).sum().sqrt().to(norms[0].dtype)
+def gradient_norm(
+    grads: Sequence[Tensor], parts: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Tensor:
+    """The 2-norm of all gradients together, a 0-dim tensor; not finite as soon as one element is not. parts: see
+    Strategy; a process of it may have no gradient, and needs to know the device."""
+    by_groups = sharded.by_groups(grads, parts)
+    if by_groups.keys() == {()}:
+        return _norm_here(grads)
+    squares = []
+    for groups, tensors in by_groups.items():
+        norm = _norm_here(tensors) if tensors else torch.zeros((), device=device)
+        square = norm.to(torch.float64 if norm.device.type in ("cpu", "cuda") else torch.float32).square()
+        for group in groups:
+            collectives.all_reduce(square, group=group)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
 
 
-def clip(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales the gradients to `max_norm` where their norm is larger."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not slices.any_sharded(grads):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's own
-    for g in map(slices.local, grads):
-        g.mul_(factor.to(g.device))
-
-
-def _norm(grads: Sequence[Tensor]) -> Tensor:
+def _norm_here(grads: Sequence[Tensor]) -> Tensor:
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
     first = dense[0]
     if any(g.device != first.device or g.dtype != first.dtype for g in dense):
@@ -81,25 +73,22 @@ class Flag:
         self.found = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones_like(self.found)
 
-    def look(self, grads: Sequence[Tensor]) -> Tensor:
-        """Sets the flag where an element of a gradient is not finite, and returns it. Waits for nothing. Of gradients
-        in slices all ranks learn whether one has found something."""
-        sliced = slices.any_sharded(grads)
+    def look(self, grads: Sequence[Tensor], parts: dist.ProcessGroup | None = None) -> Tensor:
+        """Sets the flag where an element of a gradient is not finite, and returns it. Waits for nothing."""
         dense = [
             g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
-            for g in (map(slices.local, grads) if sliced else grads)
+            for g in sharded.local(grads)
         ]
         device = self.found.device
         if any(g.device != device for g in dense):
-            found = torch.nn.utils.get_total_norm(dense) * 0.0
-        else:
-            torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found, self._one)  # by 1: they do not change
-            found = self.found
-        return collectives.all_reduce(found) if sliced else found
+            return sharded.any_process(torch.nn.utils.get_total_norm(dense) * 0.0, grads, parts)
+        if dense:
+            torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found, self._one)  # by 1: unchanged
+        return sharded.any_process(self.found, grads, parts)
 
-    def all_finite(self, grads: Sequence[Tensor]) -> bool:
+    def all_finite(self, grads: Sequence[Tensor], parts: dist.ProcessGroup | None = None) -> bool:
         """Whether every element of every gradient is finite; waits for the device."""
-        finite = self.look(grads).item() == 0.0
+        finite = self.look(grads, parts).item() == 0.0
         if not finite:
             self.found.zero_()
         return finite
@@ -128,17 +117,15 @@ class FiniteWatch:
         updates: Mapping[Any, int],
         names: Mapping[Tensor, str],
         graded: Sequence[Tensor],
+        parts: dist.ProcessGroup | None = None,
     ) -> None:
         """Raises NonFiniteError for this step (CPU) or the one before it (accelerators). norm: of grads, where
         known."""
-        found = self.flag.look(grads) if norm is None else norm.detach() * 0.0
+        found = self.flag.look(grads, parts) if norm is None else norm.detach() * 0.0
         if found.device.type == "cpu":
             if found.item() != 0.0:
-                where = [
-                    names.get(p, "?")
-                    for p in graded
-                    if p.grad is not None and not bool(slices.local(p.grad).isfinite().all())
-                ]
+                here = sharded.local([p.grad for p in graded if p.grad is not None])
+                where = [names.get(p, "?") for p, g in zip(graded, here, strict=True) if not bool(g.isfinite().all())]
                 self._stop(_Pending(found, None, sum(updates.values()), self._seen), where)
             return
         self.drain()

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
+from paceline.comm.shards import over_shards
 from paceline.errors import UsageError
 
 
-def gather(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        return collectives.gather_uneven(values)
-    everyone = collectives.gather_objects(values)
-    return [item for own in everyone for item in own] if isinstance(values, list) else everyone
-
-
+@over_shards
 def total(values: Any, device: torch.device) -> Any:
     """The sum over all processes. values: a number, a tensor (same shape everywhere), or a dict of these. A whole
     number stays whole where it is one on every process."""
@@ -34,11 +29,13 @@ def total(values: Any, device: torch.device) -> Any:
     raise UsageError(f"run.sum takes a number, a tensor, or a dict of these, not {type(values).__name__}.")
 
 
+@over_shards
 def ratio(numerator: Any, denominator: Any, device: torch.device) -> float:
     """Sum of numerators / sum of denominators over all processes, both added in float64. NaN where nothing counts."""
     return _ratios([(_wide(numerator), _wide(denominator))])[0]
 
 
+@over_shards
 def mean(values: Any, examples: Callable[[], int], device: torch.device) -> Any:
     """The mean over the examples of all processes.
 
@@ -53,6 +50,15 @@ def mean(values: Any, examples: Callable[[], int], device: torch.device) -> Any:
             lambda own: _ratios([_pair(value, examples) for value in own]),
         )
     return _ratios([_pair(values, examples)])[0]
+
+
+@over_shards
+def gather(values: Any) -> Any:
+    """All processes' tensors or lists joined, or else a list of their objects."""
+    if isinstance(values, Tensor):
+        return collectives.gather_uneven(values)
+    everyone = collectives.gather_objects(values)
+    return [item for own in everyone for item in own] if isinstance(values, list) else everyone
 
 
 def _pair(values: Any, examples: Callable[[], int]) -> tuple[Tensor, Tensor]:
@@ -127,6 +133,7 @@ def _wide(value: Any, otherwise: Callable[[], int] | None = None) -> Tensor:
 # --- torchmetrics
 
 
+@over_shards
 def compute(metric: Any) -> Any:
     """The value of a torchmetrics Metric, MetricCollection or wrapper over all processes.
 

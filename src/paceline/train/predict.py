@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
+from paceline.comm.shards import over_shards
 from paceline.errors import SettingError, UsageError
 from paceline.train.loader import Loader
 
@@ -34,6 +35,7 @@ class _Form(NamedTuple):
     shapes: tuple[frozenset[_Row], ...]
 
 
+@over_shards
 def predict(
     model: Any, fn: Callable[[Any, Any], Any], loader: Loader, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> Any:

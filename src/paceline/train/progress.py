@@ -50,8 +50,10 @@ class Epochs:
         self._current = int(state["epoch"])
         self.restored = self._current > 0
 
-    def warn(self) -> None:
-        """Training goes on, and no `run.epochs` has said with which epoch."""
+    def training(self) -> None:
+        """A batch comes. Warns where a run was restored, and no `run.epochs` has said with which epoch it goes on."""
+        if not self.restored:
+            return
         self.restored = False
         warnings.warn(
             f"the restored run has {self._current} epochs behind it, but the loop over epochs is not `for epoch in "

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
-from paceline.train.finite import FiniteWatch, clip, gradient_norm
+from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key
 from paceline.train.guards import Guards
 from paceline.train.loader import Bundle, Loader
@@ -31,6 +31,7 @@ from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.preparable import strange_parameters
 from paceline.train.randomness import seed_torch, tag
+from paceline.train.sharded import clip_
 
 Seen = tuple[int, Tensor, Weight | None, Request, bool, int]
 """A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
@@ -233,7 +234,7 @@ class Stepper:
         if self.strategy.layout.local:
             counts = self._counts.vector(keys, self._device)
         else:
-            counts = collectives.all_reduce(self._counts.vector(keys, self._device))
+            counts = collectives.all_reduce(self._counts.vector(keys, self._device), group=self.strategy.group)
         inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
         return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
 
@@ -261,7 +262,7 @@ class Stepper:
                 "every micro-batch (a loss of zero is fine)."
             )
         graded = [p for p in parameters if p.grad is not None]
-        if not graded:
+        if not graded and self.strategy.parts is None:
             raise UsageError(without_backward(parameters))
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
@@ -286,9 +287,10 @@ class Stepper:
     def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
         """Whether the update was made, and not skipped for a gradient that is not finite (on all ranks alike)."""
         grads = [p.grad for p in graded if p.grad is not None]
-        norm = gradient_norm(grads) if max_grad_norm is not None else None
+        parts = self.strategy.parts
+        norm = gradient_norm(grads, parts, self._device) if max_grad_norm is not None else None
         if self.precision.scaler is not None or self._skip:
-            finite = self._watch.flag.all_finite(grads) if norm is None else math.isfinite(norm.item())
+            finite = self._watch.flag.all_finite(grads, parts) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
             if not finite and not self.strategy.layout.local:
@@ -298,11 +300,11 @@ class Stepper:
                 for p in graded:
                     p.grad = None
         else:
-            self._watch.check(grads, norm, self.updates, self.names, graded)
+            self._watch.check(grads, norm, self.updates, self.names, graded, parts)
         if norm is not None and max_grad_norm is not None:
-            clip(graded, max_grad_norm, norm)
+            clip_(graded, max_grad_norm, norm)
             for copies in self.strategy.copies:
-                clip([copies[p] for p in graded if p in copies], max_grad_norm, norm)
+                clip_([copies[p] for p in graded if p in copies], max_grad_norm, norm)
         self.guards.allow(self.strategy.step, optimizer)
         return True
 

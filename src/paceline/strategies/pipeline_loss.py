@@ -1,0 +1,145 @@
+"""The user's closure in a pipeline: its call of the model gives the first stage's input and takes the last one's
+output, and what it returns there is weighed and told to all stages.
+
+A sum over counted things is divided by the count of the whole global batch, which is not known when the first backward
+begins. So a closure that returns a Total is run once more on the last stage, before the schedule, with zeros in place
+of the model's output, only to count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.comm import collectives
+from paceline.comm.grid import Grid
+from paceline.errors import UsageError
+from paceline.strategies.base import Piece, Term, Weight, Work
+
+
+class _Input(Exception):
+    """`args`: what the closure called the model with."""
+
+
+class Stand:
+    """Stands for the model in a closure that is not to compute it: with `output` as what it returns, or, to catch its
+    input, without."""
+
+    def __init__(self, output: Tensor | None = None) -> None:
+        self._output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._output is None:
+            raise _Input(*args, *kwargs.values())
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(
+            f"strategy pipeline: the closure uses model.{name}. No process has the whole model while it trains: a "
+            "closure calls it once, output = model(input), and computes the loss from the output."
+        )
+
+
+class _Kind(NamedTuple):
+    """What a closure returns. counted: for each term whether it has a count of its own. dtype: of the values."""
+
+    counted: tuple[bool, ...]
+    dtype: torch.dtype
+
+
+Share = tuple[Piece, float, float]
+"""A micro-batch, the weight of a mean over its examples, and the loss scale."""
+
+
+def input_of(work: Work, piece: Piece, device: torch.device) -> Tensor:
+    """What the closure calls the model with. Raises UsageError unless that is one tensor."""
+    try:
+        with collectives.of_one_replica(), torch.no_grad():
+            work.compute(Stand(), piece, device)
+    except _Input as captured:
+        if len(captured.args) == 1 and isinstance(captured.args[0], Tensor):
+            return captured.args[0]
+        raise UsageError(
+            f"strategy pipeline: the closure calls the model with {len(captured.args)} arguments; it takes one tensor."
+        ) from None
+    raise UsageError("strategy pipeline: the closure never called the model. Call it once: output = model(input).")
+
+
+class Losses:
+    """What the closure of each backward call returns, seen from one process."""
+
+    def __init__(self, grid: Grid, device: torch.device) -> None:
+        self._grid, self._device = grid, device
+        self._kinds: dict[int, _Kind] = {}  # backward call -> what its closure returns; on the last stage
+        self._agreed: dict[int, _Kind] = {}  # the same, on all
+
+    def inverse_counts(
+        self, work: Work, groups: Sequence[Sequence[Share]], outputs: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """On the last stage: 1 / the count in the whole global batch of each term that has one."""
+        kind = self._kinds.get(work.call)
+        if kind is not None and not any(kind.counted):
+            return {}
+        counts: list[list[Weight | None]] = []
+        for group, form in zip(groups, outputs, strict=True):
+            zeros = torch.zeros(form.shape, dtype=form.dtype, device=self._device)
+            for piece, _, _ in group:
+                with torch.no_grad(), collectives.of_one_replica():
+                    terms = work.compute(Stand(zeros), piece, self._device)
+                counts.append([term.count for term in terms])
+                if kind is None:
+                    kind = _Kind(tuple(term.count is not None for term in terms), terms[0].value.dtype)
+        assert kind is not None
+        self._kinds[work.call] = kind
+        which = [i for i, counted in enumerate(kind.counted) if counted]
+        if not which:
+            return {}
+        dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+        rows = [[torch.as_tensor(row[i], device=self._device).to(dtype).reshape(()) for i in which] for row in counts]
+        total = torch.stack([torch.stack(row) for row in rows]).sum(0)
+        total = collectives.all_reduce(total, group=self._grid.column)
+        inverse = torch.where(total > 0, 1 / total.clamp(min=torch.finfo(dtype).tiny), 0)
+        return dict(zip(which, inverse.unbind(), strict=True))
+
+    def check_kind(self, call: int, terms: Sequence[Term]) -> None:
+        counted = tuple(term.count is not None for term in terms)
+        if counted != self._kinds[call].counted:
+            raise UsageError(
+                "strategy pipeline: the closure returned other kinds of losses (means, or Totals) than before. Return "
+                "the same at each step: a Total with the count 0 where there is nothing."
+            )
+
+    def told(self, call: int, terms: list[list[Term]], count: int) -> list[list[Term]]:
+        """The last stage's terms, on all processes of the row."""
+        last = self._grid.size - 1
+        src = self._grid.shard * self._grid.size + last
+        with collectives.among(self._grid.row):
+            if call not in self._agreed:
+                kind = collectives.broadcast_object(self._kinds.get(call), src=src)
+                assert kind is not None
+                self._agreed[call] = kind
+            kind = self._agreed[call]
+            box = torch.zeros(count, len(kind.counted), 2, dtype=torch.float64, device=self._device)
+            if self._grid.part == last:
+                for number, row in enumerate(terms):
+                    for i, term in enumerate(row):
+                        box[number, i, 0] = term.value
+                        box[number, i, 1] = 0.0 if term.count is None else term.count
+            collectives.broadcast_tensors([box], src=src)
+        return [
+            [
+                Term(box[n, i, 0].to(kind.dtype), box[n, i, 1] if counted else None)
+                for i, counted in enumerate(kind.counted)
+            ]
+            for n in range(count)
+        ]
+
+
+def padded(terms: list[list[Term]], computed: Sequence[Piece], pieces: Sequence[Piece]) -> list[list[Term]]:
+    """Terms for every piece; those of pieces that were left out count nothing."""
+    found = {piece.micro: row for piece, row in zip(computed, terms, strict=True)}
+    nothing = [Term(torch.zeros_like(term.value), None if term.count is None else 0.0) for term in terms[0]]
+    return [found.get(piece.micro, nothing) for piece in pieces]
