@@ -316,8 +316,7 @@ class Run:
             print(*values, **options)
 
     def add_tracker(self, tracker: Tracker) -> None:
-        """Has what is logged go to an object with begin, log and close too (docs/logging.md). All processes call it
-        with one; rank 0's is used."""
+        """Has what is logged go to an object with begin, log and close too. All processes call it; rank 0's is used."""
         self._monitor.add_tracker(tracker)
 
     # --- state
