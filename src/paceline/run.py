@@ -179,8 +179,7 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
-        yield from self._monitor.epochs(self._epochs.upto(count), count)
-        self._stepper.settle()
+        return self._monitor.epochs(self._epochs.upto(count), count, self._stepper.settle)
 
     # --- the step
 

@@ -17,6 +17,7 @@ import paceline
 from paceline.errors import SettingError, UsageError
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(300)
 def test_on_three_processes() -> None:
     for failed in run_ranks(3, "tests.fit.checks:run_all", deadline=240):

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.conformance)])
 def test_on_several_processes(size: int) -> None:
     for failed in run_ranks(size, "tests.monitor.checks:run_all", deadline=120):
         assert not failed, "\n".join(failed.values())

@@ -20,8 +20,8 @@ from paceline.world import World
     ("size", "which"),
     [
         (2, "run_few"),
-        (3, "run_all"),  # with empty shards
         pytest.param(2, "run_all", marks=pytest.mark.conformance),
+        pytest.param(3, "run_all", marks=pytest.mark.conformance),  # with empty shards
         pytest.param(4, "run_all", marks=pytest.mark.conformance),
     ],
 )

@@ -17,7 +17,9 @@ from paceline.world import World
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("size", "checks"), [(2, "run_most"), (3, "run_some")])
+@pytest.mark.parametrize(
+    ("size", "checks"), [(2, "run_most"), pytest.param(3, "run_some", marks=pytest.mark.conformance)]
+)
 def test_on_several_processes(size: int, checks: str) -> None:
     for failed in run_ranks(size, f"tests.strategies.fsdp_checks:{checks}", deadline=240):
         assert not failed, "\n".join(failed.values())

@@ -30,6 +30,7 @@ def test_all_checks(size: int) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.conformance
 def test_two_by_two() -> None:
     """Rows of two processes with a part of the model each, and two of them beside each other."""
     for failed in run_ranks(4, "tests.strategies.two_by_two_checks:run_all", deadline=150):

@@ -68,7 +68,7 @@ def test_the_table_and_the_sentence(compared: Result, document: Any) -> None:
     lines = compared.stdout.splitlines()
     assert [line.split()[0] for line in lines[4:6]] == ["single", "ddp"]
     assert "epoch" not in compared.output  # what the script prints
-    reason = "SettingError: strategy pipeline: stages=3, but there are 2 processes."
+    reason = "SettingError: strategy pipeline: stages=3: it must divide the number of processes, 2"
     assert f"  pipeline:stages=3: {reason}" in compared.stdout
     assert rows(document)["pipeline:stages=3"]["failed"].startswith(reason)
     assert lines[-1] == document["verdict"]["sentence"]

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from .common import Case
-from .strategies import WAYS
+from .strategies import WAYS, Way
 
 MODULES = {
     "a": "job_a_image",
@@ -64,23 +64,26 @@ def whole() -> list[Case]:
 
 
 def under_strategies() -> list[Case]:
-    """Every strategy: each job that it takes x optimizers x micro-batches x numbers of replicas; the forms in turn. (f)
-    stops and goes on with another number of replicas."""
+    """Every strategy: each job that it takes, on its least number of replicas in two opposite ways, on each greater
+    number in another. (f) stops, and goes on with another number of replicas."""
     cases = []
     for name, how in WAYS.items():
         refused = (*how.refused, *LEFT_OUT)
         chosen = [(job, variant) for job, variant in variants() if job in how.jobs and not variant.endswith(refused)]
         for number, (job, variant) in enumerate(chosen):
+            own = [way for way in ways(job, variant) if taken(way, how)]
             for world in how.worlds:
-                for way in ways(job, variant):
-                    turn = (number + world + (way["optimizer"] == "sgd") + bool(way["micro_batch"])) % len(how.forms)
-                    taken = way["optimizer"] in how.optimizers and bool(way["micro_batch"]) in how.micro
-                    if taken and way["form"] == how.forms[turn]:
-                        chain = (
-                            {"worlds": (world, how.worlds[0]), "stops": (18,)} if job == "f" else {"worlds": (world,)}
-                        )
-                        cases.append(Case(job, variant, strategy=name, **chain, **way))
+                places = {(number + world) % len(own)}
+                if world == how.worlds[0]:
+                    places.add(-(number + world) % len(own) - 1 + len(own))
+                chain = {"worlds": (world, how.worlds[0]), "stops": (18,)} if job == "f" else {"worlds": (world,)}
+                cases += [Case(job, variant, strategy=name, **chain, **own[k % len(own)]) for k in sorted(places)]
     return cases
+
+
+def taken(way: dict[str, Any], how: Way) -> bool:
+    """Whether a strategy takes this optimizer, form and micro-batches."""
+    return way["optimizer"] in how.optimizers and way["form"] in how.forms and bool(way["micro_batch"]) in how.micro
 
 
 def cut_of_strategies() -> list[Case]:

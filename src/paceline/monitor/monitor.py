@@ -18,7 +18,7 @@ import atexit
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,8 +195,8 @@ class Monitor:
         if self._display is not None and whole:
             self._display.epoch_ended(now)
 
-    def epochs(self, numbers: Iterator[int], count: int) -> Iterator[int]:
-        """Passes `run.epochs` on, and sees where training ends."""
+    def epochs(self, numbers: Iterator[int], count: int, at_end: Callable[[], object]) -> Iterator[int]:
+        """Passes `run.epochs` on, and sees where training ends; then calls `at_end`."""
         self.view.epochs = count
         for number in numbers:
             self.view.epoch = number
@@ -206,6 +206,7 @@ class Monitor:
         if self._display is not None:
             self._display.close()
             self._display = None
+        at_end()
 
     # --- what is logged
 

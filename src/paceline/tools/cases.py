@@ -13,7 +13,6 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies import STRATEGIES
 
 BASELINE = "single"  # what the losses are compared with
-SERVER = "parameter_server"  # its servers compute nothing: they come on top of the processes that do
 _FOR_A_TRIAL: dict[str, dict[str, object]] = {
     "diloco": {"every": 10},  # its own 100 steps are longer than a trial, which would see nothing travel
 }
@@ -110,8 +109,6 @@ def _laid_out(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tuple[S
     if "devices" in options:
         given = {"devices": ",".join(devices), **spec.options}
         return StrategySpec(spec.name, given), 1
-    if spec.name == SERVER:
-        return spec, nproc + int(spec.options.get("servers", 1))
     return spec, nproc
 
 

@@ -158,11 +158,7 @@ def _order(asked: Sequence[Case], turn: int) -> Iterator[Case]:
 
 
 def _rows(asked: Sequence[Case], rounds: Mapping[str, list[list[Record]]], failed: Mapping[str, str]) -> list[Row]:
-    measured = {
-        case.name: figures(rounds[case.name], profiled=case.spec.name != of.SERVER)  # which talks through ZeroMQ
-        for case in asked
-        if case.name not in failed
-    }
+    measured = {case.name: figures(rounds[case.name]) for case in asked if case.name not in failed}
     rows = []
     for case in asked:
         if case.name in failed:

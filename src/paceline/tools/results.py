@@ -47,15 +47,15 @@ class Figures:
     losses: Losses
 
 
-def figures(rounds: Sequence[Sequence[Record]], profiled: bool = True) -> Figures:
-    """rounds: the records of all ranks, of each round. profiled: does torch's profiler see this strategy talk?"""
+def figures(rounds: Sequence[Sequence[Record]]) -> Figures:
+    """rounds: the records of all ranks, of each round."""
     ranks = [record for records in rounds for record in records if _timed(record)]
     seconds = [step["seconds"] for record in ranks for step in _timed(record)]
     waiting = statistics.fmean(step["waited"] for record in ranks for step in _timed(record))
     mean = statistics.fmean(seconds)
     wires = [wire_bytes(records) for records in rounds]
     wire = statistics.fmean(w for w in wires if w is not None) if None not in wires else None
-    shares = communication(rounds, wire) if profiled else None
+    shares = communication(rounds, wire)
     communicating = None if shares is None else min(shares[0] * mean, mean - waiting)
     speeds = tuple(examples_per_second(records) for records in rounds)
     size = max(len(records) for records in rounds)
