@@ -29,7 +29,7 @@ def imported(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in found}
 
 
-EXTRAS = {  # module -> what it imports of an extra, and the extra. (torch.utils.tensorboard imports tensorboard itself.)
+EXTRAS = {  # module -> what it imports of an extra, and the extra; torch itself imports tensorboard
     "services.py": {"wandb": "wandb", "mlflow": "mlflow"},
     "page.py": {"plotly": "compare"},
 }

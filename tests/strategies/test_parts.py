@@ -11,8 +11,9 @@ from tests.ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paceline.errors import ModelError
+from paceline.errors import ModelError, UsageError
 from paceline.strategies import pipeline_cut, tensor_plan, tensor_surroundings
+from paceline.strategies.pipeline_loss import Stand
 
 
 @pytest.mark.timeout(300)
@@ -155,3 +156,11 @@ def test_blocks_are_found() -> None:
     assert not tensor_plan.found(shared, 2)[0]
     with pytest.raises(ModelError, match="share a parameter"):
         tensor_plan.matched(shared, {"a.up_proj": "column"}, 2)
+
+
+def test_a_closure_that_calls_the_model_twice_is_refused_in_a_pipeline() -> None:
+    """One input goes through the stages: the second call would get the output of the first."""
+    model = Stand(torch.ones(2, 3))
+    assert model(torch.zeros(2, 3)).sum() == 6
+    with pytest.raises(UsageError, match=r"a second time.*torch\.cat"):
+        model(torch.ones(2, 3))

@@ -38,6 +38,11 @@ WAYS = {
     "fsdp-1": Way("fsdp:stage=1", sgd=1e-8),
     "fsdp-2": Way("fsdp:stage=2", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # d copies the model; a penalty on
     "fsdp-3": Way("fsdp:stage=3", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # parameters outside of a forward
+    "pipeline": Way("pipeline", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2, 3)),
+    "pipeline-2": Way(
+        "pipeline:stages=2,schedule=1f1b", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2,), factor=2
+    ),
+    "tensor": Way("tensor:size=2", jobs="bg", sgd=1e-8, worlds=(1, 2), factor=2),
     # b clips by the norm of the whole gradient, the shards of g are of two sizes, batch norm is by shard.
     "local_sgd-1": Way(
         "local_sgd:every=1,average_state=true", jobs="acdefh", refused=("bn",), optimizers=("sgd",), micro=(True,)

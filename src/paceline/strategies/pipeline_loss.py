@@ -29,11 +29,17 @@ class Stand:
     input, without."""
 
     def __init__(self, output: Tensor | None = None) -> None:
-        self._output = output
+        self._output, self._called = output, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._output is None:
             raise _Input(*args, *kwargs.values())
+        if self._called:
+            raise UsageError(
+                "strategy pipeline: the closure calls the model a second time, and only one input goes through the "
+                "stages. Join the inputs, both = model(torch.cat([a, b])), and cut the output; or use strategy='ddp'."
+            )
+        self._called = True
         return self._output
 
     def __getattr__(self, name: str) -> Any:
