@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance lint format bench compare docs examples clean
+.PHONY: help setup demo test conformance campaign lint format bench compare docs examples clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -18,10 +18,13 @@ demo: $(READY)  ## train on real digits with 1 process and with 2, and compare t
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)  ## all tests but the fuller matrices
-	@$(PYTEST) -m "not conformance"
+	@$(PYTEST) -m "not conformance and not campaign"
 
 conformance: $(VENV)/.trackers  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers
 	@$(PYTEST) -m conformance
+
+campaign: $(READY)  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)
+	@$(PYTEST) -m campaign
 
 # The data of the examples: make examples TEXT=FILE CIFAR10=FILE. Each example says where to get it.
 TEXT    ?= data/tinyshakespeare/input.txt

@@ -20,9 +20,9 @@ from paceline.world import World
     ("size", "which"),
     [
         (2, "run_few"),
-        pytest.param(2, "run_all", marks=pytest.mark.conformance),
+        pytest.param(2, "run_all", marks=pytest.mark.campaign),
         pytest.param(3, "run_all", marks=pytest.mark.conformance),  # with empty shards
-        pytest.param(4, "run_all", marks=pytest.mark.conformance),
+        pytest.param(4, "run_all", marks=pytest.mark.campaign),
     ],
 )
 def test_on_several_processes(size: int, which: str) -> None:

@@ -17,7 +17,11 @@ from paceline.errors import SettingError
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("size", "target"),
-    [(2, "run_all"), *(pytest.param(n, "run_all", marks=pytest.mark.conformance) for n in (3, 4))],
+    [
+        (2, "run_all"),
+        pytest.param(3, "run_all", marks=pytest.mark.campaign),
+        pytest.param(4, "run_all", marks=pytest.mark.campaign),
+    ],
 )
 def test_on_several_processes(size: int, target: str) -> None:
     for failed in run_ranks(size, f"tests.strategies.reduction_checks:{target}", deadline=240):

@@ -25,9 +25,11 @@ def test_on_several_processes(size: int, checks: str) -> None:
         assert not failed, "\n".join(failed.values())
 
 
-@pytest.mark.conformance
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(2, marks=pytest.mark.conformance), *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 4))],
+)
 def test_everything_on_several_processes(size: int) -> None:
     for failed in run_ranks(size, "tests.strategies.fsdp_checks:run_all", deadline=800):
         assert not failed, "\n".join(failed.values())

@@ -22,9 +22,10 @@ def test_on_two_processes() -> None:
         assert not failed, "\n".join(failed.values())
 
 
-@pytest.mark.conformance
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.conformance), pytest.param(4, marks=pytest.mark.campaign)]
+)
 def test_all_checks(size: int) -> None:
     for failed in run_ranks(size, "tests.strategies.two_by_two_checks:run_both", deadline=280):
         assert not failed, "\n".join(failed.values())

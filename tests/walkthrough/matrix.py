@@ -64,8 +64,8 @@ def whole() -> list[Case]:
 
 
 def under_strategies() -> list[Case]:
-    """Every strategy: each job that it takes, on its least number of replicas in two opposite ways, on each greater
-    number in another. (f) stops, and goes on with another number of replicas."""
+    """Every strategy: each job that it takes, on its least number of replicas in two ways, on each greater number
+    every second job in another. (f) stops, and goes on with another number of replicas."""
     cases = []
     for name, how in WAYS.items():
         refused = (*how.refused, *LEFT_OUT)
@@ -73,9 +73,11 @@ def under_strategies() -> list[Case]:
         for number, (job, variant) in enumerate(chosen):
             own = [way for way in ways(job, variant) if taken(way, how)]
             for world in how.worlds:
-                places = {(number + world) % len(own)}
+                if world != how.worlds[0] and (number + world) % 2:
+                    continue
+                places = {(number + world) // 2 % len(own)}
                 if world == how.worlds[0]:
-                    places.add(-(number + world) % len(own) - 1 + len(own))
+                    places.add(len(own) - 1 - min(places))
                 chain = {"worlds": (world, how.worlds[0]), "stops": (18,)} if job == "f" else {"worlds": (world,)}
                 cases += [Case(job, variant, strategy=name, **chain, **own[k % len(own)]) for k in sorted(places)]
     return cases
@@ -94,7 +96,8 @@ def cut_of_strategies() -> list[Case]:
         for k, job in enumerate(sorted({case.job for case in mine})):
             worlds = WAYS[name].worlds
             world = worlds[1] if len(worlds) > 1 and (k + number) % 3 == 0 else worlds[0]
-            here = [case for case in mine if case.job == job and case.worlds[0] == world]
+            on_more = [case for case in mine if case.job == job and case.worlds[0] == world]
+            here = on_more or [case for case in mine if case.job == job and case.worlds[0] == worlds[0]]
             cases.append(here[(k + number) % len(here)])
     return cases
 

@@ -23,9 +23,14 @@ EXACT = [case for case in CASES.values() if case.variant == "exact"]
 
 
 def params(cases: list[Case]) -> list[Any]:
-    return [
-        pytest.param(case, id=case.name, marks=[] if case.name in CUT else pytest.mark.conformance) for case in cases
-    ]
+    return [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
+
+
+def marks(case: Case) -> Any:
+    if case.name in CUT:
+        return []
+    large = bool(case.strategy) and case.worlds[0] > 3
+    return pytest.mark.campaign if large else pytest.mark.conformance
 
 
 @pytest.fixture(scope="session")
