@@ -42,6 +42,7 @@ STRATEGY_NAMES = {
     "tensor",
     "local_sgd",
     "diloco",
+    "parameter_server",
 }
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",

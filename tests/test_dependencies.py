@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MODULES = {"pyzmq": "zmq"}  # packages whose module has another name
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
 
 def names(key: str) -> set[str]:
     found = re.search(rf"^{key} = \[(.*?)\]$", PROJECT, re.M | re.S)
     assert found, f"pyproject.toml has no {key}"
-    return {re.split(r"[^\w-]", text)[0] for text in re.findall(r'"([^"]+)"', found[1])}
+    packages = {re.split(r"[^\w-]", text)[0] for text in re.findall(r'"([^"]+)"', found[1])}
+    return {MODULES.get(package, package) for package in packages}
 
 
 def imported(path: Path) -> set[str]:

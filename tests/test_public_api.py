@@ -16,8 +16,8 @@ EXPORTED = [
 ]  # fmt: skip
 RUN = {
     "add_tracker", "autocast", "backward", "close", "compute", "epochs", "export", "forward_backward", "gather",
-    "loader", "log", "main_first", "mean", "predict", "prepare", "print", "ratio", "restore", "save", "skipped", "step",
-    "steps", "sum", "track",
+    "loader", "log", "main", "main_first", "mean", "predict", "prepare", "print", "ratio", "restore", "save", "skipped",
+    "step", "steps", "sum", "track",
 }  # fmt: skip
 START = [
     "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "log_dir",

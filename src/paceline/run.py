@@ -23,6 +23,7 @@ from paceline.train import backends, metrics, randomness
 from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader, current_examples
+from paceline.train.messages import SAVED_IN_MID_BATCH
 from paceline.train.normalisation import Normalisation
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
@@ -37,19 +38,18 @@ from paceline.world import World
 class Run:
     """One training run, seen from one process. Made by `paceline.start`.
 
-    Attributes: world, device, settings; main (whether this is rank 0); seed; latest, the loader that yielded last.
+    Attributes: world, device, settings; seed; latest, the loader that yielded last.
     """
 
     def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
-        self.world, self.settings, self.device = world, settings, device
-        self.main, self.seed = world.rank == 0, settings.seed
+        self.world, self.settings, self.device, self.seed = world, settings, device, settings.seed
         self._strategy = make(settings.strategy, world, device)
         self._precision = Precision(settings.precision, device)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy.layout)
         self._guards = Guards()
         skip = settings.nonfinite == "skip"
         self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
-        self._state = State(self._strategy, rank=world.rank, size=world.size, device=device, seed=settings.seed)
+        self._state = State(self._strategy, device=device, seed=settings.seed)
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
         self._models: list[nn.Module] = []
@@ -65,6 +65,11 @@ class Run:
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self.closed = False
         self._put_backends_back = backends.apply(settings)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, or the first that lives where ranks may die."""
+        return collectives.rank_of() == 0
 
     # --- the objects of a run
 
@@ -163,8 +168,8 @@ class Run:
         order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
         source = make_source(dataset, layout=layout, **own, **order, **sizes)
-        hooks = self._on_yield, self._monitor.on_end
-        loader = Loader(source, name=name, train=train, device=self.device, on_yield=hooks[0], on_end=hooks[1])
+        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
+        loader = Loader(source, name=name, train=train, device=self.device, **hooks)
         if train:
             self._state.add_loader(loader)
         return loader
@@ -176,6 +181,10 @@ class Run:
             self._normalisation.check(loader.current, loader.name)
         self._stepper.on_yield(loader)
         self._monitor.on_yield(loader)
+
+    def _on_end(self, loader: Loader, whole: bool) -> None:
+        self._stepper.catch_up(self._state.schedulers)
+        self._monitor.on_end(loader, whole)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
@@ -315,14 +324,13 @@ class Run:
             print(*values, **options)
 
     def add_tracker(self, tracker: Tracker) -> None:
-        """Has what is logged go to an object with begin, log and close too. All processes call it; rank 0's is used."""
+        """Has what is logged go to an object with begin, log and close too (docs/logging.md); alike on all ranks."""
         self._monitor.add_tracker(tracker)
 
     # --- state
 
     def track(self, **objects: Any) -> None:
-        """Puts objects with state_dict and load_state_dict (an EMA, a metric, a best score) into checkpoints, by
-        name."""
+        """Puts objects with state_dict and load_state_dict (an EMA, a best score) into checkpoints, by name."""
         for name, thing in objects.items():
             self._state.add_tracked(name, thing)
 
@@ -334,25 +342,17 @@ class Run:
         """
         self._stepper.drain()
         if self._stepper.incomplete:
-            raise UsageError(
-                "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after "
-                "run.step, when that returned True."
-            )
-        counters = {
-            "updates": [self._stepper.updates[optimizer] for optimizer in self._optimizers],
-            "skipped": self.skipped,
-            "epochs": self._epochs.state_dict(),
-        }
+            raise UsageError(SAVED_IN_MID_BATCH)
+        updates = [self._stepper.updates[optimizer] for optimizer in self._optimizers]
+        counters = {"updates": updates, "skipped": self.skipped, "epochs": self._epochs.state_dict()}
         with self._monitor.saving():
             return self._state.save(directory, self.steps, keep, counters)
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
-        """Puts back the newest whole checkpoint of `directory` (or the one that it is). Call it after `prepare`;
-        loaders and tracked objects may be made before or after it. The number of processes and the strategy may be
-        others.
+        """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
+        processes. Call it after `prepare`; loaders and tracked objects may be made before or after it.
 
-        Returns False where there is none and missing_ok is set. Raises CheckpointError where there is none, all are
-        damaged, or it is of another program.
+        Returns False where there is none, with missing_ok. Raises CheckpointError: none, damaged, of another program.
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
@@ -371,8 +371,7 @@ class Run:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the block first, then the first process of each other machine, then all others: to prepare data
-        once, on a disk that the machines share or that each has for itself."""
+        """Rank 0 runs the block first, then the first process of each other machine, then all others."""
         turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
         for _ in range(turn):
             collectives.barrier()

@@ -26,6 +26,7 @@ LAUNCHER_PID = "PACELINE_LAUNCHER_PID"  # process id of the launcher: a worker e
 SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the command line, such as {"strategy": "ddp"}
 ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
 TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` (trial/order.py says what is in it)
+MAY_DIE = ".may-die"  # ERROR_FILE and this: a file by which a rank says that the others can go on without it
 
 Environment = Mapping[str, str]
 
@@ -79,6 +80,14 @@ def from_env(environ: Environment) -> World:
             f"by itself, beside the others. Set RANK and WORLD_SIZE, or unset LOCAL_RANK."
         )
     return world or World(0, 1, 0, 1, 0, 1, "alone")
+
+
+def may_die(environ: Environment) -> None:
+    """Tells the launcher that the others can go on if this process is killed. Other launchers end all of them."""
+    path = environ.get(ERROR_FILE)
+    if path:
+        with open(path + MAY_DIE, "w"):
+            pass
 
 
 # ---------------------------------------------------------------- torchrun, paceline run, and by hand

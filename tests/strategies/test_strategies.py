@@ -159,4 +159,5 @@ def test_strategies_of_one_process_refuse_several() -> None:
         "tensor",
         "local_sgd",
         "diloco",
+        "parameter_server",
     }

@@ -1,4 +1,4 @@
-"""Communication between processes: the one module of the package that calls torch.distributed's collectives.
+"""Communication between processes: what everyone calls. (torch.distributed itself is called here and in engine.py.)
 
 All processes call a function here in the same order. In a world of one only the communication is left out.
 
@@ -23,9 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import forks
+from paceline.comm import engine, forks
 from paceline.comm.digests import digest
-from paceline.errors import SettingError, UsageError, suggest
+from paceline.comm.engine import among as among
+from paceline.comm.engine import rank_of as rank_of
+from paceline.comm.engine import size_of as size_of
+from paceline.errors import SettingError, UsageError, WorldError, suggest
 
 T = TypeVar("T")
 
@@ -49,16 +52,6 @@ _ADDED_AS = {
 }
 
 
-def size_of(group: dist.ProcessGroup | None = None) -> int:
-    """How many processes the group has (None: the world); 1 where no process group was made."""
-    return dist.get_world_size(group or _among()) if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank_of(group: dist.ProcessGroup | None = None) -> int:
-    """This process's number in the group (None: the world); 0 where no process group was made."""
-    return dist.get_rank(group or _among()) if dist.is_available() and dist.is_initialized() else 0
-
-
 def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None = None) -> torch.device:
     """The device from which the group can send a tensor that lies on `like` (default: the CPU).
 
@@ -69,7 +62,7 @@ def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None 
     like = torch.device("cpu") if like is None else like
     if size_of(group) == 1:
         return like
-    pairs = (item.split(":") for item in str(dist.get_backend_config(group or _among())).split(","))
+    pairs = (item.split(":") for item in engine.backends_of(group).split(","))
     types = {device for device, backend in pairs if backend != "gloo" or device == "cpu"}
     if like.type in types:
         return like
@@ -80,22 +73,6 @@ def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None 
 
 
 _thread = threading.local()
-
-
-def _among() -> dist.ProcessGroup | None:
-    group: dist.ProcessGroup | None = getattr(_thread, "group", None)
-    return group
-
-
-@contextlib.contextmanager
-def among(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """In this thread, within the block, sums, gathers and comparisons of the whole world are those of this group (None:
-    the world)."""
-    before, _thread.group = _among(), group
-    try:
-        yield
-    finally:
-        _thread.group = before
 
 
 @contextlib.contextmanager
@@ -132,8 +109,9 @@ class Pending:
             self._work.wait()
             self._work = None
             forks.keep(self._sent)
-            if self._sent is not self._tensor:
-                self._tensor.copy_(self._sent)
+        if self._sent is not self._tensor:
+            self._tensor.copy_(self._sent)
+            self._sent = self._tensor
         return self._tensor
 
 
@@ -160,7 +138,7 @@ def all_reduce(
         pending = Pending(None, tensor, tensor)
     else:
         sent = tensor.to(device_of(group, tensor.device), _ADDED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
-        pending = Pending(dist.all_reduce(sent, _OPERATIONS[op], group=group or _among(), async_op=True), tensor, sent)
+        pending = Pending(engine.all_reduce(sent, _OPERATIONS[op], group), tensor, sent)
     return pending if async_op else pending.wait()
 
 
@@ -204,10 +182,7 @@ def _gather_rows(row: Tensor) -> list[Tensor]:
     if size_of() == 1:
         return [row]
     sent = row.to(device_of(None, row.device)).contiguous()
-    rows = [torch.empty_like(sent) for _ in range(size_of())]
-    dist.all_gather(rows, sent, group=_among())
-    forks.keep(sent, *rows)
-    return [received.to(row.device) for received in rows]
+    return [received.to(row.device) for received in engine.gather(sent)]
 
 
 def _gather_heads(tensor: Tensor) -> list[_Head]:
@@ -263,7 +238,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, lengths: Sequence[int]) -> Tensor:
-        ctx.start, ctx.length, group = sum(lengths[: rank_of()]), lengths[rank_of()], _among()
+        ctx.start, ctx.length, group = sum(lengths[: rank_of()]), lengths[rank_of()], engine.group_here()
         ctx.total = lambda t: all_reduce(t.clone(memory_format=torch.contiguous_format), group=group)
         return _gather_bytes(tensor, lengths)
 
@@ -287,17 +262,16 @@ def gather_uneven(tensor: Tensor) -> Tensor:
         return tensor.clone()  # a new tensor, as with several ranks: what a script then does to it must not differ
     if not tensor.requires_grad and any(head.needs_gradient for head in heads):
         tensor = tensor.detach().requires_grad_()
-    return _Gather.apply(tensor, [head.shape[0] for head in heads])
+    joined = _Gather.apply(tensor, [head.shape[0] for head in heads])
+    if size_of() < len(heads):
+        raise WorldError("a process died while tensors were gathered: lengths and tensors no longer fit together.")
+    return joined
 
 
 def gather_objects(obj: T) -> list[T]:
     """Every rank's object, in rank order. They travel by pickle, between processes of one run only."""
     _check_place()
-    if size_of() == 1:
-        return [obj]
-    objects: list[Any] = [None] * size_of()
-    dist.all_gather_object(objects, obj, group=_among())
-    return objects
+    return [obj] if size_of() == 1 else engine.gather_objects(obj)
 
 
 # ---- from one rank to all ----
@@ -305,11 +279,7 @@ def gather_objects(obj: T) -> list[T]:
 
 def broadcast_object(obj: T, src: int = 0) -> T:
     """Rank `src`'s object (its number in the world) on every rank; what others pass is not looked at. By pickle."""
-    if size_of() == 1:
-        return obj
-    box = [obj]
-    dist.broadcast_object_list(box, src=src, device=device_of(), group=_among())
-    return box[0]
+    return obj if size_of() == 1 else engine.broadcast_object(obj, src, device_of())
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0) -> None:
@@ -325,8 +295,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0) -> None:
         parts = [_as_bytes(tensor) for tensor in bucket]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         sent = joined.to(device_of(None, first.device))
-        dist.broadcast(sent, src=src, group=_among())
-        forks.keep(sent)
+        engine.broadcast(sent, src)
         values = sent.to(first.device).view(first.dtype)
         for tensor, part in zip(bucket, values.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(part.view(tensor.shape))
@@ -351,8 +320,7 @@ def buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 def barrier() -> None:
     """Return when every process of the world has come here."""
     if size_of() > 1:
-        device = device_of()
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+        engine.barrier(device_of())
 
 
 # ---- do the ranks agree? ----

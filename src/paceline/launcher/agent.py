@@ -40,7 +40,7 @@ from paceline.launcher.output import Output
 from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
 from paceline.launcher.rendezvous import workers_store
-from paceline.world import World
+from paceline.world import MAY_DIE, World
 
 SETTLE_SECONDS = 1.0
 LINGER_SECONDS = 10.0  # for exit functions of a failed script, such as uploading a log
@@ -220,12 +220,15 @@ class Agent(SimpleElasticAgent):
             code = exits.get(local_rank)
             error = report.read_error(self._error_file(rank)) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
-                self._endings[local_rank] = report.Ending(rank, code, now, error)
+                spared = code is not None and code < 0 and os.path.exists(self._error_file(rank) + MAY_DIE)
+                self._endings[local_rank] = ending = report.Ending(rank, code, now, error, spared)
+                if spared:
+                    print(f"paceline: {report.headline(ending)}; the others go on.", file=sys.stderr, flush=True)
         if len(self._left()) > left:
             self._peers.tell_left(self._left())
 
     def _left(self) -> list[int]:
-        return [ending.rank for ending in self._endings.values() if not ending.failed]
+        return [ending.rank for ending in self._endings.values() if not ending.failed and not ending.spared]
 
     def _running(self) -> dict[int, int]:
         """rank -> process, of those that have not ended."""

@@ -61,16 +61,18 @@ class Ending:
         code: its exit code; -n for signal n; None while it still runs although its script has failed.
         time: when it was seen, in seconds since the epoch.
         error: the exception that ended its script, if one did.
+        spared: it was killed by a signal, and had said that the others can go on without it.
     """
 
     rank: int
     code: int | None
     time: float
     error: Error | None = None
+    spared: bool = False
 
     @property
     def failed(self) -> bool:
-        return self.code != 0
+        return self.code != 0 and not self.spared
 
     @property
     def consequence(self) -> bool:

@@ -14,13 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm import collectives, engine
+from paceline.comm.channel import Channel
 from paceline.errors import UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.train.sums import upload, wide_dtype
 
+_DONE = "\0done"  # no name of a user's has a zero byte
+
 CAPACITY = 256  # keys in one write
-_HEADER = 3
+_HEADER = 4  # ranks that took part, h, h squared, elapsed
+NOW = "now"  # the occasion of what is written outside of batches, which all ranks do together
 _HASH_BITS = 20  # its square, times 4096 ranks, is below 2**53
 
 
@@ -31,6 +35,7 @@ class Result(NamedTuple):
     sums: dict[str, tuple[float, float]]
     elapsed: float
     note: Any
+    done: float = 0.0  # examples of all ranks, where they are not in step
 
 
 class _Flight(NamedTuple):
@@ -46,20 +51,28 @@ class Exchange:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._size = collectives.size_of()
         self._dtype = wide_dtype(device)
         self._flight: _Flight | None = None
+        self._pooled: Result | None = None  # of ranks that are not in step
+        self.done = 0.0  # examples of this rank, likewise, since the last `send`
 
     def send(self, window: Window, elapsed: float, occasion: str, note: Any) -> None:
         """Enqueues the sums of a window. occasion: a text that must be alike on all ranks, as the keys must be."""
         assert self._flight is None, "the last result was not taken"
+        channel = engine.channel()
+        if channel is not None and not channel.in_step:
+            if not occasion.startswith(NOW):
+                self._pooled = self._pool(channel, window, elapsed, note, self.done)
+                self.done = 0.0
+                return
+            occasion = NOW
         keys = window.keys
         if len(keys) > CAPACITY:
             raise UsageError(f"run.log: {len(keys)} names for one write; {CAPACITY} are the most. Log fewer.")
         code = zlib.crc32("\n".join([occasion, *keys]).encode()) % 2**_HASH_BITS
         host, parts = window.pairs(keys)
         vector = torch.zeros(_HEADER + 2 * CAPACITY, dtype=self._dtype)
-        vector[: _HEADER + len(host)] = torch.tensor([code, code * code, elapsed, *host], dtype=self._dtype)
+        vector[: _HEADER + len(host)] = torch.tensor([1, code, code * code, elapsed, *host], dtype=self._dtype)
         if self._device.type == "cpu":
             self._flight = _Flight(keys, collectives.all_reduce(vector, async_op=True), vector, None, note)
             return
@@ -74,6 +87,17 @@ class Exchange:
         event.record()
         self._flight = _Flight(keys, None, arrived, event, note)
 
+    @staticmethod
+    def _pool(channel: Channel, window: Window, elapsed: float, note: Any, done: float) -> Result:
+        """Where ranks are not in step they add their sums to a store, from which rank 0 takes what has come."""
+        host, parts = window.pairs(window.keys)
+        pairs = [(host[2 * i], host[2 * i + 1]) for i in range(len(window.keys))]
+        for place, sums in parts.items():
+            top, bottom = sums.tolist()
+            pairs[place] = pairs[place][0] + top, pairs[place][1] + bottom
+        channel.pool({**dict(zip(window.keys, pairs, strict=True)), _DONE: (done, 0.0)}, take=False)
+        return Result({}, elapsed, note)
+
     @property
     def arrived(self) -> bool:
         """Whether `receive` would not wait."""
@@ -85,6 +109,13 @@ class Exchange:
 
     def receive(self) -> Result | None:
         """What was sent last; None where nothing was. Raises UsageError, on all ranks, where the keys differ."""
+        pooled, self._pooled = self._pooled, None
+        if pooled is not None:
+            channel = engine.channel()
+            if channel is None or channel.rank:
+                return pooled
+            sums = channel.pool({}, take=True)
+            return pooled._replace(done=sums.pop(_DONE, (0.0, 0.0))[0], sums=sums)
         flight, self._flight = self._flight, None
         if flight is None:
             return None
@@ -92,11 +123,11 @@ class Exchange:
             flight.event.synchronize()
         elif flight.pending is not None:
             flight.pending.wait()
-        code, square, elapsed, *pairs = flight.host.tolist()[: _HEADER + 2 * len(flight.keys)]
-        if self._size > 1 and self._size * int(square) != int(code) ** 2:
+        size, code, square, elapsed, *pairs = flight.host.tolist()[: _HEADER + 2 * len(flight.keys)]
+        if size > 1 and int(size) * int(square) != int(code) ** 2:
             raise UsageError(_differ(collectives.gather_objects(flight.keys)))
         sums = dict(zip(flight.keys, zip(pairs[::2], pairs[1::2]), strict=True))
-        return Result(sums, elapsed / self._size, flight.note)
+        return Result(sums, elapsed / size, flight.note)
 
 
 def _differ(everyone: Sequence[Sequence[str]]) -> str:

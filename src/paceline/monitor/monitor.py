@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline.comm import collectives
+from paceline.comm import collectives, engine
 from paceline.config import Settings
 from paceline.errors import SettingError, UsageError
 from paceline.monitor import summary
 from paceline.monitor.display import Display, View, make_display
-from paceline.monitor.exchange import Exchange, Result
+from paceline.monitor.exchange import NOW, Exchange, Result
 from paceline.monitor.trackers import Recorder, Tracker, cannot_track
 from paceline.monitor.window import Window, checked, means
 from paceline.train.loader import Loader
@@ -143,7 +143,10 @@ class Monitor:
         self._unwritten = True
         if self._main:
             self._learning_rate = self._rate()
-        self.totals.examples += examples
+        if self._stepper.strategy.layout.dealt:  # other ranks are somewhere else: they tell with their sums
+            self._exchange.done += examples
+        else:
+            self.totals.examples += examples
 
     def _begin_epoch(self, loader: Loader) -> None:
         self._loader = loader
@@ -187,6 +190,7 @@ class Monitor:
             every = self._settings.log_every
             self._send(not self._recorded or steps // every != self._steps // every, steps, loader.fetched_at)
             self._steps = steps
+            engine.enter("between", meet=True)  # all have sent, also where they are not in step
             self._receive()
         now = time.perf_counter()
         self._loader = None
@@ -235,7 +239,7 @@ class Monitor:
             self._send(True, steps, time.perf_counter())  # those before it come first
             self._steps = steps
         self._receive()
-        self._exchange.send(window, 0.0, f"now {steps}", None)
+        self._exchange.send(window, 0.0, f"{NOW} {steps}", None)
         result = self._result()
         assert result is not None
         if self._main:
@@ -281,6 +285,7 @@ class Monitor:
             raise
 
     def _take(self, result: Result) -> None:
+        self.totals.examples += int(result.done)
         for key, (top, bottom) in result.sums.items():
             for sums in (self._carry, self.view.epoch_sums):
                 pair = sums.setdefault(key, [0.0, 0.0])

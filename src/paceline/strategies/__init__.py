@@ -26,6 +26,7 @@ STRATEGIES = {
     "pipeline": "paceline.strategies.pipeline:Pipeline",
     "local_sgd": "paceline.strategies.local_sgd:LocalSGD",
     "diloco": "paceline.strategies.diloco:DiLoCo",
+    "parameter_server": "paceline.strategies.parameter_server:ParameterServer",
 }
 
 

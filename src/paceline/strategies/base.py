@@ -28,7 +28,36 @@ Weight = float | Tensor
 """How much of the global batch a loss stands for: a number, or a 0-dim tensor on the loss's device."""
 
 
-@dataclass(frozen=True)
+class Dealer(ABC):
+    """Hands out parts of global batches to processes that are not in step: an update is of one part."""
+
+    @abstractmethod
+    def begin(self, loader: str, epoch: int, first: int, steps: int) -> None:
+        """A pass over the steps from `first` to `steps` - 1 begins; all processes call it, alike."""
+
+    @abstractmethod
+    def take(self, loader: str, epoch: int, wait: bool) -> tuple[int, int] | None:
+        """The next (step, shard) for this process. None: there is none now; with `wait`, all have been computed."""
+
+    @abstractmethod
+    def enter(self, loader: str, epoch: int, part: tuple[int, int]) -> None:
+        """The computation of a part begins."""
+
+    @abstractmethod
+    def done(self, loader: str, epoch: int, part: tuple[int, int], empty: bool = False) -> None:
+        """It has ended. empty: there was nothing to compute."""
+
+    @abstractmethod
+    def leave(self, loader: str, epoch: int) -> None:
+        """The pass is left before its end; the parts that this process still has are for others."""
+
+    @abstractmethod
+    def forward(self, optimizer: torch.optim.Optimizer) -> int:
+        """By how many steps, as large as a global batch, all processes together have come forward since it was asked
+        last."""
+
+
+@dataclass
 class Layout:
     """How a global batch is laid over the run.
 
@@ -36,12 +65,20 @@ class Layout:
     yield of the loader holds all micro-batches of a shard at once (a pipeline) or one (everything else). local:
     whether replicas train apart: a gradient is then the mean over the process's own shard, batch norm sees that shard
     alone, a gradient that is not finite stops or skips one replica, and nothing is asked of the others for any of it.
+    dealt, dealer: into how many parts a global batch is cut, and who hands them out, where it is not known beforehand
+    who computes which; a part is then a global batch of its own (shards, mine: 1, (0,); local).
+
+    A strategy may change shards and mine when replicas are lost or come, and then adds 1 to `version`: loaders begin
+    the global batch at hand once more, in the new cut.
     """
 
     shards: int
     mine: tuple[int, ...]
     together: bool = False
     local: bool = False
+    dealt: int = 0
+    dealer: Dealer | None = None
+    version: int = 0
 
     @property
     def opaque(self) -> bool:

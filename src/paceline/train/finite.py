@@ -95,7 +95,8 @@ class Flag:
 
 
 class FiniteWatch:
-    """Looks at every step's gradient norm, at once or one step later."""
+    """Looks at every step's gradient norm, at once or one step later. alone: this process makes its updates by itself,
+    and others do not see what it sees."""
 
     def __init__(self, device: torch.device, local: bool = False) -> None:
         self.flag, self._local = Flag(device), local

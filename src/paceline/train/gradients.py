@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.comm import collectives, slices
 from paceline.errors import UsageError
-from paceline.strategies.base import Weight
+from paceline.strategies.base import Term, Weight, Weights
 
 Key = tuple[int, int]
 """(number of the backward call, number of the term; MEANS for all means over examples together)."""
@@ -134,6 +134,13 @@ class Accounts:
             for p, grad in zip(self.parameters, grads, strict=False)
         )
 
+    def clear(self) -> None:
+        """Forgets everything, also what has been reduced."""
+        for p in self.parameters:
+            p.grad = None
+        self._waiting.clear()
+        self._held, self._local, self._settled = FINAL, None, False
+
     def drop_unreduced(self) -> None:
         """Forgets a global batch that was left before its end."""
         self._local = None
@@ -194,3 +201,28 @@ def scale_(grads: Sequence[Tensor], factor: Weight) -> None:
         by_device.setdefault(grad.device, []).append(grad)
     for part in by_device.values():
         torch._foreach_mul_(part, factor)
+
+
+def share(examples: int, total: int) -> float:
+    """Of a mean over these examples in the mean over the whole global batch of `total`."""
+    return examples / total
+
+
+def weigh(
+    terms: list[list[Term]],
+    counts: Sequence[int],
+    total: int,
+    scale: float,
+    inverse: Mapping[int, Weight],
+    only: int | None,
+) -> Weights:
+    """The weight of each term of each piece: its examples' share of the global batch, or 1 / the count of its term."""
+
+    def weight(number: int, term: Term, count: int) -> Weight | None:
+        if only is not None and only != (MEANS if term.count is None else number):
+            return None
+        return (share(count, total) if term.count is None else inverse[number]) * scale
+
+    return [
+        [weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm import collectives
+from paceline.comm import collectives, engine
 from paceline.errors import UsageError
 from paceline.strategies.base import Piece
 from paceline.strategies.placement import move
@@ -63,11 +63,12 @@ class Loader:
         self.name, self.train, self._device = name, train, device
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
         self.streams = source.streams
-        source.probing = train and collectives.size_of() > 1
+        source.probing = train and collectives.size_of() > 1 and not source.layout.dealt
         self.epoch = 0
         self.current: Request | None = None
         self.ended = 0  # epochs that have ended since the process started
         self._start = 0
+        self._version = source.layout.version
         self._iteration = 0  # counts the iterators that were made
         self._used = False
         self.stepped = False  # whether the optimizer has acted on the current global batch
@@ -83,7 +84,7 @@ class Loader:
     @property
     def global_batch(self) -> int | None:
         """As it was asked for; None where a batch sampler makes the batches."""
-        return self._source.global_batch
+        return self._source.global_batch or self._source.whole_batch or None
 
     @property
     def step(self) -> int:
@@ -112,15 +113,18 @@ class Loader:
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
         self._used = False
+        engine.enter("training", meet=True)
         try:
             request = None
             for request, batches in self._fetch(epoch, start):
+                engine.enter("training")
                 self._enter(request)
                 yield self._present(request, batches)
             whole = True
             if request is None and start == 0:
                 self._warn_empty()
         finally:
+            engine.enter("between")
             if mine == self._iteration:  # and not one that was left behind, and is closed late
                 self.current, self.stepped = None, False
                 if whole or self._used:
@@ -141,18 +145,24 @@ class Loader:
     def _evaluating(self) -> Iterator[Any]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
         before = randomness.get_state(self._device)
+        engine.enter("evaluating", meet=True)
+        if engine.channel() is not None:  # whose members may be fewer than when the loader was made
+            self._source.layout.shards = collectives.size_of()
+            self._source.layout.mine = (collectives.rank_of(),)
         try:
             for request, batches in self._fetch(0, 0):
                 self._enter(request)
                 yield self._present(request, batches)
         finally:
+            engine.enter("between")
             self.current = None
             randomness.set_state(before, self._device)
         self._on_end(self, True)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        """The source's batches, with the time that is spent waiting for them."""
-        fetched = self._source.fetch(epoch, start)
+        """The source's batches, with the time that is spent waiting for them. Where a replica is lost the global batch
+        at hand comes once more, in the new cut."""
+        fetched, self._version = self._source.fetch(epoch, start), self._source.layout.version
         while True:
             began = time.perf_counter()
             item = next(fetched, None)
@@ -161,6 +171,14 @@ class Loader:
             if item is None:
                 return
             yield item
+            if self.recut:
+                start = self.step + int(self.stepped)
+                fetched, self._version = self._source.fetch(epoch, start), self._source.layout.version
+
+    @property
+    def recut(self) -> bool:
+        """Whether a replica was lost since the current global batch was fetched, which is then to be forgotten."""
+        return self._source.layout.version != self._version
 
     def _enter(self, request: Request) -> None:
         self.current, self.stepped = request, False

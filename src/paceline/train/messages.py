@@ -36,3 +36,13 @@ CLOSURE_NEEDED = (
     "        loss = run.forward_backward(loss_fn, model, batch)\n"
     "or choose a strategy with one replica a process, such as ddp."
 )
+
+LOST_BETWEEN_UPDATES = (
+    "a process died between two updates of one global batch, of which the first has been made: it cannot be computed "
+    "anew. Restore the last checkpoint."
+)
+
+SAVED_IN_MID_BATCH = (
+    "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after run.step, "
+    "when that returned True."
+)

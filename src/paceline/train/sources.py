@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Layout
 from paceline.train import agreement
+from paceline.train.dealt import Parts
 from paceline.train.fetch import Fetched, MapFetcher, StreamFetcher, Streams, is_stream
 from paceline.train.keyed import Keyed, generators_of
 from paceline.train.order import Request, micro_batches, permutation, requests
@@ -69,6 +70,7 @@ class Source:
         self.micro_batch = micro_batch
         self.collate = options.pop("collate_fn", None) or default_collate
         self.options = options
+        self.whole_batch = 0  # examples of a global batch whose parts are handed out
         self.probing = False  # whether the ranks have yet to compare their data
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
@@ -92,6 +94,8 @@ class Source:
         return len(self.batch_sizes())
 
     def yields(self) -> int:
+        if self.layout.dealt:
+            raise TypeError("parts are handed out as processes come free: how many yields are this one's is not known")
         if self.layout.together:
             return self.steps()
         return sum(micro_batches(size, self.layout.shards, self.micro_batch) for size in self.batch_sizes())
@@ -125,8 +129,25 @@ class MapSource(Source):
         self._loader = self.data_loader(MapFetcher(dataset, self.collate, self.streams), self._plan)
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        self._plan.requests = self._requests(epoch, start)
+        if self.layout.dealer is None:
+            return self._made(self._requests(epoch, start))
+        batches = self._whole(epoch)
+        self.whole_batch = len(batches[0]) if batches else 0
+        parts = Parts(self.layout.dealer, self.name, epoch, batches, self.layout.dealt, self.micro_batch)
+        return parts.fetch(start, self._made)
+
+    def _made(self, wanted: Iterator[Request]) -> Iterator[Fetched]:
+        self._plan.requests = wanted
         return iter(self._loader)
+
+    def _whole(self, epoch: int) -> Sequence[Sequence[int]]:
+        """All global batches of an epoch."""
+        if self.batch_sampler is not None or self.sampler is not None:
+            return list(self._batches(epoch))
+        length, size = len(self.dataset), self.global_batch
+        assert size is not None
+        order: Any = permutation(length, self.seed, self.name, epoch) if self.shuffle else range(length)
+        return [order[k * size : (k + 1) * size] for k in range(self.steps())]
 
     def _requests(self, epoch: int, start: int) -> Iterator[Request]:
         due = self.probing
@@ -277,6 +298,12 @@ def make_source(
     }
     if stream:
         assert global_batch is not None
+        if layout.dealt:
+            raise SettingError(
+                f"run.loader(dataset={type(dataset).__name__}): the chosen strategy hands out parts of the data as "
+                "processes come free, and a stream cannot be read from any place. Use parameter_server:mode=sync, "
+                "another strategy, or a data set with __getitem__ and __len__."
+            )
         buffer = (shuffle_buffer or STREAM_BUFFER) if shuffle else 1
         return StreamSource(dataset, seed=seed, global_batch=global_batch, drop_last=drop_last, buffer=buffer, **common)
     return MapSource(

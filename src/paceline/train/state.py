@@ -27,13 +27,13 @@ from paceline.train.snapshot import SnapshotBuffers
 class State:
     """The named parts of a run. `Run` adds to the dictionaries; this gathers them into checkpoints and back."""
 
-    def __init__(self, strategy: Strategy, *, rank: int, size: int, device: torch.device, seed: int) -> None:
+    def __init__(self, strategy: Strategy, *, device: torch.device, seed: int) -> None:
         self.strategy = strategy
         self.schedulers: list[Any] = []
         self.loaders: dict[str, Loader] = {}
         self.tracked: dict[str, Any] = {}
         self.parts: dict[str, Any] = {}  # the run's own: counters, scaler
-        self._rank, self._size, self._device, self._seed = rank, size, device, seed
+        self._device, self._seed = device, seed
         self._waiting: dict[str, dict[str, Any]] = {"loaders": {}, "tracked": {}}
         self._buffers = SnapshotBuffers()
 
@@ -69,7 +69,7 @@ class State:
         state = self.strategy.state_dict()
         streams = collectives.gather_objects(randomness.get_state(self._device))
         failure, path = None, ""
-        if self._rank == 0:
+        if collectives.rank_of() == 0:
             parts: dict[str, Any] = {}
             for kind in ("models", "optimizers"):
                 parts |= {f"{kind[:-1]}_{i}": value for i, value in enumerate(state[kind])}
@@ -106,7 +106,7 @@ class State:
             step=step,
             parts=checkpoint.stage(parts, self._buffers),
             keep=keep,
-            meta={"world_size": self._size, "torch": str(torch.__version__)},
+            meta={"world_size": collectives.size_of(), "torch": str(torch.__version__)},
         )
 
     # --- restoring
@@ -114,21 +114,21 @@ class State:
     def restore(self, directory: str | Path, missing_ok: bool) -> dict[str, Any] | None:
         """Puts back the newest whole checkpoint, and returns the run's own part; None where there is none and that is
         allowed. Rank 0 reads it, so that no shared disk is needed."""
-        found = collectives.broadcast_object(self._find(directory, missing_ok) if self._rank == 0 else None)
+        found = collectives.broadcast_object(self._find(directory, missing_ok) if collectives.rank_of() == 0 else None)
         assert found is not None
         failure, path, damages = found
         if failure is not None:
             raise CheckpointError(failure)
         if path is None:
             return None
-        if damages and self._rank == 0:
+        if damages and collectives.rank_of() == 0:
             warnings.warn(
                 "damaged checkpoints were passed over:\n  "
                 + "\n  ".join(damages)
                 + f"\nThe newest whole one is used: {path}",
                 stacklevel=2,
             )
-        parts = self._distribute(checkpoint.read(Path(path))[1] if self._rank == 0 else None)
+        parts = self._distribute(checkpoint.read(Path(path))[1] if collectives.rank_of() == 0 else None)
         return self._put_back(parts)
 
     def _find(self, directory: str | Path, missing_ok: bool) -> tuple[str | None, str | None, list[str]]:
@@ -143,7 +143,7 @@ class State:
 
     def _distribute(self, parts: dict[str, Any] | None) -> dict[str, Any]:
         """The same tree on all processes: its form by pickle between them, its tensors by broadcast."""
-        if self._size == 1:
+        if collectives.size_of() == 1:
             assert parts is not None
             return parts
         tensors: list[Tensor] = []
@@ -154,8 +154,8 @@ class State:
                 return _Slot(len(tensors) - 1, tuple(node.shape), node.dtype)
             return _map(node, take)
 
-        form = collectives.broadcast_object(take(parts) if self._rank == 0 else None)
-        if self._rank != 0:
+        form = collectives.broadcast_object(take(parts) if collectives.rank_of() == 0 else None)
+        if collectives.rank_of() != 0:
 
             def make(node: Any) -> Any:
                 if isinstance(node, _Slot):
@@ -198,15 +198,15 @@ class State:
             self.loaders[name].load_state_dict(self._waiting["loaders"].pop(name))
         for name in [name for name in self.tracked if name in self._waiting["tracked"]]:
             self.tracked[name].load_state_dict(self._waiting["tracked"].pop(name))
-        if len(run["streams"]) == self._size:
-            randomness.set_state(run["streams"][self._rank], self._device)
+        if len(run["streams"]) == collectives.size_of():
+            randomness.set_state(run["streams"][collectives.rank_of()], self._device)
         return run
 
     def export(self, path: str | Path, number: int) -> None:
         """Writes one model's state_dict as a plain safetensors file."""
         state = self.strategy.state_dict()["models"][number]
         failure = None
-        if self._rank == 0:
+        if collectives.rank_of() == 0:
             try:
                 checkpoint.export(Path(path), {name: t for name, t in state.items() if isinstance(t, Tensor)})
             except CheckpointError as error:

@@ -11,7 +11,7 @@ strategy is told what its gradient is a mean over. Steps and schedules are still
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
-from paceline.errors import EmptyShardError, UsageError
+from paceline.errors import EmptyShardError, UsageError, WorldError
 from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
 from paceline.train.finite import FiniteWatch, gradient_norm
-from paceline.train.gradients import MEANS, Accounts, Counts, Key
+from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import local_loss, mean_term, sum_term, terms_of
-from paceline.train.messages import CLOSURE_NEEDED, empty_message, without_backward
+from paceline.train.messages import CLOSURE_NEEDED, LOST_BETWEEN_UPDATES, empty_message, without_backward
 from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.preparable import strange_parameters
@@ -253,6 +253,9 @@ class Stepper:
         for loader in loaders:
             if loader.current is not None and not loader.current.final:
                 return False
+        if any(loader.recut for loader in loaders):
+            self._forget(loaders)
+            return False
         self.strategy.seen = self._seen
         self.strategy.finish()
         if self.accounts.unreduced(parameters):
@@ -267,11 +270,8 @@ class Stepper:
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
         seed_torch(loaders[0].key ^ _UPDATE, self._device)
-        acted = self._update(optimizer, graded, max_grad_norm)
-        if acted:
-            self.updates[optimizer] += 1
-            for scheduler in schedulers:
-                self.guards.allow(scheduler.step)
+        if self._update(optimizer, graded, max_grad_norm):
+            self._come_forward(optimizer, schedulers)
         else:
             self.skipped += 1
         for p in parameters:
@@ -283,6 +283,26 @@ class Stepper:
         for loader in loaders:
             loader.mark_stepped()
         return True
+
+    def _forget(self, loaders: Sequence[Loader]) -> None:
+        """A replica was lost: the global batch at hand comes once more. Raises WorldError where that is too late."""
+        if any(loader.stepped for loader in loaders):
+            raise WorldError(LOST_BETWEEN_UPDATES)
+        self.accounts.clear()
+
+    def _come_forward(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
+        """By one step; or, where processes are not in step, by as many as all together have made."""
+        dealer = self.strategy.layout.dealer
+        steps = 1 if dealer is None else dealer.forward(optimizer)
+        self.updates[optimizer] += steps
+        for scheduler in list(schedulers) * steps:
+            self.guards.allow(scheduler.step)
+
+    def catch_up(self, schedulers: Sequence[Any]) -> None:
+        """At the end of a pass, where processes are not in step: what the others have done since this one's last."""
+        if self.strategy.layout.dealer is not None:
+            for optimizer in self.updates:
+                self._come_forward(optimizer, [s for s in schedulers if s.optimizer is optimizer])
 
     def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
         """Whether the update was made, and not skipped for a gradient that is not finite (on all ranks alike)."""
@@ -373,28 +393,3 @@ class Stepper:
                 f"this {type(optimizer).__name__} was not prepared: model, optimizer = run.prepare(model, optimizer)."
             )
         return optimizer
-
-
-def share(examples: int, total: int) -> float:
-    """Of a mean over these examples in the mean over the whole global batch of `total`."""
-    return examples / total
-
-
-def weigh(
-    terms: list[list[Term]],
-    counts: Sequence[int],
-    total: int,
-    scale: float,
-    inverse: Mapping[int, Weight],
-    only: int | None,
-) -> Weights:
-    """The weight of each term of each piece: its examples' share of the global batch, or 1 / the count of its term."""
-
-    def weight(number: int, term: Term, count: int) -> Weight | None:
-        if only is not None and only != (MEANS if term.count is None else number):
-            return None
-        return (share(count, total) if term.count is None else inverse[number]) * scale
-
-    return [
-        [weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)
-    ]

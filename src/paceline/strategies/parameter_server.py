@@ -1,0 +1,369 @@
+"""parameter_server: parameters and optimizer state live on servers; workers compute gradients, and may die.
+
+The first ranks are workers, the last `servers` are servers. Each server owns whole parameters, about as many bytes as
+any other. A server runs the script up to `prepare` and serves there (servers/).
+
+mode=sync, all workers in step, a step:
+
+  1. backward of the last micro-batch: each worker pushes its shard's gradients to their owners. The workers then tell
+     each other, through server 0, that they have. If all have, each gets the sums, which servers add in rank order, and
+     `.grad` is the mean over the global batch. If one has died, all forget this attempt: the loader yields the same
+     global batch again, cut over those that are left.
+  2. step: the gradients, as clipping or the script left them, go back to the owners, each worker sending its share.
+     Once all are there, each server makes the update with the user's optimizer, and the workers get the weights.
+
+mode=async, workers not in step: a global batch is cut into as many parts as there were workers at first, and server 0
+hands them out as workers come free. A worker computes the mean over its part, pushes the gradient, and each server
+updates at once, with the settings (learning rate) that came with it; the weights come back with the answer. A part that
+a dead worker had is handed out again; servers remember which parts they have applied, so that each counts once.
+`staleness=s`: a gradient is dropped, and its part handed out again, where more than s updates have been made since its
+weights were read.
+
+Between processes, a step of W workers, G bytes of gradients, P of weights: in sync, for each worker, G (1 + 1/W) up
+and G + P down; in async, for each part, G up and P down. Each of k servers carries 1/k of that of all workers. Memory:
+weights and gradients once in each worker; on the servers together weights and optimizer state once, and, in sync, the
+gradients of all workers until they are added.
+
+Tensors travel through ZeroMQ with CURVE in frames of 1 MB. Follows Li et al. 2014, "Scaling Distributed Machine
+Learning with the Parameter Server" (servers, push and pull, bounded delay) and Dean et al. 2012, "Large Scale
+Distributed Deep Networks" (Downpour SGD).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import collectives, engine
+from paceline.comm.sockets import Line, Listening, address_towards, new_keys
+from paceline.errors import SettingError, UsageError
+from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.replicated import closure_on_one_replica, load_replicated, parameter_names, replicated_state
+from paceline.strategies.servers.links import Links, Meetings, Parts, Refusing
+from paceline.strategies.servers.remote import Remote, setting_of
+from paceline.strategies.servers.serving import Serving
+from paceline.strategies.servers.shard import Shard
+from paceline.world import World, may_die
+
+
+class ParameterServer(Strategy):
+    """mode: sync or async. servers: how many of the processes are servers. staleness: in async, the greatest lag, in
+    updates, of a gradient that is applied; -1: any."""
+
+    def __init__(
+        self, world: World, device: torch.device, *, mode: str = "sync", servers: int = 1, staleness: int = -1
+    ) -> None:
+        _check(world, mode, servers, staleness)
+        self.world, self.device, self.mode, self.staleness = world, device, mode, staleness
+        self.workers = tuple(range(world.size - servers))
+        self.servers = tuple(range(world.size - servers, world.size))
+        self.serves = world.rank in self.servers
+        if mode == "sync":
+            self.layout = Layout(shards=len(self.workers), mine=(min(world.rank, len(self.workers) - 1),))
+        else:
+            self.layout = Layout(shards=1, mine=(0,), local=True, dealt=len(self.workers))
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._remote = Remote(servers)
+        self._buffers: list[Tensor] = []
+        self._known: tuple[list[nn.Module], list[torch.optim.Optimizer], int] = ([], [], 0)
+        # of a server
+        self._listening: Listening | None = None
+        self._serving: Serving | None = None
+        # of a worker
+        self._meetings: Meetings | None = None
+        self._parts: Parts | None = None
+        self._cut = self.workers  # the workers over which the global batch at hand is cut
+        self._reductions = self._updates = 0
+        self._kept: list[Tensor] = []  # the buffers as they were before the global batch at hand
+        if mode == "async" and world.rank == 0:
+            limit = "" if staleness < 0 else f", {staleness} updates old at most"
+            print(
+                f"paceline: parameter_server:mode=async changes the mathematics: an update is of one of "
+                f"{len(self.workers)} parts of a global batch, by a gradient of older weights{limit}.",
+                file=sys.stderr,
+            )
+
+    # --- setting up
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        names = {name: p for p, name in parameter_names(models).items()}
+        if self._same(models, optimizers, names):
+            return
+        first = not self._remote.names
+        self.models, self.optimizers = list(models), list(optimizers)
+        for model in self.models:
+            model.to("cpu" if self.serves else self.device)
+        self._remote.share_out(names)
+        if first:
+            self._connect()
+        if self.serves:
+            self._serve()
+            return
+        if not first:
+            self._remote.ask_all({"op": "again"})
+        self._buffers = [buffer for model in self.models for buffer in model.buffers()]
+        self._spread()
+
+    def _same(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]
+    ) -> bool:
+        """Whether there is nothing new: a `prepare` of schedulers."""
+        now = (list(models), list(optimizers), len(names))
+        before, self._known = self._known, now
+        return len(before[0]) == len(now[0]) and len(before[1]) == len(now[1]) and before[2] == now[2]
+
+    def _connect(self) -> None:
+        """Servers listen; all tell each other addresses and keys, over the process group, once."""
+        keys = new_keys()
+        if self.serves:
+            several = self.world.nodes > 1
+            host = address_towards(self.world.master_addr, self.world.master_port) if several else "127.0.0.1"
+            self._listening = Listening(host)
+            told: tuple[str, bytes] = (self._listening.endpoint, self._listening.keys.public)
+        else:
+            told = ("", keys.public)
+        everyone = collectives.gather_objects(told)
+        if self._listening is not None:
+            self._listening.admit(everyone[rank][1] for rank in self.workers)
+        collectives.barrier()  # from here on workers are let in
+        if self._listening is not None:
+            return
+        lines = [
+            Line(*everyone[rank], keys, self.world.rank, f"the parameter server of rank {rank}")
+            for rank in self.servers
+        ]
+        self._remote.links = links = Links(lines)
+        self._meetings = Meetings(links, self.world.rank, self.workers, self.mode == "sync")
+        if self.mode == "async":
+            hooks = self._at_end, lambda: self._remote.pull(self._remote.names), self._steps_of
+            self._parts = self.layout.dealer = Parts(links, *hooks)
+        engine.use(self._meetings)
+        may_die(os.environ)
+
+    def _serve(self) -> None:
+        """Until training has ended: then this process does, with exit code 0; or until another `prepare` comes."""
+        assert self._listening is not None
+        if self._serving is None:
+            self._serving = Serving(self._listening, Shard(), self.workers, len(self.workers))
+        mine = self.servers.index(self.world.rank)
+        names = {p: name for name, p in self._remote.names.items()}
+        self._serving.shard.add(self._remote.owned(mine), self.optimizers, names)
+        if self._serving.serve():
+            engine.use(Refusing())
+            return
+        self.close()
+        raise SystemExit(0)
+
+    def _spread(self) -> None:
+        """The first worker's weights and buffers become everyone's."""
+        meetings = self._meetings
+        assert meetings is not None
+        if meetings.rank == 0:
+            self._remote.send(self._remote.names, {"op": "set"})
+        collectives.broadcast_tensors(self._buffers)
+        if meetings.rank != 0:
+            self._remote.pull(self._remote.names)
+        self._remote.note(self._remote.names)
+        self._keep()
+
+    # --- the step
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        return closure_on_one_replica(self, work, self.device)
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        if self.serves:
+            Refusing().exchange()
+        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
+        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+        if final and self.mode == "sync":
+            self._reduce()
+
+    def _reduce(self) -> None:
+        """Phase 1 of sync."""
+        assert self._meetings is not None
+        number, self._reductions = self._reductions, self._reductions + 1
+        own = {name: p.grad for name, p in self._remote.names.items() if p.grad is not None}
+        self._remote.ask_all({"op": "push", "number": number}, own)
+        self._meetings.meet()
+        if self._meetings.members != self._cut:
+            self._forget()
+            return
+        for _, sums in self._remote.ask_all({"op": "sum", "number": number, "members": self._cut}).values():
+            for name, gradient in sums.items():
+                p = self._remote.names[name]
+                p.grad = gradient.to(p.device)
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        """A worker is lost: the global batch is to be cut anew over those that are left."""
+        assert self._meetings is not None
+        lost = sorted(set(self._cut) - set(self._meetings.members))
+        self._cut = self._meetings.members
+        if self._meetings.rank == 0:
+            print(
+                f"paceline: the worker of rank {', '.join(map(str, lost))} has died; {len(self._cut)} go on, with the "
+                "global batch cut anew.",
+                file=sys.stderr,
+            )
+        self.layout.shards, self.layout.mine = len(self._cut), (self._meetings.rank,)
+        self.layout.version += 1
+        for p in self._remote.names.values():
+            p.grad = None
+        for buffer, kept in zip(self._buffers, self._kept, strict=True):
+            buffer.copy_(kept)
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        if self.mode == "sync":
+            self._kept = [buffer.clone() for buffer in self._buffers]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.mode == "async":
+            self._step_alone(self._number(optimizer), optimizer)
+        else:
+            self._step_together(self._number(optimizer), optimizer)
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        return next(i for i, own in enumerate(self.optimizers) if own is optimizer)
+
+    def _step_together(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Phase 2 of sync."""
+        remote = self._remote
+        assert remote.links is not None
+        own, changed = remote.of(optimizer), remote.changed()
+        gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
+        self._send_together(changed, "set")
+        self._send_together(gradients, "final")
+        self._updates += 1
+        header = {"op": "update", "optimizer": number, "number": self._updates, **self._with(optimizer)}
+        graded = {server: [name for name, _ in pairs] for server, pairs in remote.by_owner(gradients).items()}
+        asked = {s: ({**header, "names": graded.get(s, [])}, ()) for s in remote.by_owner(own)}
+        for _, weights in remote.links.ask(asked).values():
+            remote.take(weights)
+        remote.note(changed)
+        self._keep()
+
+    def _send_together(self, tensors: Mapping[str, Tensor], op: str) -> None:
+        """Tensors that are alike on all workers: each sends its share, and that of a worker that dies meanwhile is sent
+        by the others."""
+        assert self._meetings is not None
+        waiting = sorted(tensors)
+        while waiting:
+            members = self._meetings.members
+            turns = {name: members[i % len(members)] for i, name in enumerate(waiting)}
+            self._remote.send({n: tensors[n] for n, turn in turns.items() if turn == self.world.rank}, {"op": op})
+            self._meetings.meet()
+            waiting = [name for name, turn in turns.items() if turn not in self._meetings.members]
+
+    def _step_alone(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """A part's gradient is applied at once, where it is not too old."""
+        remote = self._remote
+        assert remote.links is not None
+        assert self._parts is not None
+        own, key = remote.of(optimizer), str(number)
+        if self._parts.current is None:
+            raise UsageError("run.step outside of a loop over a training loader, with parameter_server:mode=async.")
+        if self.staleness >= 0:
+            asked = {"op": "admit", "optimizer": number, "version": remote.versions.get(key, 0)}
+            if not remote.links.ask_first({**asked, "staleness": self.staleness})["allowed"]:
+                self._parts.refused = True
+                remote.pull(own)
+                return
+        gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
+        header = {"op": "apply", "optimizer": number, "part": self._parts.current, "call": self._parts.pushes(number)}
+        header |= {"admitted": self.staleness >= 0, **self._with(optimizer)}
+        for server, (told, weights) in remote.ask_all(header, gradients).items():
+            if server == 0:
+                remote.hear(told)
+            remote.take(weights)
+
+    def _steps_of(self, optimizer: torch.optim.Optimizer) -> int:
+        made = self._remote.versions.get(str(self._number(optimizer)), 0)
+        return (made + self._remote.empty) // len(self.workers)
+
+    def _with(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What an update needs beside gradients. The seed: the step has keyed the generator for what it draws."""
+        return {"setting": setting_of(optimizer), "seed": torch.default_generator.initial_seed()}
+
+    @torch.no_grad()
+    def _at_end(self, begins: bool) -> None:
+        """An end of a pass of async, where all workers are: they get the same weights, and at its end the same buffers,
+        the mean of what each has seen."""
+        assert self._meetings is not None
+        if begins:
+            self._send_together(self._remote.changed(), "set")
+            return
+        self._remote.pull(self._remote.names)
+        self._meetings.enter("between", meet=True)
+        for buffer in self._buffers:
+            if buffer.is_floating_point():
+                buffer.copy_(collectives.all_reduce(buffer.clone()) / self._meetings.size)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = replicated_state(self.models, self.optimizers)
+        for number, own in enumerate(whole["optimizers"]):
+            own["state"] = self._remote.state(number)
+        return whole
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_replicated(self.models, self.optimizers, state)
+        assert self._meetings is not None
+        if self._meetings.rank == 0:
+            self._remote.send(self._remote.names, {"op": "set"})
+            for number, optimizer in enumerate(self.optimizers):
+                self._remote.send_state(number, optimizer)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        collectives.barrier()
+        self._remote.note(self._remote.names)
+        self._keep()
+
+    def close(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        links, self._remote.links = self._remote.links, None
+        if links is not None:
+            links.tell({"op": "bye"})
+            links.close()
+        engine.use(None)
+
+
+def _check(world: World, mode: str, servers: int, staleness: int) -> None:
+    """Raises SettingError."""
+    if mode not in ("sync", "async"):
+        raise SettingError(f"strategy parameter_server: mode={mode!r}: sync or async is needed.")
+    if servers < 1:
+        raise SettingError(f"strategy parameter_server: servers={servers}: 1 or more are needed.")
+    if world.size < 2:
+        raise SettingError(
+            "strategy parameter_server needs at least 2 processes, a server and a worker, but this run has 1. Start "
+            "more (paceline run --nproc 3), or use strategy='single'."
+        )
+    if servers >= world.size:
+        raise SettingError(
+            f"strategy parameter_server: servers={servers} of {world.size} processes leaves no worker. Set servers to "
+            f"{world.size - 1} at most, or start more processes."
+        )
+    if staleness < -1:
+        raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
+    if staleness >= 0 and mode == "sync":
+        raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")

@@ -1,0 +1,246 @@
+"""A worker's lines to the servers: requests, exchanges with the other workers, parts of the data to compute."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import wire
+from paceline.comm.channel import Channel, Phase
+from paceline.comm.sockets import Line
+from paceline.errors import UsageError, WorldError
+from paceline.strategies.base import Dealer
+
+ANSWER_SECONDS = 600.0
+"""How long a server may take for what it does at once: a large update."""
+
+MEET_SECONDS = 1800.0
+"""How long a worker waits for the others, as torch's process groups do."""
+
+Request = tuple[dict[str, Any], Iterable[tuple[str, Tensor]]]
+
+
+class Links:
+    """One line to each server; the first is where workers meet."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = list(lines)
+
+    def ask(self, requests: Mapping[int, Request]) -> dict[int, tuple[dict[str, Any], dict[str, Tensor]]]:
+        """Each server's answer to its request; all compute and send at the same time."""
+        for server, (header, tensors) in requests.items():
+            self.lines[server].send(wire.pack(header, tensors))
+        return {server: wire.unpack(self._answer(server, ANSWER_SECONDS)) for server in requests}
+
+    def ask_first(self, header: dict[str, Any]) -> dict[str, Any]:
+        return self.ask({0: (header, ())})[0][0]
+
+    def wait_first(self, header: dict[str, Any], frames: Iterable[Any] = ()) -> list[Any]:
+        """The first server's answer to a request that waits for other workers."""
+        line = self.lines[0]
+        line.send([*wire.pack(header), *frames])
+        return self._answer(0, MEET_SECONDS)
+
+    def tell(self, header: dict[str, Any]) -> None:
+        """All servers, without an answer."""
+        for line in self.lines:
+            line.send(wire.pack(header))
+
+    def _answer(self, server: int, seconds: float) -> list[Any]:
+        line = self.lines[server]
+        frames = line.receive(seconds)
+        if frames is None and seconds == MEET_SECONDS:
+            line.send(wire.pack({"op": "missing"}))
+            frames = line.receive(5.0)
+        if frames is None:
+            raise WorldError(f"{line.name} has not answered for {seconds:g} s.")
+        header = wire.header_of(frames)
+        if "error" in header:
+            raise WorldError(f"{line.name} refuses: {header['error']}.")
+        if "missing" in header:
+            ranks = ", ".join(map(str, header["missing"])) or "unknown"
+            raise WorldError(
+                f"this worker has waited {seconds:g} s for the worker(s) of rank {ranks}, which run but did not come. "
+                "Do all workers make the same calls?"
+            )
+        return frames
+
+    def close(self) -> None:
+        for line in self.lines:
+            line.close()
+
+
+class Meetings(Channel):
+    """The channel of the workers, through the first server. members: their ranks, ascending.
+
+    What a member was to give is lost when it goes. In training that is no harm: its shard is computed anew. Elsewhere,
+    as in an evaluation, nobody can compute it: WorldError.
+    """
+
+    def __init__(self, links: Links, rank: int, members: Iterable[int], in_step: bool) -> None:
+        self._links, self._own, self._in_step = links, rank, in_step
+        self.members = tuple(sorted(members))
+        self._number = 0
+        self._phase: Phase = "between"
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self._own)
+
+    @property
+    def in_step(self) -> bool:
+        return self._in_step
+
+    def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
+        if not self._in_step and self._phase == "training":
+            raise UsageError(
+                "a number over all processes was asked for in a training batch (run.mean, run.sum, run.gather, "
+                "run.save, an evaluation, ...), but with parameter_server:mode=async the workers are not in step "
+                "there. Ask for it after the loop over the loader; for values in it there is run.log."
+            )
+        return self.meet(parts, tolerant=self._phase == "training")
+
+    def meet(self, parts: Iterable[Any] = (), tolerant: bool = True) -> list[memoryview]:
+        """`exchange`, from wherever it is. tolerant: members that have gone are left out, and that is all."""
+        self._number += 1
+        frames = self._links.wait_first({"op": "exchange", "number": self._number}, parts)
+        lengths: dict[str, list[int]] = wire.header_of(frames)["lengths"]
+        came, at = [], 1
+        for count in map(len, lengths.values()):
+            came.append(_joined(frames[at : at + count]))
+            at += count
+        lost = set(self.members) - set(map(int, lengths))
+        self.members = tuple(map(int, lengths))
+        if lost and not tolerant:
+            ranks = ", ".join(map(str, sorted(lost)))
+            raise WorldError(
+                f"the worker of rank {ranks} has died outside of a training batch, so that what it was to give (its "
+                "part of an evaluation or of a checkpoint) is lost, and nobody can take it over. Restore the last "
+                "checkpoint."
+            )
+        return came
+
+    def enter(self, phase: Phase, meet: bool = False) -> None:
+        if phase == "evaluating" and self._phase == "training" and not self._in_step:
+            raise UsageError(
+                "an evaluation loader is iterated in a training batch, but with parameter_server:mode=async the "
+                "workers are not in step there. Evaluate after the loop over the training loader."
+            )
+        if meet:
+            self.meet()
+        self._phase = phase
+
+    def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
+        answer = self._links.ask_first({"op": "pool", "sums": dict(sums), "take": take})
+        return {key: (top, bottom) for key, (top, bottom) in answer["sums"].items()}
+
+
+class Refusing(Channel):
+    """The channel of a server between two `prepare`s, where it has nothing to say."""
+
+    size, rank, in_step = 2, 1, False
+
+    def _refuse(self) -> Any:
+        raise UsageError(
+            "strategy parameter_server: a server runs the script from one run.prepare to the next, and here it is "
+            "asked to train, evaluate, save or restore in between. Prepare all models and optimizers before the first "
+            "training loop, and restore after the last run.prepare."
+        )
+
+    def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
+        return self._refuse()
+
+    def enter(self, phase: Phase, meet: bool = False) -> None:
+        self._refuse()
+
+    def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
+        return self._refuse()
+
+
+class Parts(Dealer):
+    """The parts of passes that this worker computes: a Dealer (strategies/base.py) of the first server."""
+
+    def __init__(
+        self,
+        links: Links,
+        at_end: Callable[[bool], None],
+        pull: Callable[[], None],
+        steps: Callable[[torch.optim.Optimizer], int],
+    ) -> None:
+        """at_end(begins): called at both ends of a pass, where all workers are. pull: get the newest weights. steps:
+        how many an optimizer has made, by what this worker knows."""
+        self._links, self._at_end, self._pull, self._steps = links, at_end, pull, steps
+        self._told: dict[torch.optim.Optimizer, int] = {}
+        self._pushes: dict[int, int] = {}
+        self._empty = 0  # parts without examples, since the last request
+        self._done: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self._back: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self.current: tuple[str, int, int, int] | None = None  # loader, epoch, step, shard that is being computed
+        self.refused = False  # whether its gradient came too late
+
+    def begin(self, loader: str, epoch: int, first: int, steps: int) -> None:
+        self._done[loader, epoch], self._back[loader, epoch] = [], []
+        self._links.ask_first({"op": "begin", "pass": [loader, epoch], "first": first, "steps": steps})
+        self._at_end(True)
+
+    def take(self, loader: str, epoch: int, wait: bool) -> tuple[int, int] | None:
+        """The next (step, shard). None: there is none; with `wait`, the pass is over on all workers."""
+        key = (loader, epoch)
+        header = {"op": "take", "pass": key, "done": self._done[key], "back": self._back[key], "wait": wait}
+        header["empty"], self._empty = self._empty, 0
+        self._done[key], self._back[key] = [], []
+        answer = wire.header_of(self._links.wait_first({**header, "leave": False}))
+        if "part" in answer:
+            if wait:  # perhaps for long
+                self._pull()
+            step, shard = answer["part"]
+            return step, shard
+        if wait:
+            self.current = None
+            self._at_end(False)
+        return None
+
+    def enter(self, loader: str, epoch: int, part: tuple[int, int]) -> None:
+        """Its computation begins."""
+        self.current, self.refused = (loader, epoch, *part), False
+        self._pushes.clear()
+
+    def forward(self, optimizer: torch.optim.Optimizer) -> int:
+        before = self._told.get(optimizer, 0)
+        self._told[optimizer] = now = max(before, self._steps(optimizer))
+        return now - before
+
+    def pushes(self, optimizer: int) -> int:
+        """How many gradients of the current part this optimizer has had before."""
+        before = self._pushes.get(optimizer, 0)
+        self._pushes[optimizer] = before + 1
+        return before
+
+    def done(self, loader: str, epoch: int, part: tuple[int, int], empty: bool = False) -> None:
+        """Its computation has ended. Told with the next request."""
+        told = self._back if self.refused and not empty else self._done
+        told[loader, epoch].append(part)
+        if empty:
+            self._empty += 1
+        else:
+            self.refused = False
+
+    def leave(self, loader: str, epoch: int) -> None:
+        """The loop has been left: what this worker still has is for others."""
+        key = (loader, epoch)
+        header = {"op": "take", "pass": key, "done": self._done[key], "back": self._back[key], "wait": False}
+        with contextlib.suppress(WorldError):  # it may be the reason why the loop is left
+            self._links.ask_first({**header, "empty": self._empty, "leave": True})
+
+
+def _joined(frames: Sequence[Any]) -> memoryview:
+    views = [memoryview(frame.buffer) for frame in frames]
+    return views[0] if len(views) == 1 else memoryview(b"".join(views))

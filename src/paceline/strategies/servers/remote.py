@@ -1,0 +1,141 @@
+"""The parameters as the servers own them: which server has which, and what goes to and fro."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.strategies.servers.links import Links
+from paceline.strategies.servers.shard import Setting
+
+Answers = dict[int, tuple[dict[str, Any], dict[str, Tensor]]]
+
+
+class Remote:
+    """names: the parameters by name, here. owner: which server has each. versions, empty: when weights came last, the
+    updates of each optimizer, and the parts without examples, that there had been (server 0 counts them)."""
+
+    def __init__(self, servers: int) -> None:
+        self.names: dict[str, Tensor] = {}
+        self.owner: dict[str, int] = {}
+        self.versions: dict[str, int] = {}
+        self.empty = 0
+        self.links: Links | None = None  # of a worker
+        self.servers = range(servers)
+        self._load = [0] * servers  # bytes that each owns
+        self._as_pulled: dict[str, int] = {}  # the version of the tensor when its weights came
+
+    def share_out(self, names: dict[str, Tensor]) -> None:
+        """Whole parameters, the largest first, each to the server that has least; what has an owner keeps it."""
+        self.names = names
+        new = [(name, p.numel() * p.element_size()) for name, p in names.items() if name not in self.owner]
+        for name, size in sorted(new, key=lambda item: -item[1]):
+            self.owner[name] = server = self._load.index(min(self._load))
+            self._load[server] += size
+
+    def owned(self, server: int) -> dict[str, Tensor]:
+        return {name: p for name, p in self.names.items() if self.owner[name] == server}
+
+    def by_owner(self, tensors: Mapping[str, Tensor]) -> dict[int, list[tuple[str, Tensor]]]:
+        found: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, tensor in tensors.items():
+            found.setdefault(self.owner[name], []).append((name, tensor))
+        return found
+
+    def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self.names.items() if p in mine}
+
+    # --- to the servers
+
+    def ask_all(self, header: dict[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Answers:
+        """Each server's answer to a request, which carries those of the tensors that it owns."""
+        assert self.links is not None
+        parts = self.by_owner(tensors or {})
+        return self.links.ask({server: (header, parts.get(server, ())) for server in self.servers})
+
+    def send(self, tensors: Mapping[str, Tensor], header: dict[str, Any]) -> None:
+        """To those servers that own some of them."""
+        assert self.links is not None
+        self.links.ask({server: (header, own) for server, own in self.by_owner(tensors).items()})
+
+    def send_state(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's state, as it is here, in place of the servers'."""
+        assert self.links is not None
+        plain: dict[int, dict[str, dict[str, Any]]] = {server: {} for server in self.servers}
+        tensors: dict[int, list[tuple[str, Tensor]]] = {server: [] for server in self.servers}
+        names = {p: name for name, p in self.names.items()}
+        for p, values in optimizer.state.items():
+            name = names[p]
+            plain[self.owner[name]][name] = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+            tensors[self.owner[name]] += [(f"{name}\n{k}", v) for k, v in values.items() if isinstance(v, Tensor)]
+        header = {"op": "set", "optimizer": number}
+        self.links.ask({server: ({**header, "plain": plain[server]}, tensors[server]) for server in self.servers})
+
+    # --- from them
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self.names[name].copy_(weight)
+        self.note(weights)
+
+    def note(self, names: Iterable[str]) -> None:
+        """These are now what the servers have."""
+        self._as_pulled.update((name, self.names[name]._version) for name in names)
+
+    def changed(self) -> dict[str, Tensor]:
+        """Weights that the script has written to since."""
+        return {name: p for name, p in self.names.items() if p._version != self._as_pulled[name]}
+
+    def pull(self, names: Iterable[str]) -> None:
+        """The newest weights; those of the first server first, so that they are at least as new as their version."""
+        assert self.links is not None
+        wanted: dict[int, list[str]] = {0: []}
+        for name in names:
+            wanted.setdefault(self.owner[name], []).append(name)
+        for server in sorted(wanted):
+            header, weights = self.links.ask({server: ({"op": "pull", "names": wanted[server]}, ())})[server]
+            if server == 0:
+                self.hear(header)
+            self.take(weights)
+
+    def hear(self, header: Mapping[str, Any]) -> None:
+        """What the first server tells with weights."""
+        self.versions, self.empty = header["versions"], header["empty"]
+
+    def state(self, number: int) -> dict[str, dict[str, Any]]:
+        """An optimizer's state, whole: {parameter: {key: value}}."""
+        found: dict[str, dict[str, Any]] = {}
+        for header, tensors in self.ask_all({"op": "state", "optimizer": number}).values():
+            found |= {name: dict(values) for name, values in header["plain"].items()}
+            for key, tensor in tensors.items():
+                name, _, part = key.partition("\n")
+                found[name][part] = tensor
+        return {name: found[name] for name in self.names if name in found}
+
+
+def setting_of(optimizer: torch.optim.Optimizer) -> Setting:
+    """The options of its groups, which travel with each update."""
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params" and _travels(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _travels(value: Any) -> bool:
+    """Whether an option is a number, a word, or some of these."""
+    if isinstance(value, (list, tuple)):
+        return all(_travels(item) for item in value)
+    return (
+        value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, Tensor) and value.dim() == 0)
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,244 @@
+"""The loop of a server: one request after the other, in one thread.
+
+It ends when no worker is left (`serve` returns False), or when all of them have come to another `prepare` of the script
+(True): then the server runs on to it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.comm import wire
+from paceline.comm.sockets import SILENCE_SECONDS, Gone, Listening
+from paceline.errors import WorldError
+from paceline.strategies.servers.dealing import Deals, Exchanges
+from paceline.strategies.servers.shard import Shard
+
+START_SECONDS = 120.0
+"""How long a worker may take from the servers' start to its first request."""
+
+
+class Serving:
+    """One server. workers: the ranks that are to come. shards: into how many parts a global batch is dealt."""
+
+    def __init__(self, listening: Listening, shard: Shard, workers: Sequence[int], shards: int) -> None:
+        self.shard = shard
+        self._listening, self._shards = listening, shards
+        self._alive, self._unseen = set(workers), set(workers)
+        self._ended: set[int] = set()  # those that said goodbye
+        self._again: set[int] = set()
+        self._pushed: dict[int, dict[int, dict[str, Tensor]]] = {}  # reduction -> worker -> gradients
+        self._summed: dict[int, dict[str, Tensor]] = {}
+        self._final: dict[str, Tensor] = {}
+        self._made: dict[int, int] = {}  # optimizer -> its last update
+        self._applied: dict[str, set[str]] = {}  # loader -> parts of its epoch
+        self._epochs: dict[str, int] = {}
+        self._versions: dict[int, int] = {}  # optimizer -> updates that were applied or admitted
+        self._empty = 0  # parts without examples, which no update is of
+        self._passes: dict[tuple[str, int], Deals] = {}
+        self._waiting: dict[int, tuple[str, int]] = {}  # worker -> the pass of which it wants a part
+        self._exchanges = Exchanges()
+        self._pool: dict[str, list[float]] = {}
+
+    def serve(self) -> bool:
+        for worker in sorted(self._again):
+            self._answer(worker, {})
+        self._again.clear()
+        began = time.monotonic()
+        while self._alive:
+            if self._again and self._again >= self._alive:
+                return True
+            found = self._listening.receive(1.0)
+            if isinstance(found, Gone):
+                self._lose(found.peer)
+            elif found is not None:
+                self._handle(*found)
+            if self._unseen and time.monotonic() - began > START_SECONDS:
+                for worker in sorted(self._unseen):
+                    self._lose(worker)
+        if not self._ended:
+            raise WorldError("all workers of this run have died: there is nobody left to serve.")
+        return False
+
+    # --- who is there
+
+    def _lose(self, worker: int) -> None:
+        if worker not in self._alive:
+            return
+        self._alive.discard(worker)
+        self._unseen.discard(worker)
+        self._again.discard(worker)
+        self._waiting.pop(worker, None)
+        for deals in self._passes.values():
+            deals.give_back(worker)
+        self._look()
+
+    def _look(self) -> None:
+        """What waits may be complete now."""
+        for _, came in self._exchanges.complete(self._alive):
+            lengths = {str(worker): [len(frame.buffer) for frame in frames] for worker, frames in sorted(came.items())}
+            joined = [frame for _, frames in sorted(came.items()) for frame in frames]
+            for worker in came:
+                if worker in self._alive:
+                    self._listening.send(worker, [*wire.pack({"lengths": lengths}), *joined])
+        for worker, key in list(self._waiting.items()):
+            answer = self._part(worker, key)
+            if answer is not None:
+                del self._waiting[worker]
+                self._answer(worker, answer)
+
+    # --- requests
+
+    def _handle(self, worker: int, frames: list[Any]) -> None:
+        if worker not in self._alive:
+            self._answer(worker, {"error": f"this worker was silent for {SILENCE_SECONDS:g} s, and others go on"})
+            return
+        self._unseen.discard(worker)
+        header = wire.header_of(frames)
+        handler: Callable[[int, dict[str, Any], list[Any]], None] = getattr(self, f"_on_{header['op']}")
+        handler(worker, header, frames)
+
+    def _answer(self, worker: int, header: dict[str, Any], tensors: Sequence[tuple[str, Tensor]] = ()) -> None:
+        self._listening.send(worker, wire.pack(header, tensors))
+
+    def _on_set(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        _, tensors = wire.unpack(frames)
+        if header.get("optimizer") is None:
+            self.shard.set(tensors)
+        else:
+            self.shard.set_state(header["optimizer"], header["plain"], tensors)
+        self._answer(worker, {})
+
+    def _on_pull(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        # Copies: another worker's gradient may come before they are sent.
+        weights = [(name, self.shard.parameters[name].clone()) for name in header["names"]]
+        self._answer(worker, {"versions": self._told(), "empty": self._empty}, weights)
+
+    def _on_state(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        plain, tensors = self.shard.state(header["optimizer"])
+        self._answer(worker, {"plain": plain}, tensors)
+
+    # in step
+
+    def _on_push(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        number = header["number"]
+        for old in [key for key in self._pushed if key < number - 1]:
+            del self._pushed[old]
+            self._summed.pop(old, None)
+        self._pushed.setdefault(number, {})[worker] = wire.unpack(frames)[1]
+        self._answer(worker, {})
+
+    def _on_sum(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        number = header["number"]
+        if number not in self._summed:
+            self._summed[number] = total = dict[str, Tensor]()
+            for member in header["members"]:
+                for name, gradient in self._pushed[number].pop(member).items():
+                    total[name] = total[name] + gradient if name in total else gradient
+        self._answer(worker, {}, list(self._summed[number].items()))
+
+    def _on_final(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        self._final |= wire.unpack(frames)[1]
+        self._answer(worker, {})
+
+    def _on_update(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        number = header["optimizer"]
+        if self._made.get(number, -1) < header["number"]:
+            self._made[number] = header["number"]
+            gradients = {name: self._final[name] for name in header["names"]}
+            self._final.clear()
+            self.shard.update(number, header["setting"], header["seed"], gradients)
+        self._answer(worker, {}, self.shard.of(number))
+
+    # not in step
+
+    def _told(self) -> dict[str, int]:
+        return {str(number): version for number, version in self._versions.items()}
+
+    def _on_apply(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        number, (loader, epoch, *_) = header["optimizer"], header["part"]
+        if self._epochs.get(loader, -1) < epoch:
+            self._epochs[loader], self._applied[loader] = epoch, set()
+        part = f"{number} {header['part']} {header['call']}"
+        if part not in self._applied[loader]:  # else a worker died between its push and its word that it was done
+            self._applied[loader].add(part)
+            _, gradients = wire.unpack(frames)
+            self.shard.update(number, header["setting"], header["seed"], gradients)
+            if not header["admitted"]:
+                self._versions[number] = self._versions.get(number, 0) + 1
+        weights = [(name, parameter.clone()) for name, parameter in self.shard.of(number)]
+        self._answer(worker, {"versions": self._told(), "empty": self._empty}, weights)
+
+    def _on_admit(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        number = header["optimizer"]
+        version = self._versions.get(number, 0)
+        allowed = version - header["version"] <= header["staleness"]
+        if allowed:
+            self._versions[number] = version + 1
+        self._answer(worker, {"allowed": allowed})
+
+    def _on_begin(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        loader, epoch = header["pass"]
+        for old in [key for key in self._passes if key[0] == loader and key[1] < epoch]:
+            del self._passes[old]
+        self._passes.setdefault((loader, epoch), Deals(header["first"], header["steps"], self._shards))
+        self._answer(worker, {})
+
+    def _on_take(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        loader, epoch = header["pass"]
+        deals = self._passes.get((loader, epoch))
+        if deals is None:  # all others have begun the next one
+            self._answer(worker, {"over": True})
+            return
+        deals.done(worker, [tuple(part) for part in header["done"]])
+        deals.give_back(worker, [tuple(part) for part in header["back"]])
+        self._empty += header["empty"]
+        if header["leave"]:
+            deals.give_back(worker)
+            self._answer(worker, {})
+        elif (answer := self._part(worker, (loader, epoch))) is not None:
+            self._answer(worker, answer)
+        elif header["wait"]:
+            self._waiting[worker] = (loader, epoch)
+        else:
+            self._answer(worker, {})
+        self._look()
+
+    def _part(self, worker: int, key: tuple[str, int]) -> dict[str, Any] | None:
+        deals = self._passes.get(key)
+        if deals is None or deals.over:
+            return {"over": True}
+        part = deals.take(worker)
+        return None if part is None else {"part": part}
+
+    # together
+
+    def _on_exchange(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        self._exchanges.came(header["number"], worker, frames[1:])
+        self._look()
+
+    def _on_missing(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        """A worker has waited for too long, in an exchange or for a part."""
+        waiting = {who for came in self._exchanges.under_way.values() for who in came} | self._waiting.keys()
+        self._answer(worker, {"missing": sorted(self._alive - waiting)})
+
+    def _on_pool(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        for key, (top, bottom) in header["sums"].items():
+            pair = self._pool.setdefault(key, [0.0, 0.0])
+            pair[0] += top
+            pair[1] += bottom
+        taken: dict[str, list[float]] = {}
+        if header["take"]:
+            taken, self._pool = self._pool, {}
+        self._answer(worker, {"sums": taken})
+
+    def _on_again(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        self._again.add(worker)
+
+    def _on_bye(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        self._ended.add(worker)
+        self._lose(worker)
