@@ -50,6 +50,18 @@ def test_data_parallel_with_micro_batches_and_counts() -> None:
     checks.same(trained, checks.plainly(checks.layers, by_hand))
 
 
+@pytest.mark.parametrize(("shards", "micro"), [(2, None), (3, None), (3, 1), (5, 2)])
+def test_single_computes_shards_one_after_the_other(shards: int, micro: int | None) -> None:
+    """Global batches of 6 and a last one of 2: shards of unequal length, and empty ones."""
+
+    def by_hand(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        loss = checks.counted_loss(model, batch)
+        return loss.sum / loss.count
+
+    trained = checks.under_paceline(checks.layers, checks.counted_loss, micro=micro, strategy=f"single:shards={shards}")
+    checks.same(trained, checks.plainly(checks.layers, by_hand))
+
+
 def test_data_parallel_computes_dropout_as_ddp_does() -> None:
     """The masks of a shard are the shard's, whoever computes it: two runs are alike, replicas are not."""
 
@@ -60,7 +72,9 @@ def test_data_parallel_computes_dropout_as_ddp_does() -> None:
         checks.under_paceline(dropping, checks.sequential_loss, strategy="data_parallel:devices=cpu,cpu")
         for _ in range(2)
     )
+    in_turn = checks.under_paceline(dropping, checks.sequential_loss, strategy="single:shards=2")
     assert checks.difference(one, two) == 0.0
+    checks.same(one, in_turn)
 
 
 def test_single_is_plain_pytorch_bit_for_bit() -> None:

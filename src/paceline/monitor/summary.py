@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.config import Settings
 from paceline.train.loader import Loader
+from paceline.train.order import micros_of_a_shard
 from paceline.train.step import Stepper
 from paceline.world import World
 
@@ -80,7 +81,7 @@ def facts(
         global_batch=loader.global_batch or request.total,
         filled=request.total if request.step == 0 and not layout.dealt else None,
         shards=layout.dealt or layout.shards,
-        micro_batches=max(request.micros, max((part.micro for part in request.parts), default=0) + 1),
+        micro_batches=micros_of_a_shard(request, layout),
         batch_norm=any(isinstance(module, _BatchNorm) for model in models for module in model.modules()),
         threads=torch.get_num_threads(),
     )

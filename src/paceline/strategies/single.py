@@ -1,7 +1,7 @@
 """single: one process, one device. Read this one first: every other strategy is this, and what it adds.
 
 Phase 1, forward and backward: the loss's gradient, times its weight, is added to `.grad` by autograd itself.
-Phase 2, step: the optimizer's own.
+Phase 2, step: the optimizer's own. With shards=N the loader cuts a global batch as for N processes.
 
 Between replicas nothing travels: there is one. Memory: parameters, gradients and optimizer state once each.
 Follows plain PyTorch: a training loop with `loss.backward()` and `optimizer.step()`.
@@ -22,16 +22,18 @@ from paceline.world import World
 
 
 class Single(Strategy):
-    """One process on one device."""
+    """One process on one device. shards: into how many the global batch is cut."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, *, shards: int = 1) -> None:
         if world.size != 1:
             raise SettingError(
                 f"strategy='single' is for one process, but this run has {world.size}: they would train {world.size} "
                 "separate models. Use strategy='ddp', or start one process."
             )
+        if shards < 1:
+            raise SettingError(f"strategy single: shards={shards}: a whole number of at least 1 is needed.")
         self.device = device
-        self.layout = Layout(shards=1, mine=(0,))
+        self.layout = Layout(shards=shards, mine=tuple(range(shards)), turns=shards if shards > 1 else 0)
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
 

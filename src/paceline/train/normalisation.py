@@ -13,7 +13,7 @@ from paceline.comm import collectives
 from paceline.errors import ModelError
 from paceline.strategies.base import Layout
 from paceline.train import batchnorm
-from paceline.train.order import Request
+from paceline.train.order import Request, micros_of_a_shard
 
 
 class Normalisation:
@@ -42,7 +42,14 @@ class Normalisation:
         replicas share the work."""
         if self._choice != "global" or request is None or not any(module.training for module in self._found):
             return
-        micros = max(request.micros, max((part.micro for part in request.parts), default=0) + 1)
+        if self._layout.turns:
+            raise ModelError(
+                f"this process computes {self._layout.shards} shards one after the other, and the model has batch "
+                "norm, whose statistics are to be those of all shards together. Use "
+                "--strategy data_parallel:devices=cpu,cpu (a device for each shard), a normalisation within the "
+                "example (GroupNorm, LayerNorm), or batch_norm='shard', which changes the model."
+            )
+        micros = micros_of_a_shard(request, self._layout)
         if micros > 1:
             raise ModelError(
                 f"loader {loader!r} cuts a global batch into {micros} micro-batches, and the model has batch norm, "

@@ -27,9 +27,9 @@ class Part(NamedTuple):
 class Request(NamedTuple):
     """One yield of a loader on one process.
 
-    epoch, step: where in the plan. micro: which of `micros` yields of this global batch. total: examples in the whole
-    global batch. first: the index of its first example, from which a zero-length batch gets its form. own: examples of
-    the whole global batch that this process computes.
+    epoch, step: where in the plan. micro: which of the `micros` yields of this global batch. total: examples in the
+    whole global batch. first: the index of its first example, from which a zero-length batch gets its form. own:
+    examples of the whole global batch that this process computes.
     """
 
     epoch: int
@@ -74,6 +74,13 @@ def micro_batches(total: int, shards: int, micro_batch: int | None) -> int:
     return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
 
 
+def micros_of_a_shard(request: Request, layout: Layout) -> int:
+    """In how many micro-batches each shard of the request's global batch is computed."""
+    if layout.together:
+        return max((part.micro for part in request.parts), default=0) + 1
+    return request.micros // max(layout.turns, 1)
+
+
 def requests(
     batch: Sequence[int],
     epoch: int,
@@ -89,7 +96,7 @@ def requests(
     own = sum(stop - start for start, stop in bounds)
 
     def part(shard: int, micro: int) -> Part:
-        start, stop = cut(total, layout.shards, shard)
+        start, stop = cut(total, layout.shards, shard) if shard < layout.shards else (total, total)
         low, high = cut(stop - start, micros, micro)
         return Part(shard, micro, tuple(int(i) for i in batch[start + low : start + high]))
 
@@ -97,7 +104,10 @@ def requests(
         parts = tuple(part(shard, micro) for shard in layout.mine for micro in range(micros))
         yield Request(epoch, step, 0, 1, total, int(batch[0]), parts, probe, own)
         return
-    for micro in range(micros):
-        parts = tuple(part(shard, micro) for shard in layout.mine)
-        last = micro == micros - 1
-        yield Request(epoch, step, micro, micros, total, int(batch[0]), parts, probe if last else None, own)
+    yields = [tuple(part(shard, micro) for shard in layout.mine) for micro in range(micros)]
+    if layout.turns:
+        turns = [*layout.mine, *[layout.shards] * (layout.turns - len(layout.mine))]  # a shard of that number is empty
+        yields = [(part(shard, micro),) for shard in turns for micro in range(micros)]
+    for number, parts in enumerate(yields):
+        last = number == len(yields) - 1
+        yield Request(epoch, step, number, len(yields), total, int(batch[0]), parts, probe if last else None, own)

@@ -98,7 +98,8 @@ class Source:
             raise TypeError("parts are handed out as processes come free: how many yields are this one's is not known")
         if self.layout.together:
             return self.steps()
-        return sum(micro_batches(size, self.layout.shards, self.micro_batch) for size in self.batch_sizes())
+        turns = max(self.layout.turns, 1)
+        return sum(turns * micro_batches(size, self.layout.shards, self.micro_batch) for size in self.batch_sizes())
 
     def data_loader(self, dataset: Any, plan: Any) -> DataLoader[Fetched]:
         # A generator of its own, since torch's loaders draw from the default one each time they are iterated.
