@@ -17,8 +17,11 @@ setup: $(READY)  ## create the environment (the targets below do it by themselve
 demo: $(READY)  ## train on real digits with 1 process and with 2, and compare the two models
 	@$(BIN)/python examples/demo.py
 
+# Test files that run at once. Many wait for processes that they have started, so that two keep two cores busy.
+WORKERS ?= 2
+
 test: $(READY)  ## all tests but the fuller matrices
-	@$(PYTEST) -m "not conformance and not campaign"
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not conformance and not campaign"
 
 conformance: $(VENV)/.trackers  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers
 	@$(PYTEST) -m conformance

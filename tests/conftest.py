@@ -52,7 +52,11 @@ def _of_torch_compile(thread: threading.Thread) -> bool:
 
 def children() -> Snapshot:
     found: Snapshot = {}
+    ranks = sys.modules.get("tests.ranks")
+    kept = ranks.processes_of_teams() if ranks else ()
     for child in psutil.Process().children(recursive=True):
+        if child.pid in kept:
+            continue
         try:
             command = " ".join(child.cmdline())
         except psutil.Error:  # it has just ended
@@ -147,3 +151,8 @@ def leaves_nothing_behind() -> Iterator[None]:
             faults += [f"{kind} {name}: {value}" for name, value in found.items()]
     if faults:
         pytest.fail("the test left behind: " + "; ".join(faults), pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    if "tests.ranks" in sys.modules:
+        sys.modules["tests.ranks"].end_teams()

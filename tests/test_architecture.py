@@ -27,9 +27,9 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "fitting": {"session", "run", "train", "comm", "world", "config", "errors"},
     "launcher": {"world", "config", "errors"},
     "tools": {"__init__", "strategies", "launcher", "world", "config", "errors"},
-    "cli": {"__init__", "tools", "launcher", "world", "config", "errors"},
+    "cli": {"__init__", "tools", "strategies", "launcher", "world", "config", "errors"},
     "__main__": {"cli"},
-    "__init__": {"fitting", "launcher", "session", "run", "train", "world", "config", "errors"},
+    "__init__": {"tools", "fitting", "launcher", "session", "run", "train", "world", "config", "errors"},
 }
 STRATEGY_NAMES = {
     "single",

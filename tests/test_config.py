@@ -87,8 +87,20 @@ def test_values_that_cannot_be_are_refused_with_their_place(values: dict[str, An
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(SettingError, match="deterministic=True and cudnn_benchmark=True"):
-        resolve(("the script", {"deterministic": True}), ("the command line", {"cudnn_benchmark": True}))
+    """With the places that they are from."""
+    told = r"\(deterministic is from the script, cudnn_benchmark is from /x/paceline.toml.\)"
+    with pytest.raises(SettingError, match=rf"deterministic=True and cudnn_benchmark=True.*{told}"):
+        resolve(("the script", {"deterministic": True, "seed": 1}), ("/x/paceline.toml", {"cudnn_benchmark": True}))
+
+
+def test_trackers_that_would_write_nowhere_are_said() -> None:
+    _, notes = resolve(("the script", {"trackers": ["tensorboard", "jsonl"]}))
+    assert notes == [
+        "trackers=tensorboard,jsonl from the script: nothing is recorded, since log_dir is not set. Give a directory "
+        "too: log_dir='logs' (--log-dir logs)."
+    ]
+    assert resolve(("the script", {"trackers": "jsonl"}), ("the command line", {"log_dir": "x"}))[1] == []
+    assert resolve(("the script", {}))[1] == []
 
 
 def test_an_unknown_setting_is_refused() -> None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from paceline.fitting.history import Best, Checkpoints, History
     from paceline.fitting.loop import fit
     from paceline.fitting.state import PerEpoch
-    from paceline.launcher.function import launch
     from paceline.run import Run
     from paceline.session import start
+    from paceline.tools.launch import launch
     from paceline.train.learning_rate import scale_lr, warmup
     from paceline.train.loss import Total
     from paceline.world import World
@@ -65,7 +65,7 @@ _HOME = {
     "World": "paceline.world",
     "evaluate": "paceline.fitting.evaluate",
     "fit": "paceline.fitting.loop",
-    "launch": "paceline.launcher.function",
+    "launch": "paceline.tools.launch",
     "predict": "paceline.fitting.evaluate",
     "scale_lr": "paceline.train.learning_rate",
     "start": "paceline.session",

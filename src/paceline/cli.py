@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from paceline import __version__, launcher
+from paceline.config import StrategySpec
 from paceline.errors import PacelineError
 from paceline.launcher.nodes import read_nodes
 
@@ -82,6 +83,12 @@ def main() -> None:
     """One training script. Any number of devices. The same model."""
 
 
+def _check_strategy(spec: StrategySpec, size: int | None) -> None:
+    from paceline.strategies import check  # loads torch, which the launcher needs soon after
+
+    check(spec, size)
+
+
 @main.command(context_settings={"allow_interspersed_args": False})
 @_processes
 @_machines
@@ -99,7 +106,8 @@ def run(context: click.Context, script: str, args: tuple[str, ...], **options: A
     launch = {name: options.pop(name) for name in _LAUNCH}
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        context.exit(launcher.run(script, args, nodes=read_nodes(**nodes), settings=given, **launch))
+        launch.update(settings=given, check_strategy=_check_strategy)
+        context.exit(launcher.run(script, args, nodes=read_nodes(**nodes), **launch))
     except PacelineError as error:
         raise click.UsageError(str(error)) from None
 

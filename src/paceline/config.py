@@ -185,7 +185,17 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]
             if key in merged and str(merged[key][0]) != str(value):
                 notes.append(f"{key}={value} from {place}, in place of {merged[key][0]} in {merged[key][1]}")
             merged[key] = value, place
-    return Settings(**_typed({key: value for key, (value, _) in merged.items()})), notes
+    try:
+        settings = Settings(**_typed({key: value for key, (value, _) in merged.items()}))
+    except SettingError as error:  # each can be alone, so that they contradict each other
+        told = [f"{key} is from {place}" for key, (_, place) in merged.items() if f"{key}=" in str(error)]
+        raise SettingError(f"{error} ({', '.join(told)}.)") from None
+    if "trackers" in merged and settings.log_dir is None:
+        notes.append(
+            f"trackers={','.join(settings.trackers)} from {merged['trackers'][1]}: nothing is recorded, since log_dir "
+            "is not set. Give a directory too: log_dir='logs' (--log-dir logs)."
+        )
+    return settings, notes
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:

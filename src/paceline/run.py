@@ -55,7 +55,7 @@ class Run:
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
-        self._epochs = Epochs(lambda: list(self._state.loaders.values()))
+        self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         self.latest: Loader | None = None
         self._evaluations = 0
         layout, group = self._strategy.layout, self._strategy.group

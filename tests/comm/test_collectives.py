@@ -75,7 +75,7 @@ def test_digest_tells_permutations_and_dtypes_apart() -> None:
 
 
 def test_a_failing_rank_is_reported_and_ends_the_others() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)rank 1: Traceback.*one of us"):
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 \(exit code 1\): Traceback.*one of us"):
         run_ranks(2, "tests.comm.test_collectives:one_fails", deadline=30)
 
 

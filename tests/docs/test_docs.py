@@ -6,15 +6,13 @@ what a reader is taken to have: a model, an optimizer, a data set. A block after
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import click
 import pytest
+from tests.ranks import run_script
 
 from paceline.cli import main
 
@@ -63,15 +61,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         compile(block, f"{page.name}, block {number + 1}", "exec")
     script = tmp_path / "page.py"
     script.write_text(PRELUDE + "\n" + "\n\n".join(code), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, f"{page.name}:\n{done.stderr[-3000:]}"
+    run_script(script, deadline=100)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -22,6 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import paceline
 from paceline.comm import collectives
+from paceline.errors import UsageError
 from paceline.train.order import permutation
 
 N, BATCH, EPOCHS = 22, 5, 3  # the last global batch has 2 examples: an empty shard on 3 processes
@@ -232,7 +234,8 @@ def check_predict_gives_each_result_once_and_in_order() -> None:
         assert [row[: i % 4 + 1].tolist() for i, row in enumerate(padded)] == [
             [float(i)] * (i % 4 + 1) for i in range(11)
         ]
-        assert run.predict(model, TEST_X[:0], global_batch=4) == []
+        with pytest.raises(UsageError, match=r"run\.predict: the data set has no examples"):
+            run.predict(model, TEST_X[:0], global_batch=4)
     assert model.training
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -42,7 +45,8 @@ def test_a_failure_carries_the_ranks_traceback() -> None:
     with pytest.raises(LaunchError) as caught:
         paceline.launch(fail_on_rank_one, nproc=2)
     lines = str(caught.value).splitlines()
-    assert lines[:2] == ["rank 1 failed: ValueError: bad data", "Traceback (most recent call last):"]
+    assert lines[0] == f"launch({__name__}.fail_on_rank_one): rank 1 failed: ValueError: bad data"
+    assert lines[1] == "Traceback (most recent call last):"
     assert lines[2].endswith("in fail_on_rank_one")
     assert lines[-1] == "ValueError: bad data"
 
@@ -52,7 +56,7 @@ def test_a_timeout_says_where_the_ranks_stood() -> None:
         time.sleep(50)  # here
 
     start = time.monotonic()
-    with pytest.raises(LaunchError, match=r"not done after 2 s\nrank 0 stands at test_function.py, line \d+"):
+    with pytest.raises(LaunchError, match=r"wait\): not done after 2 s\nrank 0 stands at test_function.py, line \d+"):
         paceline.launch(wait, nproc=1, timeout=2.0)
     assert time.monotonic() - start < 20
     assert psutil.Process().children() == []
@@ -70,6 +74,45 @@ def test_what_cannot_be_sent() -> None:
         paceline.launch(fail_on_rank_one, sed=3)
     with pytest.raises(LaunchError, match="--nproc 0"):
         paceline.launch(fail_on_rank_one, nproc=0)
+
+
+class OnlyThere:
+    """Cannot be made again: its constructor wants an argument, which pickling does not know."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ("too", "many")
+
+
+def test_what_cannot_be_made_again() -> None:
+    thing = OnlyThere()
+    with pytest.raises(LaunchError, match=r"cannot be made in this process \(TypeError: .*that can be imported here"):
+        paceline.launch(lambda: thing, nproc=1)
+    with pytest.raises(LaunchError, match=r"returned on rank 0 cannot be read here \(TypeError: .*Return numbers"):
+        paceline.launch(lambda: OnlyThere(), nproc=1)
+
+
+STOPPED = """
+import os, signal, threading, time
+import paceline
+def work():
+    time.sleep(60)
+def stop():
+    time.sleep(2.5)
+    os.kill(os.getpid(), signal.SIG{name})
+if __name__ == "__main__":
+    threading.Thread(target=stop, daemon=True).start()
+    paceline.launch(work, nproc=1)
+"""
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_signal_does_what_it_would_without_it(name: str, tmp_path: Path) -> None:
+    """SIGTERM ends the caller, without a traceback; Ctrl-C raises KeyboardInterrupt."""
+    (tmp_path / "script.py").write_text(STOPPED.format(name=name))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -getattr(signal, f"SIG{name}")
+    assert done.stderr.count("Traceback") == (name == "INT"), done.stderr
+    assert done.stderr.endswith("\nKeyboardInterrupt\n") == (name == "INT"), done.stderr
 
 
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -471,3 +471,25 @@ def test_a_process_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"Process 1 of 2 could not be started.*--nproc"):
         processes.start([sleep, processes.Command([str(tmp_path / "none")], {})])
     assert psutil.Process().children() == []
+
+
+REFUSES = """
+import argparse, os, time
+import paceline  # takes its time
+time.sleep(0.3 if os.environ["RANK"] == "0" else 0.0)
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int)
+parser.parse_args()
+"""
+
+
+def test_a_script_that_refuses_its_arguments_says_so_once(launches: Launches) -> None:
+    """The shown rank's words, also where another one was quicker. Options without a meaning here are named."""
+    name = launches.script(REFUSES)
+    code, out, err = launches.run(
+        "--nproc", "2", "--rdzv-backend", "static", "--rdzv-id", "x", name, "--epochs", "many"
+    )
+    assert (code, out) == (2, "")
+    assert err.count("usage: ") == err.count("invalid int value: 'many'") == 1, err
+    assert "rank 0 ended with exit code 2\nrank 1 failed in the same way.\n" in err
+    assert err.startswith("paceline: --rdzv-backend static: not used, since there is one machine"), err

@@ -50,7 +50,8 @@ def test_numbers_and_details_of_the_rendezvous() -> None:
 
 def test_one_machine_meets_nobody() -> None:
     assert read_nodes() == read_nodes(nnodes="1:1", standalone=True) == ALONE
-    assert read_nodes(rdzv_backend="c10d", rdzv_endpoint="localhost:0", rdzv_id="x", node_rank=0) == ALONE
+    for place in ("localhost:0", "127.0.0.1", "[::1]:4000"):
+        assert read_nodes(rdzv_backend="c10d", rdzv_endpoint=place, rdzv_id="paceline", node_rank=0) == ALONE
     assert read_nodes(master_port=4000).port == 4000
 
 
@@ -76,6 +77,22 @@ def test_one_machine_meets_nobody() -> None:
 def test_contradictions(options: dict[str, object], said: str) -> None:
     with pytest.raises(LaunchError, match=said):
         read_nodes(**options)  # type: ignore[arg-type]
+
+
+def test_what_means_nothing_on_one_machine_is_said() -> None:
+    """As in many torchrun command lines; the run's name is kept, and a port is where its store listens."""
+    given = {"rdzv_backend": "static", "rdzv_endpoint": "n0:1", "rdzv_conf": "a=1", "master_addr": "n0"}
+    nodes = read_nodes(**given, rdzv_id="r", master_port=4000, local_addr="n1")  # type: ignore[arg-type]
+    assert nodes.unused == (
+        "--rdzv-backend static",
+        "--rdzv-endpoint n0:1",
+        "--rdzv-conf a=1",
+        "--master-addr n0",
+        "--local-addr n1",
+    )
+    assert (nodes.run_id, nodes.port) == ("r", 4000)
+    assert read_nodes(standalone=True, master_port=4000).unused == ("--master-port 4000",)
+    assert read_nodes(nnodes="2", rdzv_endpoint="n0:1").unused == read_nodes(node_rank=0).unused == ()
 
 
 def test_only_one_machine_is_kept_on_loopback() -> None:
@@ -189,6 +206,7 @@ def test_torchruns_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, object]] = []
 
     def fake(script: str, args: tuple[str, ...], **options: object) -> int:
+        del options["check_strategy"]
         calls.append({"script": script, "args": args, **options})
         return 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline import launcher
 from paceline.errors import LaunchError
-from paceline.launcher import leavers
+from paceline.launcher import leavers, stalls
 from paceline.launcher.leavers import Stand, waits
 from paceline.launcher.output import Output
 
@@ -121,9 +121,60 @@ def test_a_rank_that_others_wait_for_in_vain(
     notice, story = capfd.readouterr().err.splitlines()
     assert notice == "paceline: rank 1 ended 1 s ago, without an error; rank 0 still runs."
     assert story.startswith(
-        "rank 1 ended without an error, and rank 0 has waited since then at script.py, line 5, in "
-        "init_process_group(). Do all ranks"
+        "rank 1 ended without an error, and rank 0 has waited since then at script.py, line 5, in init_process_group()"
     )
+
+
+def test_ranks_that_wait_are_said(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call on one rank only: which rank waits, in which of the script's lines, and which one has not come."""
+    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(stalls, "STALL_SECONDS", 2.0)
+    code = """
+import paceline, torch
+run = paceline.start(device="cpu", progress="off")
+model = run.prepare(torch.nn.Linear(2, 2))
+if run.main:
+    run.save("checkpoints")
+time.sleep(3.5)
+if rank == 1:
+    run.save("checkpoints")
+print("saved")
+"""
+    assert launcher.run(script(place, code), nproc=2) == 0
+    out, err = capfd.readouterr()
+    assert out == "saved\n"
+    head, first, second, away, *advice = err.splitlines()
+    assert re.fullmatch(r"paceline: rank 0 has waited for other ranks for \d s\.", head), err
+    assert re.fullmatch(r"  rank 0 waits at script.py, line 8, in save\(\) \(\w+\)", first), err
+    assert second == "  rank 1 is at script.py, line 9"
+    assert away == "  rank 1 has not come to it."
+    assert "run.save(...)" in advice[0]
+
+
+def test_ranks_that_move_are_not_waiting(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(stalls, "STALL_SECONDS", 0.5)
+    code = "for i in range(2 * 10**7):\n    if i % 2:\n        i\nprint('done')"
+    assert launcher.run(script(place, code), nproc=2) == 0
+    assert capfd.readouterr() == ("done\n", "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import faulthandler, signal\nfrom paceline.launcher.worker import STAND_SIGNAL\n"
+        "if STAND_SIGNAL: faulthandler.unregister(STAND_SIGNAL); os.kill(os.getpid(), STAND_SIGNAL)",  # as at its exit
+        "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(1.5)'])",
+    ],
+    ids=["exit", "exec"],
+)
+def test_to_be_asked_kills_nobody(place: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.1)
+    assert launcher.run(script(place, code), nproc=2) == 0
 
 
 def test_a_rank_that_goes_on_alone_may(

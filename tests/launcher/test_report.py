@@ -27,6 +27,7 @@ VICTIM = Ending(1, 1, 1.0, error(1.0, CLOSED))
 WRAPPED = Ending(4, 1, 1.0, error(0.5, "TrainingFailed: step 3", CLOSED))
 KILLED = Ending(2, -9, 5.0)
 EXITED = Ending(5, 3, 0.5)
+REFUSED, REFUSED_FIRST = Ending(0, 2, 2.0), Ending(1, 2, 1.5)
 FINE = Ending(6, 0, 0.1)
 
 
@@ -42,6 +43,8 @@ FINE = Ending(6, 0, 0.1)
         ([KILLED, EXITED], EXITED),
         ([VICTIM, WRAPPED], WRAPPED),  # victims only: the first
         ([FINE, VICTIM], VICTIM),
+        ([REFUSED_FIRST, REFUSED], REFUSED),  # all print the same, and the lowest rank's is shown
+        ([REFUSED_FIRST, EXITED, REFUSED], EXITED),
     ],
 )
 def test_cause(endings: list[Ending], first: Ending) -> None:
@@ -76,6 +79,7 @@ def test_consequence(message: str, consequence: bool) -> None:
         ([Ending(1, -15, 0.0)], "rank 1 was killed by SIGTERM\n"),
         ([Ending(1, -40, 0.0)], "rank 1 was killed by signal 40\n"),
         ([EXITED, FINE], "rank 5 ended with exit code 3\n"),
+        ([REFUSED_FIRST, REFUSED], "rank 0 ended with exit code 2\nrank 1 failed in the same way.\n"),
         ([Ending(0, 1, 0.0, error(0.0, "E: x", shown=True))], "rank 0 failed: E: x (shown above)\n"),
         ([Ending(0, None, 0.0, error(0.0, "E: x\ny"))], "rank 0 failed: E: x\nTraceback of E: x\ny\n"),
         (

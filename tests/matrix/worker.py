@@ -1,6 +1,6 @@
-"""One process of a launch: writes a checkpoint under each of some strategies, or reads all there are under each.
+"""One rank (tests/ranks.py): writes a checkpoint under each of some strategies, or reads all there are under each.
 
-    paceline run --nproc N worker.py save|read FOLDER PLAN.json
+    run_ranks(N, "tests.matrix.worker:main", "save" or "read", FOLDER, PLAN.json)
 
 PLAN is [[the writer's or reader's name, its spec, the writers that it reads], ...]. A reader restores a checkpoint of
 each writer into a model of other weights, exports the model, and saves again: what a process holds may be a part of it.
@@ -8,10 +8,11 @@ each writer into a model of other weights, exports the model, and saves again: w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -62,16 +63,25 @@ def save(folder: Path, name: str, spec: str) -> None:
     run.close()
 
 
-def read(folder: Path, name: str, spec: str, writers: list[str]) -> None:
-    for writer in writers:
-        at = folder / f"{name} of {writer}"
-        run, model, _, _ = make(spec, seed=9)
-        run.restore(folder / writer)
-        assert run.steps == STEPS, f"{name} reads {writer}: at step {run.steps}"
-        at.mkdir(exist_ok=True)
-        run.export(at / "export.safetensors", model)
-        run.save(at)
-        run.close()
+def read(folder: Path, name: str, spec: str, writer: str) -> None:
+    at = folder / f"{name} of {writer}"
+    run, model, _, _ = make(spec, seed=9)
+    run.restore(folder / writer)
+    assert run.steps == STEPS, f"{name} reads {writer}: at step {run.steps}"
+    at.mkdir(exist_ok=True)
+    run.export(at / "export.safetensors", model)
+    run.save(at)
+    run.close()
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """A server (parameter_server) ends with exit code 0 in `prepare`: here it goes on with the next run."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code != 0:
+            raise
 
 
 def main(what: str, folder: str, plan: str) -> None:
@@ -79,11 +89,12 @@ def main(what: str, folder: str, plan: str) -> None:
     torch.set_num_threads(1)
     for name, spec, writers in json.loads(Path(plan).read_text()):
         try:
-            save(Path(folder), name, spec) if what == "save" else read(Path(folder), name, spec, writers)
+            if what == "save":
+                with serving():
+                    save(Path(folder), name, spec)
+            for writer in writers if what == "read" else ():
+                with serving():
+                    read(Path(folder), name, spec, writer)
         except Exception:
             Path(folder, f"{name}.{what}.{os.environ.get('RANK', 0)}.error").write_text(traceback.format_exc())
             raise
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

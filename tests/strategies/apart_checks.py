@@ -3,7 +3,9 @@ in plain PyTorch, with all replicas in one process."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -452,6 +454,45 @@ def check_the_end_of_the_epochs_and_an_export_are_one_model() -> None:
         one_everywhere(model)
 
 
+def check_a_loop_that_is_left_says_that_replicas_are_apart() -> None:
+    """Once, on rank 0, and only where they are; it does not wait for other ranks, one of which may have failed."""
+    said = []
+    for strategy, leave, evaluated in (
+        ("local_sgd:every=50", 2, 0),
+        ("diloco:every=2", 2, 0),
+        ("diloco:every=9", 1, 1),
+    ):
+        out = io.StringIO()
+        with started(strategy=strategy, progress="off") as run, contextlib.redirect_stderr(out):
+            model = Net().double()
+            model, optimizer = run.prepare(model, adamw(model.parameters()))
+            loader, test = run.loader(data(), global_batch=BATCH), run.loader(data(), global_batch=BATCH, train=False)
+            for _ in run.epochs(3):
+                for batch in loader:
+                    run.forward_backward(one_head, model, batch)
+                    run.step(optimizer)
+                    if run.steps == leave:
+                        break
+                if evaluated:
+                    len(list(test))
+                break
+            said.append(out.getvalue().count("was left before its end"))
+            _settled(run)
+    with started(strategy="local_sgd:every=50", progress="off") as run:
+        model = Net().double()
+        model, optimizer = run.prepare(model, adamw(model.parameters()))
+        out = io.StringIO()
+        with contextlib.redirect_stderr(out), contextlib.suppress(ZeroDivisionError):
+            for _ in run.epochs(1):
+                for batch in run.loader(data(), global_batch=BATCH):
+                    run.forward_backward(one_head, model, batch)
+                    run.step(optimizer)
+                    if run.main:
+                        raise ZeroDivisionError  # it does not wait for the others
+        _settled(run)
+    assert said == ([1, 0, 0] if run.main else [0, 0, 0]), said
+
+
 class Counting(nn.Module):
     """Batch norm, and buffers of other kinds."""
 
@@ -847,4 +888,4 @@ def run_all() -> dict[str, str]:
 def run_few() -> dict[str, str]:
     """What another number of processes could change."""
     few = [check_every_1_with_plain_sgd_is_plain_pytorch, check_local_sgd_by_hand, check_diloco_by_hand]
-    return run_checks([*few, check_bytes_on_the_wire])
+    return run_checks([*few, check_bytes_on_the_wire, check_a_loop_that_is_left_says_that_replicas_are_apart])

@@ -169,7 +169,7 @@ def launched(folder: Path, processes: int, options: str, *args: object) -> tuple
     return done.returncode, done.stdout + done.stderr, left
 
 
-KILLED = [("step", 1, 2), ("backward", 0, 1), ("forward", 1, 1), ("step", 0, 2), ("after", 1, 1), ("after", 0, 2)]
+KILLED = [("step", 0, 1), ("backward", 0, 1), ("forward", 1, 1), ("step", 1, 2), ("after", 1, 1), ("after", 0, 2)]
 
 
 @pytest.mark.timeout(120)
@@ -178,11 +178,12 @@ KILLED = [("step", 1, 2), ("backward", 0, 1), ("forward", 1, 1), ("step", 0, 2),
     [pytest.param(*case, marks=[pytest.mark.conformance] if i else []) for i, case in enumerate(KILLED)],
 )
 def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: str, victim: int, servers: int) -> None:
-    code, text, left = launched(tmp_path, 3 + servers, f"servers={servers}", where, victim, "net")
+    workers = 2 if (where, victim, servers) == KILLED[0] else 3
+    code, text, left = launched(tmp_path, workers + servers, f"servers={servers}", where, victim, "net")
     assert code == 0, text
-    assert set(left) == {0, 1, 2} - {victim}
+    assert set(left) == set(range(workers)) - {victim}
     assert f"rank {victim} was killed by SIGKILL" in text
-    assert f"worker of rank {victim} has died; 2 go on" in text
+    assert f"worker of rank {victim} has died; {workers - 1} go on" in text
     plain = checks.plainly(lambda: checks.Net(norm=True), checks.both_heads).state_dict()
     for own in left.values():
         for name, value in plain.items():
@@ -214,8 +215,8 @@ def once(workers: int) -> torch.Tensor:
 
 
 NOT_IN_STEP = [
-    ("step", 1, 2, -1),  # killed before its push: its part is computed by another
-    ("after", 1, 1, -1),  # after it, before it has said so: not applied twice
+    ("after", 1, 1, -1),  # killed after its push, before it has said so: not applied twice
+    ("step", 1, 2, -1),  # before it: its part is computed by another
     ("slow", -1, 1, -1),
     ("slow", -1, 2, 0),
     ("step", 0, 1, 2),
@@ -230,7 +231,7 @@ NOT_IN_STEP = [
 def test_not_in_step_each_example_is_used_once(
     tmp_path: Path, where: str, victim: int, servers: int, staleness: int
 ) -> None:
-    workers = 3 if victim >= 0 else 2
+    workers = 3 if victim >= 0 and servers == 2 else 2
     options = f"mode=async,servers={servers},staleness={staleness}"
     code, text, left = launched(tmp_path, workers + servers, options, where, victim, "linear")
     assert code == 0, text

@@ -42,7 +42,7 @@ def compared(folder: Path) -> Result:
         patch.chdir(folder)
         patch.setenv("TMPDIR", str(folder / "tmp"))
         patch.setattr("tempfile.tempdir", None)
-        options = ["--nproc", "2", "--strategies", "ddp,pipeline:stages=3,single", "--steps", str(STEPS)]
+        options = ["--nproc", "2", "--strategies", "ddp,pipeline:cut=9,single", "--steps", str(STEPS)]
         options += ["--rounds", "1", "--device", "cpu", "--json", "out.json", "--html", "out.html"]
         result = compare(*options, SCRIPT)
     assert result.exit_code == 0, result.output
@@ -68,9 +68,9 @@ def test_the_table_and_the_sentence(compared: Result, document: Any) -> None:
     lines = compared.stdout.splitlines()
     assert [line.split()[0] for line in lines[4:6]] == ["single", "ddp"]
     assert "epoch" not in compared.output  # what the script prints
-    reason = "SettingError: strategy pipeline: stages=3: it must divide the number of processes, 2"
-    assert f"  pipeline:stages=3: {reason}" in compared.stdout
-    assert rows(document)["pipeline:stages=3"]["failed"].startswith(reason)
+    reason = "SettingError: strategy pipeline: cut='9': 2 stages need 1 places"
+    assert f"  pipeline:cut=9: {reason}" in compared.stdout
+    assert rows(document)["pipeline:cut=9"]["failed"].startswith(reason)
     assert lines[-1] == document["verdict"]["sentence"]
     assert lines[-1].startswith(f"Take {document['verdict']['row']}: ")
     assert compared.stderr.splitlines()[0].startswith("round 1 of 1: single ... ")

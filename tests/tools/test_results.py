@@ -122,6 +122,15 @@ def test_losses_are_means_over_the_ranks() -> None:
     assert math.isnan(loss_difference({(0, 0): math.nan}, found) or 0.0)
 
 
+def test_the_loss_of_a_batch_that_was_dealt_out_is_that_of_all_its_parts() -> None:
+    fast = [
+        step(0, [(0, 0, 4)], total=4, losses={"0": [8.0, 4]}),
+        step(1, [(1, 0, 3)], total=3, losses={"0": [3.0, 3]}),
+    ]
+    slow = [step(0, [(1, 0, 3)], total=3, losses={"0": [6.0, 3]})]
+    assert mean_losses([record(fast, dealt=2), record(slow, dealt=2), record([], dealt=2)]) == {(0, 0): 2.0}
+
+
 # --- cases
 
 
@@ -132,7 +141,8 @@ def test_commas_stand_between_strategies_and_between_options() -> None:
     ]  # fmt: skip
     everything = [spec.name for spec in read_strategies(None)]
     assert everything[0] == "single"
-    assert sorted(everything) == sorted(STRATEGIES)
+    assert sorted(set(everything)) == sorted(STRATEGIES)
+    assert [str(spec) for spec in read_strategies(None) if spec.options] == ["parameter_server:mode=async"]
     with pytest.raises(SettingError, match="'cpu' is not known"):
         read_strategies("ddp,cpu")
 
@@ -149,6 +159,12 @@ def test_every_strategy_with_every_precision_and_batch() -> None:
     assert all(reference(case, cases).name == "single fp32" for case in cases)
     with pytest.raises(SettingError, match="0"):
         read_batches("0")
+
+
+def test_servers_come_on_top_of_the_replicas() -> None:
+    specs = read_strategies("ddp,parameter_server,parameter_server:servers=2,parameter_server:servers=x")
+    cases = make_cases(specs, [None], [None], 3, ["cpu"] * 3)
+    assert [(case.processes, case.servers) for case in cases] == [(1, 0), (3, 0), (4, 1), (5, 2), (3, 0)]
 
 
 def test_rounds_begin_with_another_case_and_leave_out_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:

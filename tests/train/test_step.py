@@ -346,7 +346,7 @@ START = [
     ({"strategy": "ddp:static_graph=maybe"}, SettingError, "true or false is needed"),
     ({"strategy": "ddp:25"}, SettingError, "the option '25' has no value"),
     ({"strategy": "ddp:bucket_mb=0"}, SettingError, "a size above 0"),
-    ({"strategy": "single:x=1"}, SettingError, "It takes none"),
+    ({"strategy": "single:x=1"}, SettingError, "Known: shards"),
     ({"strategy": "data_parallel:devices=cpu"}, SettingError, "at least two devices"),
     ({"strategy": "data_parallel:devices=cpu,gpu"}, SettingError, "devices='cpu,gpu'"),
     ({"strategy": "pipeline"}, SettingError, "at least two processes"),

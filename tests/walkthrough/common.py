@@ -75,6 +75,15 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state_dict. As for whole_state, the worker puts one in its place that asks the strategy."""
+    return optimizer.state_dict()
+
+
+def state_of(optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Tensor]:
+    return flat_state("optimizer", optimizer_state(optimizer)) | flat_state("schedule", schedule.state_dict())
+
+
 def norm(case: Case, channels: int) -> nn.Module:
     """Batch norm; in the cases with micro-batches group norm, since Paceline refuses the other there: its statistics
     would be those of a micro-batch, and depend on the number of processes."""

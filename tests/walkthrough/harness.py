@@ -117,7 +117,7 @@ def collect(case: Case, folder: Path) -> Outcome:
             for rank in range(world)
         ]
         errors = [f"part {part}, rank {r} of {world}: {text}" for r, text in enumerate(loaded) if isinstance(text, str)]
-        results = [result for result in loaded if isinstance(result, Result)]
+        results = [result for result in loaded if isinstance(result, Result)]  # a server has none
         if errors:
             outcome.error = "\n".join(errors)
             return outcome

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
-from .common import Case, Result, flat_state, make_optimizer, norm, result_of
+from .common import Case, Result, make_optimizer, norm, result_of, state_of
 from .record import Record, Step, legal_epochs
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def paceline_job(run: paceline.Run, case: Case) -> Result:
                     run.save(folder)
                     return result_of(model, ema, record=record, finished=False)
 
-    state = flat_state("optimizer", optimizer.state_dict()) | flat_state("schedule", schedule.state_dict())
+    state = state_of(optimizer, schedule)
     return result_of(model, ema, state=state, record=record, metrics={"steps": run.steps})
 
 
@@ -129,7 +129,7 @@ def plain_job(case: Case, steps: list[Step]) -> Result:
             losses.append({"loss": loss.item()})
     check_drawn(steps)
 
-    state = flat_state("optimizer", optimizer.state_dict()) | flat_state("schedule", schedule.state_dict())
+    state = state_of(optimizer, schedule)
     return result_of(model, ema, state=state, losses=losses, metrics={"steps": len(steps)})
 
 

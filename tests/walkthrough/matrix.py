@@ -83,6 +83,18 @@ def under_strategies() -> list[Case]:
     return cases
 
 
+def refused() -> dict[str, tuple[Case, str]]:
+    """Of what a strategy leaves out: a case on its least number of replicas, and what the error says."""
+    cases = {}
+    for name, how in WAYS.items():
+        for title, words in how.refuses.items():
+            job, _, variant = title.partition("-")
+            way = next(way for way in ways(job, variant) if way["form"] in how.forms)
+            case = Case(job, variant, strategy=name, worlds=how.worlds[:1], **way)
+            cases[case.name] = case, words
+    return cases
+
+
 def taken(way: dict[str, Any], how: Way) -> bool:
     """Whether a strategy takes this optimizer, form and micro-batches."""
     return way["optimizer"] in how.optimizers and way["form"] in how.forms and bool(way["micro_batch"]) in how.micro
@@ -91,7 +103,7 @@ def taken(way: dict[str, Any], how: Way) -> bool:
 def cut_of_strategies() -> list[Case]:
     """Of each strategy a case of every job on two replicas, the ways in turn; half of them on three."""
     cases = []
-    for number, name in enumerate(WAYS):
+    for number, name in enumerate(name for name, way in WAYS.items() if way.daily):
         mine = [case for case in under_strategies() if case.strategy == name]
         for k, job in enumerate(sorted({case.job for case in mine})):
             worlds = WAYS[name].worlds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,8 @@ class Way:
 
     one_process: its replicas are devices of one process. forms: of the jobs. jobs: those that it takes; left out is
     what it refuses, and says so. optimizers, micro: likewise. sgd, adamw: the most that weights may be apart, as a
-    share of their norm. factor: processes for each replica.
+    share of their norm. factor: processes for each replica. servers: further processes, which compute nothing. daily:
+    whether `make test` has cases of it too.
     """
 
     spec: str
@@ -25,7 +26,20 @@ class Way:
     optimizers: tuple[str, ...] = ("sgd", "adamw")
     micro: tuple[bool, ...] = (False, True)
     factor: int = 1
+    refuses: dict[str, str] = field(default_factory=dict)  # left-out job or job-variant -> what the error says
+    daily: bool = True  # in the part that `make test` runs
+    servers: int = 0  # processes beside the replicas
 
+
+_SLICES = {"d": "cannot be copied with copy.deepcopy", "f-other": "cannot be copied", "h-separate": "outside of any"}
+_STAGES = {  # h differentiates by its input within the closure, which is another stage's: torch's own error says so
+    "b-mlm": "has no place between its layers",
+    "c": "takes one model, not 2",
+    "d": "cannot be copied with copy.deepcopy",
+    "f-other": "cannot be copied",
+    "g": "calls the model a second time",
+}
+_BLOCKS = dict.fromkeys(("a", "c", "d", "e-small", "f-other", "h-separate"), "No such block was found. Name the layers")
 
 WAYS = {
     "data_parallel": Way("data_parallel:devices={devices}", one_process=True, forms=("closure",)),
@@ -36,17 +50,28 @@ WAYS = {
     "ddp-hierarchical": Way("ddp:reducer=hierarchical"),
     "ddp-reduce_to_one": Way("ddp:reducer=reduce_to_one"),
     "fsdp-1": Way("fsdp:stage=1", sgd=1e-8),
-    "fsdp-2": Way("fsdp:stage=2", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # d copies the model; a penalty on
-    "fsdp-3": Way("fsdp:stage=3", sgd=1e-8, jobs="abcegh", refused=("separate",)),  # parameters outside of a forward
-    "pipeline": Way("pipeline", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2, 3)),
+    "fsdp-2": Way("fsdp:stage=2", sgd=1e-8, jobs="abcegh", refused=("separate",), refuses=_SLICES),
+    "fsdp-3": Way("fsdp:stage=3", sgd=1e-8, jobs="abcegh", refused=("separate",), refuses=_SLICES),
+    "pipeline": Way("pipeline", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2, 3), refuses=_STAGES),
     "pipeline-2": Way(
         "pipeline:stages=2,schedule=1f1b", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2,), factor=2
     ),
-    "tensor": Way("tensor:size=2", jobs="bg", sgd=1e-8, worlds=(1, 2), factor=2),
-    # b clips by the norm of the whole gradient, the shards of g are of two sizes, batch norm is by shard.
+    "tensor": Way("tensor:size=2", jobs="bg", sgd=1e-8, worlds=(1, 2), factor=2, refuses=_BLOCKS),
+    # Not refused, and another model: b clips by the norm of the whole gradient, the shards of g are of two sizes, batch
+    # norm is by shard. diloco is the same as local_sgd where its outer step is a plain one of rate 1.
     "local_sgd-1": Way(
         "local_sgd:every=1,average_state=true", jobs="acdefh", refused=("bn",), optimizers=("sgd",), micro=(True,)
     ),
+    "diloco-1": Way(
+        "diloco:every=1,outer_lr=1,outer_momentum=0,average_state=true",
+        jobs="acdefh",
+        refused=("bn",),
+        optimizers=("sgd",),
+        micro=(True,),
+        daily=False,
+    ),
+    "parameter_server": Way("parameter_server", servers=1, daily=False),
+    "parameter_server-2": Way("parameter_server:servers=2", worlds=(2,), servers=2, daily=False),
 }
 
 
@@ -56,7 +81,10 @@ def spec(name: str, world: int) -> str | None:
 
 
 def processes(name: str, world: int) -> int:
-    return world * WAYS[name].factor if name and not WAYS[name].one_process else 1 if name else world
+    if not name:
+        return world
+    way = WAYS[name]
+    return 1 if way.one_process else world * way.factor + way.servers
 
 
 def tolerance(name: str, optimizer: str) -> float:

@@ -14,11 +14,12 @@ import torch
 
 from .common import Case
 from .harness import Outcome, plain, problems, run_cases
-from .matrix import MODULES, cut, cut_of_strategies, under_strategies, whole
+from .matrix import MODULES, cut, cut_of_strategies, refused, under_strategies, whole
 
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for all launches
 CUT = {case.name: case for case in (*cut(), *cut_of_strategies())}
 CASES = CUT | {case.name: case for case in (*whole(), *under_strategies())}
+REFUSED = refused()
 EXACT = [case for case in CASES.values() if case.variant == "exact"]
 
 
@@ -63,6 +64,15 @@ def test_is_the_model_of_plain_pytorch(case: Case, outcomes: dict[str, Outcome])
     assert len(losses) >= 30
     for result in outcome.results:
         assert not problems(case, result, losses, reference)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case, _ in REFUSED.values()])
+def test_is_refused(case: Case, outcomes: dict[str, Outcome]) -> None:
+    """What a strategy leaves out it names, with Paceline's own error, on every rank."""
+    words = REFUSED[case.name][1]
+    assert words in outcomes[case.name].error
+    assert outcomes[case.name].error.strip().splitlines()[-1].startswith("paceline.errors."), outcomes[case.name].error
 
 
 @pytest.mark.parametrize("case", params([case for case in EXACT if case.stops]))

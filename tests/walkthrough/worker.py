@@ -4,6 +4,9 @@
 
 Where a case raises alike on all processes, they go on with the next. Where it does not, or hangs, the launch ends:
 what is left of its collectives could disturb the next case. The harness launches again for what remains.
+
+A process that a strategy has serve the others (parameter_server) ends in `prepare` with exit code 0: here it goes on
+with the next case instead, and saves None.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,16 +37,22 @@ CASE_SECONDS = 60  # a case takes about one second; four processes on two busy c
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def attempt(case: Case, world: int, folder: Path) -> Result | str:
-    """The case's result, or the traceback of what stopped it."""
+def attempt(case: Case, world: int, folder: Path) -> Result | str | None:
+    """The case's result, or the traceback of what stopped it, or None of a server."""
     run = None
     try:
         job = importlib.import_module(f"walkthrough.{MODULES[case.job]}")
         run = paceline.start(seed=case.seed, strategy=strategies.spec(case.strategy, world), progress="off")
-        job.result_of.__globals__["whole_state"] = partial(whole_state, run, folder / f"export.{RANK}")
+        shared = job.result_of.__globals__
+        shared["whole_state"] = partial(whole_state, run, folder / f"export.{RANK}")
+        shared["optimizer_state"] = partial(optimizer_state, run)
         result: Result = job.paceline_job(run, case)
         run.close()
         return result
+    except SystemExit as end:
+        if end.code == 0 and world <= RANK:
+            return None
+        raise
     except Exception:
         error = traceback.format_exc()
         if run is not None:
@@ -61,6 +71,18 @@ def whole_state(run: paceline.Run, path: Path, model: torch.nn.Module) -> dict[s
     return load_file(path)
 
 
+def optimizer_state(run: paceline.Run, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state_dict; with what the strategy has of it, where the process itself has nothing."""
+    state = optimizer.state_dict()
+    if state["state"]:
+        return state
+    whole = run._strategy.state_dict()["optimizers"][run._optimizers.index(optimizer)]
+    names = [name for group in whole["groups"] for name in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    own = {number: whole["state"][name] for number, name in zip(numbers, names, strict=True) if name in whole["state"]}
+    return {**state, "state": own}
+
+
 def alike_everywhere(target: Path) -> bool:
     """Whether, within five seconds, every process has failed in this case, and with the same message."""
     deadline = time.monotonic() + 5
@@ -70,7 +92,8 @@ def alike_everywhere(target: Path) -> bool:
     if not all(result.exists() for result in results):
         return False
     errors = [torch.load(result, weights_only=False) for result in results]
-    return len({error.strip().splitlines()[-1] if isinstance(error, str) else "" for error in errors}) == 1
+    workers = [error for error in errors if error is not None]
+    return len({error.strip().splitlines()[-1] if isinstance(error, str) else "" for error in workers}) == 1
 
 
 def main(plan: str, folder: str) -> None:

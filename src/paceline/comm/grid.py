@@ -21,18 +21,27 @@ from paceline.errors import SettingError
 _made: dict[tuple[int, str, int], DeviceMesh] = {}
 
 
+def check_size(size: int, world: int | None, setting: str) -> None:
+    """Raises SettingError where so many processes (None: not known) cannot be rows of `size`."""
+    if world is None and size < 2:
+        raise SettingError(f"{setting}={size}: it must divide the number of processes, and be at least 2.")
+    if world is None or (size >= 2 and world % size == 0):
+        return
+    fits = [n for n in range(2, world + 1) if world % n == 0]
+    start = f"; or start {size * max(1, round(world / size))} processes" if size >= 2 else ""
+    raise SettingError(
+        f"{setting}={size}: it must divide the number of processes, {world}, and be at least 2. Here that is "
+        f"{' or '.join(map(str, fits))}{start}."
+    )
+
+
 class Grid:
     """Seen from one process. shards, shard: how many rows there are, and which is this process's. size, part: how many
     processes are in a row, and which this one is."""
 
     def __init__(self, device: torch.device, size: int, setting: str) -> None:
         world = dist.get_world_size()
-        if size < 2 or world % size:
-            fits = [n for n in range(2, world + 1) if world % n == 0]
-            raise SettingError(
-                f"{setting}={size}: it must divide the number of processes, {world}, and be at least 2. Here that is "
-                f"{' or '.join(map(str, fits))}; or start {size * max(1, round(world / max(size, 1)))} processes."
-            )
+        check_size(size, world, setting)
         key = (id(dist.group.WORLD), device.type, size)
         if key not in _made:
             _made[key] = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("shard", "part"))

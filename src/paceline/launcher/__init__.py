@@ -10,6 +10,7 @@ rendezvous.py   a store that listens on loopback only; for several machines torc
 agent.py        torch's elastic agent, watching the processes
 peers.py        what the launchers of several machines tell each other
 leavers.py      a rank that has ended while others go on
+stalls.py       ranks that wait for others
 report.py       which rank is the cause of a failure, and how to say it (pure)
 interrupts.py   Ctrl-C and SIGTERM
 supervise.py    a run, from the rendezvous to the last message
@@ -19,25 +20,26 @@ about.py        what `paceline env` prints
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from paceline.config import StrategySpec
 from paceline.launcher.nodes import ALONE, Nodes
 
 
-def _supervise() -> Callable[..., Any]:
-    """Loads torch, more than a second. Of the warnings of its C++ part there are pages where a connection breaks, which
-    the launcher tells in a line; the level is read at the import, and the workers keep theirs."""
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Where torch is loaded, which takes more than a second. Of the warnings of its C++ part there are pages where a
+    connection breaks, which the launcher tells in a line; the level is read at the import, and the workers keep
+    theirs."""
     level = "TORCH_CPP_LOG_LEVEL"
     ours = level not in os.environ
     if ours:
         os.environ[level] = "ERROR"
     try:
-        from paceline.launcher.supervise import supervise
-
-        return supervise
+        yield
     finally:
         if ours:
             del os.environ[level]
@@ -55,6 +57,7 @@ def run(
     monitor_seconds: float = 0.05,
     output: str | None = None,
     tee: str = "",
+    check_strategy: Callable[[StrategySpec, int | None], None] | None = None,
 ) -> int:
     """Run `script` in `nproc` processes of this machine and wait until all have ended.
 
@@ -69,6 +72,7 @@ def run(
         monitor_seconds: between two looks at the workers.
         output: directory for what the ranks other than the first print; None: a temporary one.
         tee: ranks whose output is shown too, such as "1,3" or "all".
+        check_strategy: raises SettingError for a strategy that cannot work on so many processes (None: not known).
 
     Returns:
         The exit code for the launcher: 0, that of the rank that failed first, or 128 + n for a signal n.
@@ -81,29 +85,39 @@ def run(
     from paceline.launcher.output import Output
     from paceline.launcher.plan import make_plan
 
-    plan = make_plan(
-        script,
-        args,
-        nproc,
-        settings or {},
-        kind="module" if module else "script",
-        nodes=nodes,
-        max_restarts=max_restarts,
-        monitor_seconds=monitor_seconds,
-        output=output,
-        tee=tee,
-    )
+    with _quietly():
+        plan = make_plan(
+            script,
+            args,
+            nproc,
+            settings or {},
+            check_strategy,
+            kind="module" if module else "script",
+            nodes=nodes,
+            max_restarts=max_restarts,
+            monitor_seconds=monitor_seconds,
+            output=output,
+            tee=tee,
+        )
+    if nodes.unused:
+        print(
+            f"paceline: {', '.join(nodes.unused)}: not used, since there is one machine, whose processes meet on "
+            "loopback. For several give --nnodes too.",
+            file=sys.stderr,
+            flush=True,
+        )
     with Interrupts() as interrupts:
         ranks = Output(plan.output, plan.tee)
         try:
-            supervise = _supervise()
+            with _quietly():
+                from paceline.launcher.supervise import supervise
             outcome = supervise(plan, interrupts, ranks)
         except BaseException as error:
             ranks.close(failed=False)
             if isinstance(error, Stopped):
                 return error.report()
             raise
-        where = ranks.close(failed=outcome.exit_code != 0)
+        where = ranks.close(failed=outcome.exit_code != 0 and not outcome.refused)
         if outcome.exit_code != 0:
             print(outcome.story + where, end="", file=sys.stderr, flush=True)
         return outcome.exit_code

@@ -9,7 +9,8 @@ A failure goes through these phases:
 
 1. A worker is seen to have failed: a non-zero exit code, a signal, or an exception that it wrote down and has not
    ended after for LINGER_SECONDS. Or another machine tells of a failure there, or a rank waits for one that has left.
-2. If all that failed so far only complain about another rank, wait up to SETTLE_SECONDS for that one's own story.
+2. If all that failed so far only complain about another rank, wait up to SETTLE_SECONDS for that one's own story; and
+   likewise for the words of the first rank, which are shown, where a script refuses its arguments.
 3. Tell the other machines.
 4. End the others: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
 5. Say the cause; start all again, or end.
@@ -40,6 +41,7 @@ from paceline.launcher.output import Output
 from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
 from paceline.launcher.rendezvous import workers_store
+from paceline.launcher.stalls import Stalls
 from paceline.world import MAY_DIE, World
 
 SETTLE_SECONDS = 1.0
@@ -60,6 +62,7 @@ class Agent(SimpleElasticAgent):
         super().__init__(spec)
         self.exit_code = 0
         self.story = ""  # why the run failed, ending in a newline
+        self.refused = False  # did all ranks refuse the script's arguments?
         self._plan, self._output, self._interrupts = plan, output, interrupts
         self._processes = processes.Processes([])
         self._ranks = range(0)  # of this machine
@@ -67,7 +70,7 @@ class Agent(SimpleElasticAgent):
         self._starts = 0
         self._failed = False  # were the workers ended because of a failure?
         self._began = time.monotonic()
-        self._leavers = Leavers({})
+        self._leavers, self._stalls = Leavers({}), Stalls({}, True)
         self._peers: Any = None
         self._workers_store: Any = None
 
@@ -105,7 +108,8 @@ class Agent(SimpleElasticAgent):
                 self._workers_store = workers_store(self._plan.nodes, str(worker_group.master_addr))
             own = self._workers_store.port if node == 0 else None
             worker_group.master_port = self._peers.share_port(own)
-        self._leavers = Leavers({rank: self._error_file(rank) for rank in self._ranks})
+        files = {rank: self._error_file(rank) for rank in self._ranks}
+        self._leavers, self._stalls = Leavers(files), Stalls(files, len(files) == 1 and not self._plan.nodes.several)
         self._interrupts.deferred = True
         self._interrupts.check()
         commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
@@ -160,7 +164,10 @@ class Agent(SimpleElasticAgent):
         if len(self._endings) == self._plan.nproc:
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks))
         problem = self._late() or self._leavers.look([*self._left(), *self._peers.left], self._running())
-        return RunResult(WorkerState.HEALTHY) if problem is None else self._fail(problem, None)
+        if problem is not None:
+            return self._fail(problem, None)
+        self._stalls.look(self._running())
+        return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, problem: str | None, elsewhere: Failure | None) -> RunResult:
         """End this machine's workers, and tell why: a rank of ours failed, or `problem`, or another machine did."""
@@ -185,6 +192,7 @@ class Agent(SimpleElasticAgent):
             self._remaining_restarts = 0
             self.story += "There is no restart: another machine has ended its part already.\n"
         self._failed = True
+        self.refused = bool(endings) and all(ending.refusal for ending in endings)
         self._shutdown()
         if self._remaining_restarts == 0:
             with contextlib.suppress(RendezvousLost):
@@ -197,7 +205,7 @@ class Agent(SimpleElasticAgent):
         deadline = time.monotonic() + SETTLE_SECONDS
         elsewhere: Failure | None = self._peers.look()
         while (
-            all(ending.consequence for ending in self._endings.values() if ending.failed)
+            all(ending.consequence or ending.refusal for ending in self._endings.values() if ending.failed)
             and (len(self._endings) < self._plan.nproc or self._plan.nodes.several)
             and (elsewhere is None or elsewhere.consequence)
             and time.monotonic() < deadline

@@ -1,47 +1,35 @@
-"""paceline.launch: a function in several processes, started by the same agent as a script."""
+"""A function in several processes, started by the same agent as a script: for paceline.launch (tools/launch.py)."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import LaunchError, SettingError
+from paceline.launcher.plan import StrategyCheck, make_plan
 
 
-def launch(
+def call(
     fn: Callable[..., Any],
-    *args: Any,
-    nproc: int | str = 2,
-    timeout: float | None = None,
-    tee: str = "",
-    **settings: Any,
+    args: tuple[Any, ...],
+    nproc: int | str,
+    settings: Mapping[str, object],
+    *,
+    timeout: float | None,
+    tee: str,
+    check_strategy: StrategyCheck,
 ) -> list[Any]:
-    """Call `fn(*args)` in `nproc` fresh processes of this machine, and return what it returned in each, by rank.
-
-    For notebooks and tests. The function may be defined anywhere, also in a notebook's cell or in another function; it
-    and its arguments are pickled, so that each process has copies. In it `paceline.start()` finds its world, as in a
-    script. What rank 0 prints is shown.
-
-    Args:
-        nproc: as for `paceline run`.
-        timeout: seconds; a run that takes longer is ended, and the error says where each rank stood.
-        tee: other ranks whose output is shown, such as "1" or "all".
-        settings: as on the command line; they override those of `start()`.
-
-    Raises:
-        LaunchError: with the traceback of the rank that failed; or the function, an argument or a result cannot be
-            pickled. KeyboardInterrupt: Ctrl-C, once all processes have ended.
-    """
+    """What `paceline.launch` does; tools/launch.py says it."""
     from paceline.launcher.interrupts import Interrupts, Stopped
     from paceline.launcher.output import Output
-    from paceline.launcher.plan import make_plan
 
     if not callable(fn):
         raise SettingError(f"launch({fn!r}): a function is needed, to call in each process: launch(train, nproc=2).")
-    plan = make_plan("", (), nproc, settings, kind="function", tee=tee, timeout_seconds=timeout)
+    plan = make_plan("", (), nproc, settings, check_strategy, kind="function", tee=tee, timeout_seconds=timeout)
     payload = _pickled(fn, args)
     output = Output(None, plan.tee, console=False)
     with Interrupts() as interrupts:
@@ -55,12 +43,22 @@ def launch(
                 pickle.dump((sys.path, payload), file)
             outcome = supervise(replace(plan, script=path), interrupts, output)
             if outcome.exit_code == 0:
-                return [_result(f"{path}.{rank}", rank) for rank in range(plan.nproc)]
-        except Stopped:
-            raise KeyboardInterrupt from None
+                return [_result(f"{path}.{rank}", fn, rank) for rank in range(plan.nproc)]
+        except Stopped as error:
+            stopped = error.signum
+        else:
+            raise LaunchError(f"launch({_name(fn)}): {outcome.story}".rstrip("\n"))
         finally:
             output.close(failed=False)
-    raise LaunchError(outcome.story.rstrip("\n"))
+    if stopped != signal.SIGINT:  # what this process does at such a signal, it does now that all others have ended
+        signal.raise_signal(stopped)
+    raise KeyboardInterrupt
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    """With its module: many are called train or main."""
+    name = getattr(fn, "__qualname__", None)
+    return repr(fn) if name is None else f"{getattr(fn, '__module__', '?')}.{name}"
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -69,16 +67,24 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return bytes(cloudpickle.dumps((fn, args)))
     except Exception as error:  # pickling raises what it likes
-        name = getattr(fn, "__name__", repr(fn))
         raise LaunchError(
-            f"launch({name}): the function, or something that it uses, cannot be sent to other processes ({error}). "
-            "Make files, locks, loaders and the like inside the function."
+            f"launch({_name(fn)}): the function, or something that it uses, cannot be sent to other processes "
+            f"({error}). Make files, locks, loaders and the like inside the function."
         ) from None
 
 
-def _result(path: str, rank: int) -> Any:
+def _result(path: str, fn: Callable[..., Any], rank: int) -> Any:
     try:
         with open(path, "rb") as file:
-            return pickle.load(file)
+            data = file.read()
     except FileNotFoundError:
-        raise LaunchError(f"rank {rank} ended with exit code 0 before the function returned (sys.exit?).") from None
+        raise LaunchError(
+            f"launch({_name(fn)}): rank {rank} ended with exit code 0 before the function returned (sys.exit?)."
+        ) from None
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # unpickling raises what it likes
+        raise LaunchError(
+            f"launch({_name(fn)}): what it returned on rank {rank} cannot be read here ({type(error).__name__}: "
+            f"{error}). Return numbers, strings, tensors on the CPU, or lists and dicts of them."
+        ) from None

@@ -32,6 +32,7 @@ _IDLE = 0.1  # of a core: below, a process waits
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # Innermost Python frames of a rank that waits for others. In a backward, a busy CPU says that it computes.
 _WAITS = re.compile(r"/torch/distributed/|/torch/cuda/|/paceline/(comm|strategies|train)/")
+_OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/comm/")
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$")
 _DECORATORS = ("wrapper", "decorate_context")  # of torch's, around what the script calls
 _LIBRARY = re.compile(r"/(torch|paceline)/|/lib/python3[^/]*/(?!site-packages/)|^<frozen ")
@@ -50,13 +51,15 @@ class Stand:
     cpu_seconds: float
 
     def __str__(self) -> str:
-        """The innermost line of the user's, and the call in it."""
-        called = ""
+        """The innermost line of the user's, the call in it, and the operation where that waits."""
+        called = inner = ""
         for path, line, function in self.frames:
             if not _LIBRARY.search(path):
-                return f"{os.path.basename(path)}, line {line}{called and f', in {called}()'}"
+                within = f" ({inner})" if inner not in ("", called) else ""
+                return f"{os.path.basename(path)}, line {line}{called and f', in {called}()'}{within}"
             if function not in _DECORATORS:
                 called = function
+                inner = inner or (function if _OPERATIONS.search(path) else "")
         return f"{called}()"
 
 
@@ -66,7 +69,7 @@ def stands(error_files: Mapping[int, str], pids: Mapping[int, int]) -> dict[int,
     asked: dict[int, str] = {}
     for rank, pid in pids.items():
         path = stand_file(error_files[rank])
-        if STAND_SIGNAL is None or not os.path.exists(path):
+        if STAND_SIGNAL is None or not os.path.exists(path) or not _catches(pid, STAND_SIGNAL):
             continue
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
@@ -82,6 +85,16 @@ def stands(error_files: Mapping[int, str], pids: Mapping[int, int]) -> dict[int,
                     frames = tuple((name, int(line), function) for name, line, function in _FRAME.findall(text))
                     found[rank] = Stand(frames, _cpu_seconds(pids[rank]))
     return found
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Has the process a handler for the signal? One that has become another program (os.execv) has none, and would be
+    killed by it."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
 
 
 def _cpu_seconds(pid: int) -> float:

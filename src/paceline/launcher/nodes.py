@@ -28,6 +28,7 @@ class Nodes:
         run_id: the name of the run, alike on all machines.
         conf: options of the rendezvous.
         local_addr: the address by which others reach this machine; None: its name.
+        unused: options that were given and mean nothing on one machine.
     """
 
     least: int = 1
@@ -39,6 +40,7 @@ class Nodes:
     run_id: str = "paceline"
     conf: Mapping[str, str] = field(default_factory=dict)
     local_addr: str | None = None
+    unused: tuple[str, ...] = ()
 
     @property
     def several(self) -> bool:
@@ -84,7 +86,18 @@ def read_nodes(
         numbers = "is 0, the only one" if most == 1 else f"is from 0 to {most - 1}"
         raise LaunchError(f"--node-rank {node_rank}: with --nnodes {nnodes} a machine's number {numbers}.")
     if most == 1:
-        return Nodes(port=0 if standalone else master_port or 0)
+        return Nodes(
+            port=0 if standalone else master_port or 0,
+            run_id=rdzv_id or "paceline",
+            unused=_unused(
+                rdzv_backend=None if rdzv_backend == "c10d" else rdzv_backend,
+                rdzv_endpoint=rdzv_endpoint if not _here(rdzv_endpoint) else None,
+                rdzv_conf=rdzv_conf,
+                master_addr=master_addr if not _here(master_addr) else None,
+                master_port=master_port if standalone else None,
+                local_addr=local_addr if not _here(local_addr) else None,
+            ),
+        )
     fixed = least == most
     backend = rdzv_backend or ("static" if node_rank is not None and fixed else "c10d")
     if backend == "static" and (node_rank is None or not fixed):
@@ -105,6 +118,16 @@ def read_nodes(
         conf=_pairs(rdzv_conf or ""),
         local_addr=local_addr or ("127.0.0.1" if is_loopback(host) else None),
     )
+
+
+def _here(place: str | None) -> bool:
+    """Is it this machine alone, which is where all processes of one machine meet anyway? With a port or without."""
+    return place is not None and is_loopback(place.removeprefix("[").partition("]")[0].partition(":")[0] or "::1")
+
+
+def _unused(**given: object) -> tuple[str, ...]:
+    """Of torchrun's options those that were given, as they were typed."""
+    return tuple(f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None)
 
 
 def _counts(nnodes: str) -> tuple[int, int]:

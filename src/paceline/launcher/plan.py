@@ -14,10 +14,13 @@ from typing import Any
 
 from paceline import config
 from paceline import world as names
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, SettingError
 from paceline.launcher import checks
 from paceline.launcher.nodes import ALONE, Nodes
 from paceline.world import World
+
+StrategyCheck = Callable[[config.StrategySpec, int | None], None]
+"""Raises SettingError for a strategy that cannot work on so many processes (None: not known): strategies.check."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,17 @@ class Plan:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def make_plan(script: str, args: Sequence[str], nproc: str | int, settings: Mapping[str, object], **rest: Any) -> Plan:
+def make_plan(
+    script: str,
+    args: Sequence[str],
+    nproc: str | int,
+    settings: Mapping[str, object],
+    check_strategy: StrategyCheck | None = None,
+    **rest: Any,
+) -> Plan:
     """Check what can be checked before anything starts. `rest` are the other attributes of Plan, `tee` as typed.
+
+    check_strategy looks at the strategy, if the command line or the settings file names one.
 
     Raises:
         LaunchError: `nproc` is no number of processes, `script` is no file that can be read, or the like.
@@ -72,8 +84,11 @@ def make_plan(script: str, args: Sequence[str], nproc: str | int, settings: Mapp
     if rest.get("monitor_seconds", 1.0) <= 0:
         raise LaunchError(f"--monitor-interval {rest['monitor_seconds']}: give seconds, above 0, such as 0.1.")
     checks.check_outer_world(os.environ, nodes)
-    given, device = _check_settings(script, kind, settings)
+    given, layers = _settings(script, kind, settings)
+    device = config.resolve(*layers)[0].device
     count = count_processes(nproc, available_cores(), _visible_gpus)
+    if check_strategy is not None:
+        _check_strategy(check_strategy, layers, count * nodes.most if nodes.least == nodes.most else None)
     if not nodes.several and nodes.port:
         checks.check_port("127.0.0.1", nodes.port, "--master-port")
     elif nodes.backend == "static" and nodes.rank == 0:
@@ -82,8 +97,12 @@ def make_plan(script: str, args: Sequence[str], nproc: str | int, settings: Mapp
     return Plan(script, tuple(args), count, given, device=device, **rest)
 
 
-def _check_settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[dict[str, object], str | None]:
-    """(what the workers are to be told, the device if one is set). The workers would find faults too, seconds later."""
+Layers = list[tuple[str, Mapping[str, Any]]]
+
+
+def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[dict[str, object], Layers]:
+    """(what the workers are to be told, what `config.resolve` is to look at, since the workers would find faults only
+    seconds later)."""
     given = dict(settings)
     path = given.pop("config", None)
     if path is not None:
@@ -91,12 +110,19 @@ def _check_settings(script: str, kind: str, settings: Mapping[str, object]) -> t
     elif kind != "module":  # a module's file is not known here
         beside = config.file_beside(script if kind == "script" else None)
         path = str(beside) if beside is not None else None
-    layers: list[tuple[str, Mapping[str, Any]]] = [
-        ("the command line", {key: value for key, value in given.items() if key != "config"})
-    ]
+    layers: Layers = [("the command line", {key: value for key, value in given.items() if key != "config"})]
     if path is not None:
         layers.insert(0, (path, config.read_file(path)))
-    return given, config.resolve(*layers)[0].device
+    return given, layers
+
+
+def _check_strategy(check: StrategyCheck, layers: Layers, size: int | None) -> None:
+    for place, values in reversed(layers):
+        if values.get("strategy") is not None:
+            try:
+                return check(config.parse_strategy(values["strategy"]), size)
+            except SettingError as error:
+                raise SettingError(f"{error} (It is from {place}.)") from None
 
 
 def read_ranks(text: str, size: int | None) -> frozenset[int] | None:

@@ -79,6 +79,11 @@ class Ending:
         return self.error is not None and self.error.consequence
 
     @property
+    def refusal(self) -> bool:
+        """Did the script refuse its arguments? Command-line parsers end with 2 then, on every rank."""
+        return self.error is None and self.code == 2
+
+    @property
     def began(self) -> float:
         return self.error.time if self.error else self.time
 
@@ -102,7 +107,10 @@ def read_error(path: str) -> Error | None:
 def cause(endings: Sequence[Ending]) -> Ending:
     """The ending that led to the others; at least one of them must be a failure."""
     failed = [ending for ending in endings if ending.failed]
-    return min(failed, key=lambda ending: (ending.consequence, ending.began))
+    first = min(failed, key=lambda ending: (ending.consequence, ending.began))
+    if first.refusal:  # of those that say the same the one whose words were shown, which is the lowest
+        return min((ending for ending in failed if ending.refusal), key=lambda ending: ending.rank)
+    return first
 
 
 def exit_code(ending: Ending) -> int:
@@ -124,13 +132,21 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
     elif last_lines and (first.error is None or first.error.shown):
         lines.append("The last it printed:\n  " + "\n  ".join(last_lines))
     rest = [ending for ending in endings if ending.failed and ending is not first and not ending.consequence]
-    if rest:
-        lines.append(f"{name_ranks(e.rank for e in rest)} failed too.")
+    alike = [e for e in rest if _told(e) == _told(first)]
+    if alike:
+        lines.append(f"{name_ranks(e.rank for e in alike)} failed in the same way.")
+    if len(alike) < len(rest):
+        lines.append(f"{name_ranks(e.rank for e in rest if e not in alike)} failed too.")
     early = [ending for ending in endings if not ending.failed]
     if first.consequence and early:
         who = name_ranks(ending.rank for ending in early)
         lines.append(f"{who} had ended before, without an error: do all ranks take the same number of steps?")
     return "\n".join(lines) + "\n"
+
+
+def _told(ending: Ending) -> tuple[int | None, str]:
+    """What is alike where ranks fail for one reason."""
+    return (None, ending.error.summary) if ending.error else (ending.code, "")
 
 
 def headline(ending: Ending) -> str:

@@ -24,10 +24,12 @@ from paceline.launcher.rendezvous import make_rendezvous
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the launcher's exit code, and where it is not 0, what went wrong, ending in a newline."""
+    """How a run ended: the launcher's exit code, and where it is not 0, what went wrong, ending in a newline. refused:
+    the script refused its arguments, on all ranks that ended."""
 
     exit_code: int
     story: str
+    refused: bool = False
 
 
 def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
@@ -68,7 +70,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
     finally:
         if close:
             spec.rdzv_handler.shutdown()
-    return Outcome(agent.exit_code, agent.story)
+    return Outcome(agent.exit_code, agent.story, agent.refused)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,8 @@ def _answer_where_it_stands() -> None:
     if path and STAND_SIGNAL is not None:
         with contextlib.suppress(OSError):
             file = open(stand_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
+            # What the interpreter puts back at its exit, when a question may come yet: the default would kill.
+            signal.signal(STAND_SIGNAL, signal.SIG_IGN)
             faulthandler.register(STAND_SIGNAL, file=file, all_threads=False)
 
 
@@ -130,7 +132,13 @@ def run_function(path: str, args: Sequence[str]) -> None:
     _new_main([""])
     with open(path, "rb") as file:
         sys.path[:], payload = pickle.load(file)
-    function, arguments = pickle.loads(payload)
+    try:
+        function, arguments = pickle.loads(payload)
+    except Exception as error:  # unpickling raises what it likes
+        raise LaunchError(
+            f"the function, or an argument, cannot be made in this process ({type(error).__name__}: {error}). What it "
+            "is made of must be in a module that can be imported here, or in the notebook or script itself."
+        ) from error
     value = function(*arguments)
     try:
         data = cloudpickle.dumps(value)

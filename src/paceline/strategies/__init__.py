@@ -1,9 +1,14 @@
-"""Strategies by name. Options are arguments of the class; `make` reads them from text or takes them as they are."""
+"""Strategies by name. Options are arguments of the class, read from text or taken as they are.
+
+Beside its class a strategy's module has a function `check(size, *, option, ...)`, which raises SettingError for what
+cannot work with so many processes (None: not known), before there are any. The class begins with it.
+"""
 
 from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import torch
@@ -13,7 +18,7 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Layout, Piece, Strategy, Term, Work
 from paceline.world import World
 
-__all__ = ["STRATEGIES", "Layout", "Piece", "Strategy", "Term", "Work", "make"]
+__all__ = ["STRATEGIES", "Layout", "Piece", "Strategy", "Term", "Work", "check", "make"]
 
 STRATEGIES = {
     "single": "paceline.strategies.single:Single",
@@ -29,6 +34,10 @@ STRATEGIES = {
     "parameter_server": "paceline.strategies.parameter_server:ParameterServer",
 }
 
+_PLACE = ("world", "device")  # of the classes' arguments those that are no options
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
+
 
 def make(spec: StrategySpec | None, world: World, device: torch.device) -> Strategy:
     """The strategy of a run: the named one, or `single` for one process and `ddp` for several.
@@ -36,33 +45,48 @@ def make(spec: StrategySpec | None, world: World, device: torch.device) -> Strat
     Raises SettingError for an unknown name, an unknown option, or a value that the option cannot have.
     """
     spec = spec or StrategySpec("single" if world.size == 1 else "ddp")
+    _, cls = _find(spec)
+    return cls(world, device, **_options(spec, cls))
+
+
+def check(spec: StrategySpec, size: int | None) -> None:
+    """Raises SettingError, as `make` would, for what can be seen before any process starts: an unknown name or option,
+    a value that it cannot have, a number of processes (None: not known) that it cannot work with."""
+    module, cls = _find(spec)
+    defaults = {key: p.default for key, p in inspect.signature(cls).parameters.items() if key not in _PLACE}
+    taken = inspect.signature(module.check).parameters
+    options = {**defaults, **_options(spec, cls)}
+    module.check(size, **{key: value for key, value in options.items() if key in taken})
+
+
+def _find(spec: StrategySpec) -> tuple[ModuleType, type[Strategy]]:
     if spec.name not in STRATEGIES:
         raise SettingError(f"strategy={spec.name!r} is not known. {suggest(spec.name, STRATEGIES)}")
-    module, _, name = STRATEGIES[spec.name].partition(":")
-    cls: type[Strategy] = getattr(import_module(module), name)
-    return cls(world, device, **_options(spec, cls))
+    path, _, name = STRATEGIES[spec.name].partition(":")
+    module = import_module(path)
+    return module, getattr(module, name)
 
 
 def _options(spec: StrategySpec, cls: type[Strategy]) -> dict[str, Any]:
     parameters = inspect.signature(cls).parameters
-    known = [name for name in parameters if name not in ("world", "device")]
+    known = [name for name in parameters if name not in _PLACE]
     hints = get_type_hints(cls.__init__)
     options = {}
     for key, value in spec.options.items():
         if key not in known:
-            listed = suggest(key, known) if known else "It takes none."
-            raise SettingError(f"strategy {spec.name!r} has no option {key!r}. {listed}")
-        options[key] = _read(spec.name, key, value, hints[key]) if isinstance(value, str) else value
+            raise SettingError(f"strategy {spec.name!r} has no option {key!r}. {suggest(key, known)}")
+        options[key] = _read(spec.name, key, value, hints[key])
     return options
 
 
-def _read(strategy: str, key: str, text: str, kind: Any) -> Any:
-    if kind is str:
-        return text
+def _read(strategy: str, key: str, value: Any, kind: Any) -> Any:
+    if kind not in _WANTED:  # a name, or what stands for one; the strategy itself looks at it
+        return value
     try:
-        if kind is bool:
-            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
-        return kind(text)
+        if isinstance(value, str):
+            return _TRUTH[value.lower()] if kind is bool else kind(value)
+        if isinstance(value, bool) == (kind is bool) and isinstance(value, (int, kind)):
+            return value
     except (KeyError, ValueError):
-        wanted = "true or false" if kind is bool else f"a {kind.__name__}"
-        raise SettingError(f"strategy {strategy!r}: {key}={text!r}: {wanted} is needed.") from None
+        pass
+    raise SettingError(f"strategy {strategy!r}: {key}={value!r}: {_WANTED[kind]} is needed.")

@@ -160,6 +160,11 @@ class Apart:
         """The models of all replicas become one: at the mean of their parameters and buffers."""
         self.average([part for parts in self.parts.values() for part in parts], buffers=True)
 
+    def differ(self) -> bool:
+        """Have replicas trained since they were last one? Alike on all of them."""
+        trained = any(part.changed for parts in self.parts.values() for part in parts)
+        return collectives.size_of() > 1 and (trained or self._buffer_weight is not None)
+
     def average(
         self,
         parts: Sequence[Part],

@@ -142,6 +142,7 @@ class Strategy(ABC):
     loss_scale: float = 1.0  # fp16: a factor of all weights of this global batch, taken out after the reduction
     seen: Weight = 0.0  # with layout.local: how many examples (or tokens) `.grad` is a mean over; set before `finish`
     settle: Callable[[], None] | None = None  # with layout.local: makes the replicas' models one. Collective
+    apart: Callable[[], bool] | None = None  # with layout.local: whether the replicas' models differ; asks nobody
     reduces_each: bool = False  # whether every micro-batch's gradients are summed over the shards, not the last's alone
     # For each further replica of this process, the user's parameter -> its own: what is done to the gradient of the one
     # (put aside, scaled, clipped, cleared) is done to that of the other. The same object always.

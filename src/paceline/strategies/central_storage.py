@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from paceline.comm.devices import buckets, flatten, unflatten
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
-from paceline.strategies.devices import check_one_process, devices_of
+from paceline.strategies.devices import check_devices, devices_of
 from paceline.strategies.masters import in_place_of
 from paceline.strategies.replicas import ReplicaSet, Stamp, norms_of, refuse_loop, stamp_of
 from paceline.strategies.replicated import closure_on_one_replica, load_replicated, replicated_state
@@ -40,11 +40,16 @@ from paceline.world import World
 _HOST = torch.device("cpu")
 
 
+def check(size: int | None, *, devices: str) -> None:
+    """Raises SettingError for several processes, or for devices that cannot be."""
+    check_devices("central_storage", size, devices, least=1)
+
+
 class CentralStorage(Strategy):
     """devices: such as "cuda:0" or "cuda:0,cuda:1"; all accelerators of this machine if not given."""
 
     def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
-        check_one_process("central_storage", world)
+        check(world.size, devices=devices)
         found = devices_of("central_storage", devices, device, least=1)
         self.device = found[0]
         self._replicas = ReplicaSet(found) if len(found) > 1 else None

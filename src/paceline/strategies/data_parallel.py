@@ -26,10 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.strategies.base import Strategy, Term, Weight, Work
-from paceline.strategies.devices import check_one_process, devices_of
+from paceline.strategies.devices import check_devices, devices_of
 from paceline.strategies.replicas import ReplicaSet, refuse_loop
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
+
+
+def check(size: int | None, *, devices: str) -> None:
+    """Raises SettingError for several processes, or for devices that cannot be."""
+    check_devices("data_parallel", size, devices, least=2)
 
 
 class DataParallel(Strategy):
@@ -38,7 +43,7 @@ class DataParallel(Strategy):
     closure_only = True
 
     def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
-        check_one_process("data_parallel", world)
+        check(world.size, devices=devices)
         self._replicas = ReplicaSet(devices_of("data_parallel", devices, device, least=2))
         self.layout, self.copies = self._replicas.layout, self._replicas.copies
         self.models: list[nn.Module] = []

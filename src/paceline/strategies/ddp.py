@@ -27,6 +27,7 @@ parameters. `find_unused=true` compares every time, for models whose path depend
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,17 @@ Reached = tuple[bool, ...]
 """For each trainable parameter, whether a backward reaches it."""
 
 
+def check(
+    size: int | None, *, bucket_mb: float, static_graph: bool, find_unused: bool, reducer: str, codec: str
+) -> None:
+    """Raises SettingError for what cannot work, on any number of processes."""
+    if not 0 < bucket_mb < math.inf:
+        raise SettingError(f"strategy ddp: bucket_mb={bucket_mb}: a size above 0, in MB, is needed, such as 25.")
+    if static_graph and find_unused:
+        raise SettingError("strategy ddp: static_graph and find_unused contradict each other. Set one of them.")
+    ddp_hook.check(reducer, codec)
+
+
 class DDP(Strategy):
     """bucket_mb: size of a bucket in MB (2**20 bytes). static_graph, gradient_as_bucket_view: as in torch's DDP.
     find_unused: the parameters that a loss reaches may differ between steps and ranks. reducer: "native", "ring",
@@ -70,10 +82,14 @@ class DDP(Strategy):
         reducer: str = "native",
         codec: str = "none",
     ) -> None:
-        if bucket_mb <= 0:
-            raise SettingError(f"strategy ddp: bucket_mb={bucket_mb}: a size above 0, in MB, is needed.")
-        if static_graph and find_unused:
-            raise SettingError("strategy ddp: static_graph and find_unused contradict each other. Set one of them.")
+        check(
+            world.size,
+            bucket_mb=bucket_mb,
+            static_graph=static_graph,
+            find_unused=find_unused,
+            reducer=reducer,
+            codec=codec,
+        )
         self._reduction = ddp_hook.make(self, reducer, codec, world, device)
         # torch's reducer averages over replicas: the world's size in the weights turns that into the sum.
         self._factor = world.size if self._reduction is None else 1

@@ -47,8 +47,8 @@ KEY = "codec"
 """Under which a strategy's state holds what codecs kept: {"name", "residual": {name: tensor}, "q": {name: tensor}}."""
 
 
-def make(strategy: Strategy, reducer: str, codec: str, world: World, device: torch.device) -> Reduction | None:
-    """None where torch's own all-reduce is what is asked for. Raises SettingError for what is not known."""
+def check(reducer: str, codec: str) -> Codec | None:
+    """The codec that is meant. Raises SettingError for what is not known."""
     known = ("native", *REDUCERS)
     if reducer not in known:
         raise SettingError(f"strategy ddp: reducer={reducer!r} is not known. {suggest(str(reducer), known)}")
@@ -61,6 +61,12 @@ def make(strategy: Strategy, reducer: str, codec: str, world: World, device: tor
             f"strategy ddp: codec={codec!r} with reducer={reducer!r}: replicas choose different elements, which are "
             "gathered and not added on the way. Use reducer=native or ring."
         )
+    return chosen
+
+
+def make(strategy: Strategy, reducer: str, codec: str, world: World, device: torch.device) -> Reduction | None:
+    """None where torch's own all-reduce is what is asked for. Raises SettingError for what is not known."""
+    chosen = check(reducer, codec)
     if reducer == "native" and chosen is None:
         return None
     lossy = chosen is not None and (world.size > 1 or not isinstance(chosen, codecs.Rounding))

@@ -8,16 +8,29 @@ from typing import Any
 import torch
 
 from paceline.errors import SettingError
-from paceline.world import World
 
 
-def check_one_process(strategy: str, world: World) -> None:
-    """Raises SettingError where there are several."""
-    if world.size != 1:
+def check_devices(strategy: str, size: int | None, given: str | Sequence[str], least: int) -> None:
+    """Raises SettingError where there are several processes, or the devices that `given` names cannot be used together.
+    Asks for no device of this machine."""
+    if size not in (1, None):
         raise SettingError(
-            f"strategy {strategy} runs in one process, but there are {world.size}. Start one (--nproc 1), or use "
+            f"strategy {strategy} runs in one process, but there are {size}. Start one (--nproc 1), or use "
             "strategy='ddp'."
         )
+    names = _names(strategy, given)
+    text = ",".join(names)
+    for name in names:
+        _read(f"strategy {strategy}: devices={text!r}", name)
+    if names and len(names) < least:
+        raise _too_few(strategy, f"devices={text!r} names {len(names)}", "single")
+
+
+def _too_few(strategy: str, found: str, otherwise: str) -> SettingError:
+    return SettingError(
+        f"strategy {strategy} needs at least two devices, but {found}. Name them (devices=cuda:0,cuda:1, or cpu,cpu to "
+        f"try it without), or use strategy='{otherwise}'."
+    )
 
 
 def devices_of(
@@ -40,10 +53,7 @@ def devices_of(
     devices = [_device(where, name, kind, count) for name in names]
     if len(devices) < least:
         found = f"devices={text!r} names {len(devices)}" if text else f"this machine has {len(names)} accelerator(s)"
-        raise SettingError(
-            f"strategy {strategy} needs at least two devices, but {found}. Name them (devices=cuda:0,cuda:1, or "
-            f"cpu,cpu to try it without), or use strategy='{otherwise}'."
-        )
+        raise _too_few(strategy, found, otherwise)
     if len({device.type for device in devices}) > 1:
         raise SettingError(f"{where} are of several types. Name devices of one type.")
     if devices[0].type != "cpu" and len(set(devices)) < len(devices):
@@ -67,10 +77,7 @@ def _names(strategy: str, given: str | Sequence[str]) -> list[str]:
 
 
 def _device(where: str, name: str, kind: torch.device | None, count: int) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise SettingError(f"{where}: {str(error).splitlines()[0]}") from None
+    device = _read(where, name)
     if device.type == "cpu":
         return torch.device("cpu")
     if kind is None or device.type != kind.type:
@@ -79,6 +86,13 @@ def _device(where: str, name: str, kind: torch.device | None, count: int) -> tor
     if device.index >= count:
         raise SettingError(f"{where}: there is no {name}: {count} {kind.type} devices are visible.")
     return device
+
+
+def _read(where: str, name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise SettingError(f"{where}: {str(error).splitlines()[0]}") from None
 
 
 def _with_index(device: torch.device) -> torch.device:

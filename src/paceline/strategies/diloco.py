@@ -25,6 +25,7 @@ overlap of communication with later inner steps, and its 4-bit outer gradients, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,21 @@ from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gr
 from paceline.strategies.local_sgd import check_whole, load_steps, say
 from paceline.strategies.replicated import closure_on_one_replica, load_replicated, parameter_names, replicated_state
 from paceline.world import World
+
+
+def check(size: int | None, *, every: int, outer_lr: float, outer_momentum: float, fragments: int) -> None:
+    """Raises SettingError for what cannot work, on any number of processes."""
+    check_whole("diloco", "every", every, 1)
+    check_whole("diloco", "fragments", fragments, 1)
+    if fragments > every:
+        raise SettingError(
+            f"strategy diloco: fragments={fragments} with every={every}: each fragment is sent at a step of its own in "
+            "a round. Set fragments to every at most."
+        )
+    if not 0 < outer_lr < math.inf:
+        raise SettingError(f"strategy diloco: outer_lr={outer_lr!r}: a learning rate above 0 is needed, such as 0.7.")
+    if not 0 <= outer_momentum < 1:
+        raise SettingError(f"strategy diloco: outer_momentum={outer_momentum!r}: from 0 to below 1 is needed.")
 
 
 class DiLoCo(Strategy):
@@ -55,17 +71,7 @@ class DiLoCo(Strategy):
         fragments: int = 1,
         average_state: bool = False,
     ) -> None:
-        check_whole("diloco", "every", every, 1)
-        check_whole("diloco", "fragments", fragments, 1)
-        if fragments > every:
-            raise SettingError(
-                f"strategy diloco: fragments={fragments} with every={every}: each fragment is sent at a step of its "
-                "own in a round. Set fragments to every at most."
-            )
-        if not outer_lr > 0:
-            raise SettingError(f"strategy diloco: outer_lr={outer_lr!r}: a learning rate above 0 is needed.")
-        if not 0 <= outer_momentum < 1:
-            raise SettingError(f"strategy diloco: outer_momentum={outer_momentum!r}: from 0 to below 1 is needed.")
+        check(world.size, every=every, outer_lr=outer_lr, outer_momentum=outer_momentum, fragments=fragments)
         self.world, self.device = world, device
         self.layout = Layout(shards=world.size, mine=(world.rank,), local=True)
         self.every, self.fragments, self.average_state = every, fragments, average_state
@@ -75,7 +81,7 @@ class DiLoCo(Strategy):
         self._apart = Apart(device, fragments)
         self._shared: dict[Tensor, Tensor] = {}  # parameter -> the shared weights, since its first training step
         self._outer: torch.optim.SGD | None = None  # over the shared weights
-        self.settle = self._apart.settle
+        self.settle, self.apart = self._apart.settle, self._apart.differ
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not self.models:

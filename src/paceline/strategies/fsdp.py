@@ -39,6 +39,30 @@ from paceline.world import World
 _MIXED = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check(size: int | None, *, stage: int, min_params: int, mixed: str, offload: bool) -> None:
+    """Raises SettingError for what cannot work."""
+    if stage not in (1, 2, 3):
+        raise SettingError(
+            f"strategy fsdp: stage={stage}: 1 (optimizer state in slices), 2 (gradients too) or 3 (parameters too) is "
+            "needed."
+        )
+    if mixed not in _MIXED:
+        raise SettingError(f"strategy fsdp: mixed={mixed!r} is not known. {suggest(str(mixed), _MIXED)}")
+    if min_params < 0:
+        raise SettingError(f"strategy fsdp: min_params={min_params}: a number of parameters, at least 0, is needed.")
+    if stage == 1 and (mixed != "none" or offload):
+        name = f"mixed={mixed}" if mixed != "none" else "offload=true"
+        raise SettingError(
+            f"strategy fsdp: {name} needs stage=2 or stage=3; in stage 1 parameters stay whole, as they are. "
+            "(precision='bf16' works with every stage.)"
+        )
+    if size == 1:
+        raise SettingError(
+            "strategy fsdp needs at least two processes to slice over: paceline run --nproc 2 --strategy fsdp ... With "
+            "one, leave the strategy out."
+        )
+
+
 class FSDP(Strategy):
     """stage: 1, 2 or 3.
 
@@ -63,26 +87,7 @@ class FSDP(Strategy):
         offload: bool = False,
         find_unused: bool = False,
     ) -> None:
-        if stage not in (1, 2, 3):
-            raise SettingError(
-                f"strategy fsdp: stage={stage}: 1 (optimizer state in slices), 2 (gradients too) or 3 (parameters "
-                "too) is needed."
-            )
-        if mixed not in _MIXED:
-            raise SettingError(f"strategy fsdp: mixed={mixed!r} is not known. {suggest(mixed, _MIXED)}")
-        if min_params < 0:
-            raise SettingError(f"strategy fsdp: min_params={min_params}: a number of parameters, at least 0.")
-        if stage == 1 and (mixed != "none" or offload):
-            name = f"mixed={mixed}" if mixed != "none" else "offload=true"
-            raise SettingError(
-                f"strategy fsdp: {name} needs stage=2 or stage=3; in stage 1 parameters stay whole, as they are. "
-                "(precision='bf16' works with every stage.)"
-            )
-        if world.size < 2:
-            raise SettingError(
-                "strategy fsdp needs at least two processes to slice over: paceline run --nproc 2 --strategy fsdp ... "
-                "With one, leave the strategy out."
-            )
+        check(world.size, stage=stage, min_params=min_params, mixed=mixed, offload=offload)
         if mixed != "none" and world.rank == 0:
             warnings.warn(
                 f"strategy fsdp: mixed={mixed} computes in {mixed}, so that the model is near to that of other "

@@ -40,6 +40,12 @@ from paceline.strategies.replicated import closure_on_one_replica, load_replicat
 from paceline.world import World
 
 
+def check(size: int | None, *, every: int, warmup: int) -> None:
+    """Raises SettingError for what cannot work, on any number of processes."""
+    check_whole("local_sgd", "every", every, 1)
+    check_whole("local_sgd", "warmup", warmup, 0)
+
+
 class LocalSGD(Strategy):
     """every: steps of an optimizer from one averaging of its weights to the next. warmup: steps that average gradients
     first. average_state: average the optimizers' state (momentum) with the weights."""
@@ -53,15 +59,14 @@ class LocalSGD(Strategy):
         warmup: int = 0,
         average_state: bool = False,
     ) -> None:
-        check_whole("local_sgd", "every", every, 1)
-        check_whole("local_sgd", "warmup", warmup, 0)
+        check(world.size, every=every, warmup=warmup)
         self.world, self.device = world, device
         self.layout = Layout(shards=world.size, mine=(world.rank,), local=True)
         self.every, self.warmup, self.average_state = every, warmup, average_state
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._apart = Apart(device)
-        self.settle = self._apart.settle
+        self.settle, self.apart = self._apart.settle, self._apart.differ
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not self.models and self.world.size > 1:

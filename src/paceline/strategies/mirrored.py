@@ -37,13 +37,22 @@ from paceline.comm.reducers import REDUCERS
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import ModelError, SettingError, suggest
 from paceline.strategies.base import Strategy, Term, Weight, Work
-from paceline.strategies.devices import check_one_process, devices_of
+from paceline.strategies.devices import check_devices, devices_of
 from paceline.strategies.replicas import ReplicaSet, norms_of, on_device, refuse_loop
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.strategies.updates import Draws, follow_groups, optimizer_like, step_between_hooks
 from paceline.world import World
 
 REDUCTIONS = ("native", *REDUCERS)
+
+
+def check(size: int | None, *, devices: str, reduction: str) -> None:
+    """Raises SettingError for several processes, for devices that cannot be, or for an unknown reduction."""
+    if reduction not in REDUCTIONS:
+        raise SettingError(
+            f"strategy mirrored: reduction={reduction!r} is not known. {suggest(str(reduction), REDUCTIONS)}"
+        )
+    check_devices("mirrored", size, devices, least=2)
 
 
 class Mirrored(Strategy):
@@ -53,11 +62,7 @@ class Mirrored(Strategy):
     closure_only = True
 
     def __init__(self, world: World, device: torch.device, *, devices: str = "", reduction: str = "native") -> None:
-        check_one_process("mirrored", world)
-        if reduction not in REDUCTIONS:
-            raise SettingError(
-                f"strategy mirrored: reduction={reduction!r} is not known. {suggest(reduction, REDUCTIONS)}"
-            )
+        check(world.size, devices=devices, reduction=reduction)
         self.devices = devices_of("mirrored", devices, device, least=2)
         self._replicas = ReplicaSet(self.devices, keep_weights=True)
         self.layout, self.copies = self._replicas.layout, self._replicas.copies

@@ -51,6 +51,28 @@ from paceline.strategies.servers.shard import Shard
 from paceline.world import World, may_die
 
 
+def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
+    """Raises SettingError for what cannot work, on this number of processes (None: not known)."""
+    if mode not in ("sync", "async"):
+        raise SettingError(f"strategy parameter_server: mode={mode!r}: sync or async is needed.")
+    if servers < 1:
+        raise SettingError(f"strategy parameter_server: servers={servers}: 1 or more are needed.")
+    if size is not None and size < 2:
+        raise SettingError(
+            "strategy parameter_server needs at least 2 processes, a server and a worker, but this run has 1. Start "
+            "more (paceline run --nproc 3), or use strategy='single'."
+        )
+    if size is not None and servers >= size:
+        raise SettingError(
+            f"strategy parameter_server: servers={servers} of {size} processes leaves no worker. Set servers to "
+            f"{size - 1} at most, or start more processes."
+        )
+    if staleness < -1:
+        raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
+    if staleness >= 0 and mode == "sync":
+        raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")
+
+
 class ParameterServer(Strategy):
     """mode: sync or async. servers: how many of the processes are servers. staleness: in async, the greatest lag, in
     updates, of a gradient that is applied; -1: any."""
@@ -58,7 +80,7 @@ class ParameterServer(Strategy):
     def __init__(
         self, world: World, device: torch.device, *, mode: str = "sync", servers: int = 1, staleness: int = -1
     ) -> None:
-        _check(world, mode, servers, staleness)
+        check(world.size, mode=mode, servers=servers, staleness=staleness)
         self.world, self.device, self.mode, self.staleness = world, device, mode, staleness
         self.workers = tuple(range(world.size - servers))
         self.servers = tuple(range(world.size - servers, world.size))
@@ -345,25 +367,3 @@ class ParameterServer(Strategy):
             links.tell({"op": "bye"})
             links.close()
         engine.use(None)
-
-
-def _check(world: World, mode: str, servers: int, staleness: int) -> None:
-    """Raises SettingError."""
-    if mode not in ("sync", "async"):
-        raise SettingError(f"strategy parameter_server: mode={mode!r}: sync or async is needed.")
-    if servers < 1:
-        raise SettingError(f"strategy parameter_server: servers={servers}: 1 or more are needed.")
-    if world.size < 2:
-        raise SettingError(
-            "strategy parameter_server needs at least 2 processes, a server and a worker, but this run has 1. Start "
-            "more (paceline run --nproc 3), or use strategy='single'."
-        )
-    if servers >= world.size:
-        raise SettingError(
-            f"strategy parameter_server: servers={servers} of {world.size} processes leaves no worker. Set servers to "
-            f"{world.size - 1} at most, or start more processes."
-        )
-    if staleness < -1:
-        raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
-    if staleness >= 0 and mode == "sync":
-        raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")

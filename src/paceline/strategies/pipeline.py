@@ -40,7 +40,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.microbatch import _Replicate
 
 from paceline.comm import collectives, many, replicas
-from paceline.comm.grid import Grid
+from paceline.comm.grid import Grid, check_size
 from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work
 from paceline.strategies.owned import Owned
@@ -52,6 +52,20 @@ from paceline.world import World
 
 SCHEDULES = ("gpipe", "1f1b", "naive")
 BALANCES = ("parameters", "cost")
+
+
+def check(size: int | None, *, stages: int, schedule: str, balance: str) -> None:
+    """Raises SettingError for what cannot work on so many processes."""
+    if size == 1:
+        raise SettingError(
+            "strategy pipeline needs at least two processes: paceline run --nproc 2 --strategy pipeline ... With one, "
+            "leave the strategy out."
+        )
+    for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
+        if value not in known:
+            raise SettingError(f"strategy pipeline: {name}={value!r} is not known. {suggest(str(value), known)}")
+    if stages:
+        check_size(stages, size, "strategy pipeline: stages")
 
 
 class Pipeline(Strategy):
@@ -71,13 +85,7 @@ class Pipeline(Strategy):
         cut: str = "",
         balance: str = "parameters",
     ) -> None:
-        if world.size < 2:
-            raise SettingError(
-                "strategy pipeline needs at least two processes: paceline run --nproc 2 --strategy pipeline ..."
-            )
-        for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
-            if value not in known:
-                raise SettingError(f"strategy pipeline: {name}={value!r} is not known. {suggest(value, known)}")
+        check(world.size, stages=stages, schedule=schedule, balance=balance)
         self.world, self.device = world, device
         self.schedule, self.cut, self.balance = schedule, str(cut), balance
         self._grid = grid = Grid(device, stages or world.size, "strategy pipeline: stages")
@@ -128,6 +136,7 @@ class Pipeline(Strategy):
             self._settle(where, send=True)
         self._hook = model.register_forward_pre_hook(self._before_forward)
         model.register_state_dict_pre_hook(_refuse_parts)
+        vars(model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
 
     def _parts_of(self, where: Sequence[int]) -> list[nn.Module]:
         return [nn.Sequential(*self._units.modules[a:b]) for a, b in pairwise(where)]
@@ -332,6 +341,7 @@ class Pipeline(Strategy):
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
+            vars(self.models[0]).pop("__deepcopy__", None)
         self._schedules, self._loss = {}, None
         self._grid.let_go()
         self.parts = None
@@ -343,6 +353,13 @@ def _refuse_parts(model: nn.Module, prefix: str, keep_vars: bool) -> None:
             "strategy pipeline: model.state_dict() on a process that has one stage of the model. On all processes call "
             "run.export(path) for the weights, or run.save(directory) for a checkpoint."
         )
+
+
+def _no_copy(_: Any) -> Any:
+    raise ModelError(
+        "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy, as for an "
+        "average of the weights (EMA). Use strategy='ddp', where each process has a whole one."
+    )
 
 
 def _form(value: Any) -> tuple[torch.Size, torch.dtype]:

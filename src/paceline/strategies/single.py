@@ -21,17 +21,22 @@ from paceline.strategies.replicated import closure_on_one_replica, load_replicat
 from paceline.world import World
 
 
+def check(size: int | None, *, shards: int) -> None:
+    """Raises SettingError for several processes, or no shard."""
+    if size not in (1, None):
+        raise SettingError(
+            f"strategy='single' is for one process, but this run has {size}: they would train {size} separate models. "
+            "Use strategy='ddp', or start one process."
+        )
+    if shards < 1:
+        raise SettingError(f"strategy single: shards={shards}: a whole number of at least 1 is needed.")
+
+
 class Single(Strategy):
     """One process on one device. shards: into how many the global batch is cut."""
 
     def __init__(self, world: World, device: torch.device, *, shards: int = 1) -> None:
-        if world.size != 1:
-            raise SettingError(
-                f"strategy='single' is for one process, but this run has {world.size}: they would train {world.size} "
-                "separate models. Use strategy='ddp', or start one process."
-            )
-        if shards < 1:
-            raise SettingError(f"strategy single: shards={shards}: a whole number of at least 1 is needed.")
+        check(world.size, shards=shards)
         self.device = device
         self.layout = Layout(shards=shards, mine=tuple(range(shards)), turns=shards if shards > 1 else 0)
         self.models: list[nn.Module] = []

@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils._pytree import tree_map_only
 
 from paceline.comm import collectives, many
-from paceline.comm.grid import Grid
+from paceline.comm.grid import Grid, check_size
 from paceline.errors import ModelError, SettingError
 from paceline.strategies import tensor_plan
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
@@ -64,14 +64,24 @@ def _style(kind: str, module: nn.Module) -> ParallelStyle:
     return ColwiseParallel(use_local_output=False)
 
 
+def check(world: int | None, *, size: int, plan: str) -> dict[str, str]:
+    """The plan, read. Raises SettingError for what cannot work on so many processes."""
+    if world == 1:
+        raise SettingError(
+            "strategy tensor needs at least two processes: paceline run --nproc 2 --strategy tensor ... With one, "
+            "leave the strategy out."
+        )
+    if size:
+        check_size(size, world, "strategy tensor: size")
+    return tensor_plan.read(plan) if plan else {}
+
+
 class TensorParallel(Strategy):
     """size: devices in a group; all processes by default. plan: which layers are cut and how, as pattern:kind with
     commas between, or a dict (tensor_plan.py); found in plain MLP and attention blocks if not given."""
 
     def __init__(self, world: World, device: torch.device, *, size: int = 0, plan: str = "") -> None:
-        if world.size < 2:
-            raise SettingError("strategy tensor needs at least two processes: paceline run --nproc 2 --strategy tensor")
-        self.patterns = tensor_plan.read(plan) if plan else {}
+        self.patterns = check(world.size, size=size, plan=plan)
         self.world, self.device = world, device
         self._grid = grid = Grid(device, size or world.size, "strategy tensor: size")
         self.layout = Layout(shards=grid.shards, mine=(grid.shard,))

@@ -13,6 +13,7 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies import STRATEGIES
 
 BASELINE = "single"  # what the losses are compared with
+_MORE = {"parameter_server": ("parameter_server:mode=async",)}  # further rows where all strategies are tried
 _FOR_A_TRIAL: dict[str, dict[str, object]] = {
     "diloco": {"every": 10},  # its own 100 steps are longer than a trial, which would see nothing travel
 }
@@ -23,7 +24,8 @@ class Case:
     """One row of the table.
 
     name: what it is called, the strategy as it was asked for and what else differs. spec: the strategy with the options
-    that it is run with. processes: how many it runs in. precision, global_batch: None where the script's own stand.
+    that it is run with. processes: how many it runs in, servers among them. precision, global_batch: None where the
+    script's own stand. servers: processes that compute no shard.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Case:
     processes: int
     precision: str | None = None
     global_batch: int | None = None
+    servers: int = 0
 
 
 def read_strategies(text: str | None) -> list[StrategySpec]:
@@ -40,7 +43,8 @@ def read_strategies(text: str | None) -> list[StrategySpec]:
     belongs to the options before it. Raises SettingError for a name that is not known.
     """
     if text is None:
-        return [StrategySpec(name) for name in sorted(STRATEGIES, key=lambda name: name != BASELINE)]
+        names = sorted(STRATEGIES, key=lambda name: name != BASELINE)
+        return [parse_strategy(spec) for name in names for spec in (name, *_MORE.get(name, ()))]
     whole: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name = part.partition(":")[0]
@@ -92,24 +96,29 @@ def make_cases(
     for spec, precision, batch in itertools.product(specs, precisions, batches):
         spec = StrategySpec(spec.name, {**_FOR_A_TRIAL.get(spec.name, {}), **spec.options})
         parts = [str(spec), precision if len(precisions) > 1 else None, str(batch) if len(batches) > 1 else None]
-        cases.append(Case(" ".join(filter(None, parts)), *_laid_out(spec, nproc, devices), precision, batch))
+        laid_out, processes, servers = _laid_out(spec, nproc, devices)
+        cases.append(Case(" ".join(filter(None, parts)), laid_out, processes, precision, batch, servers))
     return cases
 
 
-def _laid_out(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tuple[StrategySpec, int]:
-    """(the strategy with the options that it needs on this machine, how many processes it runs in): `nproc` replicas,
-    wherever they are."""
+def _laid_out(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tuple[StrategySpec, int, int]:
+    """(the strategy with the options that it needs on this machine, how many processes it runs in, how many of
+    these are servers): `nproc` replicas, wherever they are; servers come on top."""
     if spec.name == BASELINE:
-        return spec, 1
+        return spec, 1, 0
     module, _, name = STRATEGIES[spec.name].partition(":")
     try:
         options = inspect.signature(getattr(import_module(module), name)).parameters
     except ImportError:  # it needs what is not installed: the trial's error says so
-        return spec, nproc
+        return spec, nproc, 0
     if "devices" in options:
         given = {"devices": ",".join(devices), **spec.options}
-        return StrategySpec(spec.name, given), 1
-    return spec, nproc
+        return StrategySpec(spec.name, given), 1, 0
+    if "servers" in options:
+        asked = str(spec.options.get("servers", options["servers"].default))
+        servers = int(asked) if asked.isdecimal() else 0  # else the trial's error says so
+        return spec, nproc + servers, servers
+    return spec, nproc, 0
 
 
 def reference(case: Case, cases: Sequence[Case]) -> Case:

@@ -61,7 +61,7 @@ def compare(question: Question) -> int:
     check_script(question.script)  # before torch is loaded
     nproc = count_processes(question.nproc, available_cores(), _device_count)
     asked = _cases(question, nproc)
-    check(question.script, asked, length)
+    check(question.script, asked, length, named=question.strategies is not None)
     for path in filter(None, (question.json_file, question.html_file)):
         _check_writable(path)
     if question.html_file is not None:
@@ -215,6 +215,7 @@ def _row(row: Row, reference: Case) -> dict[str, Any]:
         "name": case.name,
         "strategy": str(case.spec),
         "processes": case.processes,
+        "servers": case.servers,
         "precision": case.precision,
         "global_batch": case.global_batch,
         "failed": row.failed,

@@ -154,8 +154,9 @@ def communication(rounds: Sequence[Sequence[Record]], wire: float | None) -> tup
 
 
 def mean_losses(records: Sequence[Record]) -> dict[tuple[int, int], float]:
-    """The loss of each global batch of which all examples were counted: of each backward call the sums over the weights
-    of all ranks, and of these the sum."""
+    """The loss of each global batch of which all examples were counted (or, where ranks are not in step, all parts): of
+    each backward call the sums over the weights of all ranks, and of these the sum."""
+    dealt = max(record.get("dealt", 0) for record in records)
     sums: dict[tuple[int, int], dict[str, list[float]]] = {}
     examples: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
     totals: dict[tuple[int, int], int] = {}
@@ -169,7 +170,10 @@ def mean_losses(records: Sequence[Record]) -> dict[tuple[int, int], float]:
                 pair = sums.setdefault(key, {}).setdefault(call, [0.0, 0.0])
                 pair[0] += top
                 pair[1] += weight
-    whole = [key for key, total in totals.items() if sum(examples.get(key, {}).values()) == total]
+    if dealt:
+        whole = [key for key in totals if len({shard for shard, _ in examples.get(key, {})}) == dealt]
+    else:
+        whole = [key for key, total in totals.items() if sum(examples.get(key, {}).values()) == total]
     means = {key: [top / weight for top, weight in sums.get(key, {}).values() if weight] for key in sorted(whole)}
     return {key: sum(values) for key, values in means.items() if values}
 

@@ -29,6 +29,12 @@ def table(rows: Sequence[Row]) -> str:
         lines.append("  ".join([first, *rest]).rstrip())
         if number == len(HEADINGS) - 1:
             lines.append("  ".join("-" * width for width in widths))
+    served = [row.case for row in rows if row.figures is not None and row.case.servers]
+    if served:
+        lines.append("")
+    for case in served:
+        replicas, servers = case.processes - case.servers, case.servers
+        lines.append(f"{case.name}: {servers} server{'s' * (servers > 1)} beside the {replicas} replicas.")
     failed = [row for row in rows if row.figures is None]
     if failed:
         lines.append("")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline import strategies
 from paceline.errors import PacelineError
 from paceline.launcher import checks
 from paceline.launcher.interrupts import Interrupts
@@ -46,12 +47,13 @@ class Length:
     seconds: float
 
 
-def plan(script: Script, case: Case, length: Length) -> Plan:
-    """Raises LaunchError or SettingError for what can be seen before anything starts."""
+def plan(script: Script, case: Case, length: Length, strategy: bool = True) -> Plan:
+    """Raises LaunchError or SettingError for what can be seen before anything starts. strategy: look at that too."""
     own = {"strategy": str(case.spec), "precision": case.precision}
     settings = {**script.settings, **{key: value for key, value in own.items() if value is not None}}
-    kind = "module" if script.module else "script"
-    return make_plan(script.path, script.args, case.processes, settings, kind=kind, timeout_seconds=length.seconds)
+    rest: dict[str, Any] = {"kind": "module" if script.module else "script", "timeout_seconds": length.seconds}
+    look = strategies.check if strategy else None
+    return make_plan(script.path, script.args, case.processes, settings, look, **rest)
 
 
 def run_trial(script: Script, case: Case, length: Length, interrupts: Interrupts) -> list[Record] | str:
@@ -69,8 +71,8 @@ def run_trial(script: Script, case: Case, length: Length, interrupts: Interrupts
             "began": time.time(),
             "global_batch": case.global_batch,
         }
-        planned = replace(plan(script, case, length), variables={TRIAL: json.dumps(order)})
         try:
+            planned = replace(plan(script, case, length), variables={TRIAL: json.dumps(order)})
             outcome = supervise(planned, interrupts, output)
         except PacelineError as error:
             return _one_line(str(error))
@@ -132,7 +134,8 @@ def check_script(script: Script) -> None:
         checks.check_script(script.path)
 
 
-def check(script: Script, cases: Sequence[Case], length: Length) -> None:
-    """Raises LaunchError or SettingError where a setting cannot work."""
+def check(script: Script, cases: Sequence[Case], length: Length, named: bool) -> None:
+    """Raises LaunchError or SettingError where a setting cannot work. named: the strategies are those that were asked
+    for; else one that cannot work here is a row that says so."""
     for case in cases:
-        plan(script, case, length)
+        plan(script, case, length, strategy=named)

@@ -60,7 +60,10 @@ def predict(
     form = form._replace(shapes=tuple(_shapes(column) for column in columns))
     forms = collectives.gather_objects(form)
     if all(other.frame is None for other in forms):
-        return []  # an empty data set
+        raise UsageError(
+            "run.predict: the data set has no examples, and what the results would look like is not known without one. "
+            "Leave the call out where len(dataset) is 0."
+        )
     _check_alike(forms)
     order = collectives.gather_uneven(torch.tensor(indices, dtype=torch.int64)).argsort()
     rows = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.strategies.base import Strategy
 from paceline.train.loader import Loader
 
 
@@ -15,10 +17,14 @@ class Epochs:
 
     A checkpoint written in the body of an epoch belongs to that epoch while a training loader is in the middle of its
     data, and to the next one when the data have been read: what follows in the body (evaluation, saving) is then done.
+
+    Where the loop is left by `break` it is said that replicas train apart, if they do. To make them one is left to the
+    script: a generator that is closed cannot tell a `break`, on all ranks, from an exception on one, which the others
+    would wait for.
     """
 
-    def __init__(self, loaders: Callable[[], Sequence[Loader]]) -> None:
-        self._loaders = loaders
+    def __init__(self, loaders: Callable[[], Sequence[Loader]], strategy: Strategy, main: bool) -> None:
+        self._loaders, self._strategy, self._main = loaders, strategy, main
         self._current = 0
         self._inside = False
         self._ended_before: dict[str, int] = {}
@@ -34,9 +40,22 @@ class Epochs:
         while self._current < count:
             self._inside = True
             self._ended_before = {loader.name: loader.ended for loader in self._loaders()}
-            yield self._current
+            try:
+                yield self._current
+            except GeneratorExit:
+                self._left()
+                raise
             self._inside = False
             self._current += 1
+
+    def _left(self) -> None:
+        if self._main and self._strategy.apart is not None and self._strategy.apart():
+            print(
+                "paceline: the loop over run.epochs was left before its end, while each process has its own weights: "
+                "what the script itself computes with the model from here on differs from rank to rank. run.save, "
+                "run.export and every evaluation loader average them; so does the loop, where it ends by itself.",
+                file=sys.stderr,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._current + int(self._inside and self._read())}

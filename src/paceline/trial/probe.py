@@ -232,6 +232,7 @@ class Probe:
             "bytes_received": moved[1].received - moved[0].received if len(moved) == 2 else None,
             "communication": None if communication is None else communication._asdict(),
             "profiled_seconds": sum(self._seconds(step) for step in counted),
+            "dealt": self._run._strategy.layout.dealt,
             "parameter_bytes": sum(p.nbytes for model in self._run._models for p in model.parameters()),
             "steps": [self._record(step, number >= self._order.warmup) for number, step in enumerate(steps)],
         }

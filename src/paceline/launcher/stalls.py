@@ -1,0 +1,94 @@
+"""Nothing hangs in silence: says which rank waits where, in which call, and which rank has not come there.
+
+A rank that calls what all must call (`if run.main: run.save(...)`), or makes a step more than the others, waits until
+the process group's timeout, 30 minutes. Whether it waits in vain nobody can know: the others may be busy with something
+long. So nothing is ended here; it is said.
+
+1. Every LOOK_SECONDS ask all ranks of this machine where they stand (leavers.py), which costs them a signal.
+2. A rank that has not moved for STALL_SECONDS and stands in communication waits; or no rank at all has moved. Say where
+   all of them stand, once, and again after twice that time, four times, and so on while it lasts.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.launcher.leavers import Stand, stands, waits
+from paceline.launcher.report import name_ranks
+
+LOOK_SECONDS = 20.0
+STALL_SECONDS = 60.0
+
+
+@dataclass
+class _Sight:
+    """Where a rank was first seen to stand, when, and where it was seen last (with the CPU time used since)."""
+
+    first: Stand
+    since: float
+    last: Stand
+
+    def waiting(self, now: float) -> bool:
+        return waits(self.first, self.last, now - self.since)
+
+
+class Stalls:
+    """Looks at the ranks of one machine while they run.
+
+    Args:
+        error_files: of each rank of this machine.
+        alone: there is no other rank to wait for.
+    """
+
+    def __init__(self, error_files: Mapping[int, str], alone: bool) -> None:
+        self._error_files, self._alone = error_files, alone
+        self._looked = time.monotonic()
+        self._seen: dict[int, _Sight] = {}
+        self._next = STALL_SECONDS  # after how long it is said, or said again
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Prints what is to be said. pids: the process of each rank of this machine that still runs."""
+        now = time.monotonic()
+        if self._alone or now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        found = stands(self._error_files, pids)
+        self._seen = {rank: self._follow(self._seen.get(rank), stand, now) for rank, stand in found.items()}
+        still = {rank: now - sight.since for rank, sight in self._seen.items()}
+        waiting = [rank for rank, sight in self._seen.items() if still[rank] >= STALL_SECONDS and sight.waiting(now)]
+        none_moves = len(found) == len(pids) and min(still.values(), default=0.0) >= 2 * STALL_SECONDS
+        if not waiting and not none_moves:
+            self._next = STALL_SECONDS
+            return
+        longest = max(still[rank] for rank in waiting or still)
+        if longest >= self._next:
+            self._next = 2 * longest
+            print(self._story(waiting, longest, now), end="", file=sys.stderr, flush=True)
+
+    @staticmethod
+    def _follow(before: _Sight | None, stand: Stand, now: float) -> _Sight:
+        if before is None or before.last.frames != stand.frames:
+            return _Sight(stand, now, stand)
+        return _Sight(before.first, before.since, stand)
+
+    def _story(self, waiting: list[int], seconds: float, now: float) -> str:
+        if not waiting:
+            lines = [f"paceline: no rank of this machine has moved for {seconds:.0f} s."]
+        else:
+            has = "has" if len(waiting) == 1 else "have"
+            lines = [f"paceline: {name_ranks(waiting)} {has} waited for other ranks for {seconds:.0f} s."]
+        for rank, sight in sorted(self._seen.items()):
+            what = "waits" if sight.waiting(now) else "is"
+            lines.append(f"  rank {rank} {what} at {sight.last}")
+        away = [rank for rank in self._seen if rank not in waiting]
+        if away and waiting:
+            lines.append(f"  {name_ranks(away)} {'has' if len(away) == 1 else 'have'} not come to it.")
+        if waiting and len({str(sight.last) for sight in self._seen.values()}) > 1:
+            lines.append(
+                "  Every rank must make the same calls in the same order: is one of these made on some ranks only (if "
+                "run.main: run.save(...)), or has one rank more steps than another? If a rank is only slow, wait."
+            )
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,119 @@
+"""One rank of a team (tests/ranks.py): forks a process for each function or script that it is to run.
+
+    paceline run --nproc N rank.py FOLDER
+    python rank.py FOLDER, for scripts that need no launcher
+
+It reads lines of JSON from FOLDER/input.RANK until these end. What is imported here is there in every forked process;
+nothing here starts a thread or joins a group. A fork begins with a generator of its own in `random` (Python's doing)
+and in NumPy, and all else is as in a fresh process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch._dynamo  # noqa: F401  # as the first optimizer does
+import torch.distributed as dist
+
+import paceline.run  # noqa: F401
+from paceline.comm import process_group
+
+RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+FOLLOW_SECONDS = 3.0  # how much longer a rank may go on when another has failed: it may have a story of its own
+
+
+def main(folder: Path) -> None:
+    gc.collect()
+    gc.freeze()  # a collection in a fork, also that at its exit, would else go through, and so copy, all of torch
+    with open(folder / f"input.{RANK}") as lines:
+        for line in lines:
+            job = json.loads(line)
+            threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
+            assert threads == 1, f"{threads} threads: a fork takes only one of them along"
+            child = os.fork()
+            if child == 0:
+                surround(Path(job["folder"]), job["environ"])
+                if "script" in job:
+                    os.chdir(Path(job["script"]).parent)
+                    sys.argv, sys.path[0] = [job["script"]], str(Path(job["script"]).parent)
+                    runpy.run_path(job["script"], run_name="__main__")
+                else:
+                    call(job["target"], job["arguments"], Path(job["folder"]), job["seconds"])
+                sys.exit()  # through the interpreter's exit, which must be clean too
+            end = await_end(child, Path(job["folder"]), time.monotonic() + job["seconds"])
+            Path(job["folder"], f"{RANK}.part").write_text(end)
+            Path(job["folder"], f"{RANK}.part").rename(Path(job["folder"], f"{RANK}.end"))
+
+
+def await_end(child: int, folder: Path, deadline: float) -> str:
+    """Nothing where the process ended well, or how it ended. A rank that fails takes the others along."""
+    failed = folder / "failed"
+    end, latest = "", deadline
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        now = time.monotonic()
+        if latest == deadline and failed.exists():
+            latest = min(deadline, now + FOLLOW_SECONDS)
+        if now > latest:
+            end = "not done at the deadline" if latest == deadline else "ended, since another rank failed"
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            break
+        time.sleep(0.005)
+    code = os.waitstatus_to_exitcode(status)
+    if code or end:
+        failed.touch()
+    return end or (f"exit code {code}" if code else "")
+
+
+def surround(folder: Path, environ: dict[str, str | None]) -> None:
+    """In the forked process: its output, its environment, and draws of its own."""
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    for name, value in environ.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    np.random.seed()
+
+
+def call(target: str, arguments: list[str], folder: Path, seconds: float) -> None:
+    """Call the target inside a process group, and write what it returned or raised."""
+    with open(folder / f"{RANK}.stood", "w") as stood:
+        faulthandler.dump_traceback_later(max(seconds - 2.0, 0.1), file=stood)
+        result: dict[str, Any] = {}
+        try:
+            agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store = dist.PrefixStore(folder.name, agent)
+            dist.init_process_group(
+                "gloo", store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=max(seconds, 1.0))
+            )
+            del agent, store
+            module, function = target.split(":")
+            result["value"] = getattr(importlib.import_module(module), function)(*arguments)
+        except Exception:
+            result["error"] = traceback.format_exc()
+        (folder / f"{RANK}.json").write_text(json.dumps(result))
+        if "error" in result:
+            os._exit(1)  # no clean end: other ranks may be in a collective
+        process_group.leave()
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    main(Path(sys.argv[1]))

@@ -1,0 +1,187 @@
+"""A strategy that cannot work is refused before any process starts, whoever names it, in one message."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click.testing
+import pytest
+
+import paceline
+from paceline.cli import main
+from paceline.config import StrategySpec, parse_strategy
+from paceline.errors import PacelineError, SettingError
+from paceline.strategies import STRATEGIES, check
+
+BAD = [  # spec, processes (None: not known), what the message holds
+    ("dpp", 2, "strategy='dpp' is not known. Did you mean 'ddp'"),
+    ("local-sgd", 2, "Did you mean 'local_sgd'"),
+    ("ddp:buket_mb=3", 2, "has no option 'buket_mb'. Did you mean 'bucket_mb'"),
+    ("single:x=1", 1, "has no option .x.. Known: shards"),
+    ("single", 2, "strategy='single' is for one process"),
+    ("ddp:bucket_mb=big", 2, "bucket_mb='big': a number is needed"),
+    ("ddp:bucket_mb=0", 2, "bucket_mb=0.0"),
+    ("ddp:bucket_mb=nan", None, "bucket_mb=nan"),
+    ("ddp:bucket_mb=inf", None, "bucket_mb=inf"),
+    ("ddp:static_graph=maybe", 2, "true or false is needed"),
+    ("ddp:static_graph=true,find_unused=true", 2, "contradict"),
+    ("ddp:reducer=rings", 2, "Did you mean 'ring'"),
+    ("ddp:codec=topk:ratio=7", 2, "above 0 and up to 1"),
+    ("ddp:codec=powersgd:rank=0", None, "at least 1"),
+    ("ddp:codec=topk,reducer=reduce_to_one", 2, "Use reducer=native or ring"),
+    ("fsdp:stage=4", 2, "stage=4: 1 "),
+    ("fsdp:stage=2.5", 2, "stage='2.5': a whole number is needed"),
+    ("fsdp:mixed=bf32", 2, "Did you mean 'bf16'"),
+    ("fsdp:min_params=-1", 2, "min_params=-1"),
+    ("fsdp:stage=1,offload=true", 2, "needs stage=2 or stage=3"),
+    ("fsdp", 1, "at least two processes"),
+    ("local_sgd:every=0", 2, "every=0"),
+    ("local_sgd:warmup=-1", 2, "warmup=-1"),
+    ("diloco:outer_lr=0", 2, "outer_lr=0.0"),
+    ("diloco:outer_lr=inf", 2, "outer_lr=inf"),
+    ("diloco:outer_momentum=1", 2, "outer_momentum=1.0"),
+    ("diloco:every=2,fragments=3", 2, "fragments=3 with every=2"),
+    ("pipeline", 1, "at least two processes"),
+    ("pipeline:stages=1", 2, "stages=1: it must divide the number of processes, 2, and be at least 2. Here that is 2."),
+    ("pipeline:stages=3", 2, "Here that is 2; or start 3 processes"),
+    ("pipeline:stages=-2", None, "stages=-2"),
+    ("pipeline:schedule=gpipes", 2, "Did you mean 'gpipe'"),
+    ("pipeline:balance=even", 2, "balance='even' is not known"),
+    ("tensor", 1, "at least two processes"),
+    ("tensor:size=3", 2, "size=3: it must divide the number of processes, 2"),
+    ("tensor:plan=up:diagonal", 2, "diagonal"),
+    ("data_parallel:devices=cpu+cpu", 2, "runs in one process"),
+    ("data_parallel:devices=cpu", 1, "at least two devices"),
+    ("data_parallel:devices=cpu+nowhere", 1, "nowhere"),
+    ("mirrored:reduction=rings", 1, "Did you mean 'ring'"),
+    ("mirrored", 2, "runs in one process"),
+    ("central_storage", 2, "runs in one process"),
+]
+GOOD = [
+    ("single", 1), ("single", None), ("ddp", 1), ("ddp:codec=topk:ratio=0.01,reducer=ring", 2), ("fsdp:stage=1", 2),
+    ("fsdp:mixed=bf16,offload=true", None), ("pipeline:stages=2,schedule=1f1b", 4), ("pipeline", 3),
+    ("pipeline:stages=3", None), ("tensor:size=2", 4), ("tensor:plan=up:column+down:row", 2), ("local_sgd", 1),
+    ("diloco:every=2,fragments=2", 2), ("data_parallel:devices=cpu,cpu", 1), ("mirrored:devices=cpu+cpu", 1),
+    ("data_parallel", 1), ("central_storage", 1), ("central_storage:devices=cpu", 1),
+]  # fmt: skip
+PYTHON_VALUES = [
+    (StrategySpec("ddp", {"bucket_mb": "x"}), "bucket_mb='x': a number is needed"),
+    (StrategySpec("ddp", {"bucket_mb": None}), "bucket_mb=None: a number is needed"),
+    (StrategySpec("ddp", {"static_graph": 1}), "static_graph=1: true or false is needed"),
+    (StrategySpec("fsdp", {"stage": 2.0}), "stage=2.0: a whole number is needed"),
+    (StrategySpec("fsdp", {"stage": True}), "stage=True: a whole number is needed"),
+]
+
+
+@pytest.mark.parametrize(("spec", "size", "words"), BAD)
+def test_what_cannot_work(spec: str, size: int | None, words: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        check(parse_strategy(spec), size)
+    assert words in str(caught.value)
+    assert spec.partition(":")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(("spec", "size"), GOOD)
+def test_what_can_work(spec: str, size: int | None) -> None:
+    check(parse_strategy(spec), size)
+
+
+@pytest.mark.parametrize(("spec", "words"), PYTHON_VALUES)
+def test_values_of_python(spec: StrategySpec, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        check(spec, 2)
+    check(StrategySpec("data_parallel", {"devices": ["cpu", "cpu"]}), 1)
+    check(StrategySpec("tensor", {"plan": {"up": "column"}}), 2)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_can_be_looked_at(name: str) -> None:
+    """Its module has a `check` of options that the class has, which takes their defaults."""
+    module, _, cls = STRATEGIES[name].partition(":")
+    options = set(inspect.signature(getattr(import_module(module), cls)).parameters)
+    looks = inspect.signature(import_module(module).check).parameters
+    named = {key for key, p in looks.items() if p.kind is p.KEYWORD_ONLY}
+    assert named <= options
+    check(StrategySpec(name), None)
+
+
+WRITES = "import pathlib; pathlib.Path('started').touch()\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(WRITES)
+    return tmp_path
+
+
+def command(*line: str) -> str:
+    done = click.testing.CliRunner().invoke(main, line)
+    assert done.exit_code == 2, done.output
+    assert not Path("started").exists()
+    assert "Traceback" not in done.output
+    return " ".join(done.output.split())
+
+
+def test_run_starts_nothing(script: Path) -> None:
+    said = command("run", "--nproc", "2", "--strategy", "fsdp:stage=4", "train.py")
+    assert "Error: strategy fsdp: stage=4" in said
+    assert "(It is from the command line.)" in said
+    assert "'dpp' is not known. Did you mean 'ddp'" in command("run", "--strategy", "dpp", "train.py")
+    assert "stages=3" in command("run", "--nproc", "2", "--strategy", "pipeline:stages=3", "train.py")
+
+
+def test_several_machines_are_counted(script: Path) -> None:
+    many = ("--nnodes", "3", "--rdzv-endpoint", "127.0.0.1:29777", "train.py")
+    assert "number of processes, 3" in command("run", "--strategy", "tensor:size=2", *many)
+
+
+def test_the_settings_file_is_named(script: Path) -> None:
+    (script / "paceline.toml").write_text('strategy = "local_sgd:every=0"\n')
+    said = command("run", "--nproc", "2", "train.py")
+    assert "every=0" in said
+    assert "paceline.toml.)" in said
+    (script / "paceline.toml").write_text('[strategy]\nname = "local_sgd"\nevery = 2.5\n')
+    assert "every=2.5: a whole number is needed" in command("run", "--nproc", "2", "train.py")
+    said = command("run", "--nproc", "2", "--strategy", "ddp:bucket_mb=0", "train.py")  # it overrides the file
+    assert "bucket_mb=0.0" in said
+
+
+def test_compare_starts_nothing(script: Path) -> None:
+    """What was asked for by name; of what was not, the row says why it cannot be tried."""
+    assert "stages=3" in command("compare", "--strategies", "ddp,pipeline:stages=3", "train.py")
+    assert "ratio=7" in command("compare", "--strategies", "ddp:codec=topk:ratio=7", "train.py")
+    assert "'dpp' is not known. Did you mean 'ddp'" in command("compare", "--strategies", "dpp", "train.py")
+
+
+def test_launch_starts_nothing(tmp_path: Path) -> None:
+    def touch() -> None:
+        (tmp_path / "started").touch()
+
+    for spec, words in (("tensor:size=3", "size=3"), ("ddp:bucket_mb=-1", "bucket_mb=-1.0"), ("dpp", "mean 'ddp'")):
+        with pytest.raises(SettingError, match=words):
+            paceline.launch(touch, nproc=2, strategy=spec)
+    assert issubclass(SettingError, PacelineError)
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_scripts_own_strategy_is_one_message(tmp_path: Path) -> None:
+    """Only the processes can know it. All of them refuse it, and the launcher says it once."""
+    (tmp_path / "train.py").write_text("import paceline\npaceline.start(strategy='fsdp:stage=4')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "--nproc", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.count(" failed: ") == 1, done.stderr
+    assert 'train.py", line 2' in done.stderr
