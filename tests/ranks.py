@@ -55,7 +55,10 @@ def run_script(path: Path, deadline: float = 60.0) -> None:
 
 def _team(size: int) -> Team:
     team = _teams.pop(size, None)
-    if team is None or team.process.poll() is not None:
+    if team is not None and team.process.poll() is not None:
+        team.close()  # it has died
+        team = None
+    if team is None:
         if len(_teams) == MOST_TEAMS:
             _teams.pop(next(iter(_teams))).close()
         team = Team(size)

@@ -67,7 +67,7 @@ def test_the_start_says_that_the_mathematics_is_another(capfd: pytest.CaptureFix
     ("strategy", "message"),
     [
         ("local_sgd:every=0", "every=0: a whole number from 1 on"),
-        ("local_sgd:every=2.5", "every='2.5': a int is needed"),
+        ("local_sgd:every=2.5", "every='2.5': a whole number is needed"),
         ("local_sgd:warmup=-1", "warmup=-1: a whole number from 0 on"),
         ("local_sgd:average=true", "has no option 'average'. Did you mean 'average_state'"),
         ("diloco:every=0", "every=0: a whole number"),

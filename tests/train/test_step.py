@@ -342,7 +342,7 @@ def test_skip_leaves_the_step_out_and_counts(run: paceline.Run) -> None:
 START = [
     ({"strategy": "dpp"}, SettingError, "strategy='dpp' is not known. Did you mean 'ddp'"),
     ({"strategy": "ddp:buckets=3"}, SettingError, "no option 'buckets'. Did you mean 'bucket_mb'"),
-    ({"strategy": "ddp:bucket_mb=x"}, SettingError, "bucket_mb='x': a float is needed"),
+    ({"strategy": "ddp:bucket_mb=x"}, SettingError, "bucket_mb='x': a number is needed"),
     ({"strategy": "ddp:static_graph=maybe"}, SettingError, "true or false is needed"),
     ({"strategy": "ddp:25"}, SettingError, "the option '25' has no value"),
     ({"strategy": "ddp:bucket_mb=0"}, SettingError, "a size above 0"),
