@@ -149,6 +149,12 @@ def end_teams() -> None:
         team.close()
 
 
+def children() -> list[psutil.Process]:
+    """The processes that this one has started, with theirs, but for the teams."""
+    teams = processes_of_teams()
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in teams]
+
+
 def processes_of_teams() -> set[int]:
     """What conftest.py is not to take for left behind."""
     found = set()

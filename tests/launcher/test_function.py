@@ -9,9 +9,9 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from tests.ranks import children
 
 import paceline
 from paceline.errors import LaunchError, SettingError
@@ -59,7 +59,7 @@ def test_a_timeout_says_where_the_ranks_stood() -> None:
     with pytest.raises(LaunchError, match=r"wait\): not done after 2 s\nrank 0 stands at test_function.py, line \d+"):
         paceline.launch(wait, nproc=1, timeout=2.0)
     assert time.monotonic() - start < 20
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 def test_what_cannot_be_sent() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.ranks import children
 
 from paceline import launcher
 from paceline.errors import LaunchError
@@ -320,7 +321,7 @@ def test_cause(
     assert err.startswith(first_line)
     assert "worker.py" not in err
     assert time.monotonic() - start < 10.0
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 def test_failure_ends_what_the_rank_started(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
@@ -470,7 +471,7 @@ def test_a_process_that_cannot_start(tmp_path: Path) -> None:
     sleep = processes.Command([sys.executable, "-c", "import time; time.sleep(300)"], dict(os.environ))
     with pytest.raises(LaunchError, match=r"Process 1 of 2 could not be started.*--nproc"):
         processes.start([sleep, processes.Command([str(tmp_path / "none")], {})])
-    assert psutil.Process().children() == []
+    assert children() == []
 
 
 REFUSES = """

@@ -22,7 +22,7 @@ BAD = [  # spec, processes (None: not known), what the message holds
     ("dpp", 2, "strategy='dpp' is not known. Did you mean 'ddp'"),
     ("local-sgd", 2, "Did you mean 'local_sgd'"),
     ("ddp:buket_mb=3", 2, "has no option 'buket_mb'. Did you mean 'bucket_mb'"),
-    ("single:x=1", 1, "has no option .x.. Known: shards"),
+    ("single:x=1", 1, "has no option 'x'. Known: shards"),
     ("single", 2, "strategy='single' is for one process"),
     ("ddp:bucket_mb=big", 2, "bucket_mb='big': a number is needed"),
     ("ddp:bucket_mb=0", 2, "bucket_mb=0.0"),
