@@ -58,29 +58,35 @@ def check_it_does_not_mix_with_collectives_in_another_thread() -> None:
     assert all(total.tolist() == [6.0] * 1000 for total in sums)
 
 
-def on_the_wire(work: Callable[[], object]) -> float:
+def on_the_wire(work: Callable[[], object], enough: float) -> float:
     """Bytes that all ranks together sent through the loopback interface, in MEGABYTES. The least of several times,
-    since other programs may send too."""
-    counts = []
-    for _ in range(3):
+    since other programs may send too: of 3, and of up to 20 while it is more than `enough`."""
+    counts: list[int] = []
+    while len(counts) < 3 or (len(counts) < 20 and least(counts) > enough):
         collectives.barrier()
         before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
         collectives.barrier()
         work()
         collectives.barrier()
         counts.append(psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before)
+    return least(counts)
+
+
+def least(counts: list[int]) -> float:
+    """Of all ranks' counts, alike on all of them."""
     return float(min(collectives.gather_objects(min(counts)))) / (MEGABYTES * 2**20)
 
 
-def within(measured: float, formula: float, tolerance: float = 0.03) -> None:
+def must_send(work: Callable[[], object], formula: float, tolerance: float = 0.03) -> None:
+    measured = on_the_wire(work, formula * (1 + tolerance))
     assert formula * (1 - 1e-3) <= measured <= formula * (1 + tolerance), (measured, formula)
 
 
 def check_bytes_of_a_ring_read_from_the_interface() -> None:
     """2 (n - 1) / n of the tensor's bytes from each of n replicas."""
     flat, endpoint = torch.ones(MEGABYTES * 2**18), ProcessEndpoint()
-    within(on_the_wire(lambda: ring(flat, endpoint)), 4 * 2 * 3 / 4)
-    within(on_the_wire(lambda: REDUCERS["reduce_to_one"](flat, endpoint)), 2 * 3)
+    must_send(lambda: ring(flat, endpoint), 4 * 2 * 3 / 4)
+    must_send(lambda: REDUCERS["reduce_to_one"](flat, endpoint), 2 * 3)
 
 
 def check_bytes_of_codecs_read_from_the_interface() -> None:
@@ -97,8 +103,7 @@ def check_bytes_of_codecs_read_from_the_interface() -> None:
             (TopK(0.05), n * (n - 1) * 0.05 * 2),  # to all others, an index and a value
         ):
             state = codec.init(shape, like)
-            measured = on_the_wire(lambda: codec.total(values.clone(), [shape], [state], sums))  # noqa: B023
-            within(measured, formula, 0.06)
+            must_send(lambda: codec.total(values.clone(), [shape], [state], sums), formula, 0.06)  # noqa: B023
 
 
 def check_the_books_of_codecs_balance_over_the_backends_own_collectives() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -53,8 +55,9 @@ class Launches:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.mark = uuid.uuid4().hex
-        self.environ = {**os.environ, MARK: self.mark, "TMPDIR": str(directory / "tmp")}
-        (directory / "tmp").mkdir()
+        # Short: sockets' paths end at 107 characters, and DataLoader's workers, which have theirs here, wait for ever.
+        self.temporary = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self.environ = {**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary)}
         self._started: list[subprocess.Popen[str]] = []
 
     def script(self, code: str, name: str = "script.py") -> str:
@@ -79,7 +82,7 @@ class Launches:
         """(exit code, stdout, stderr); nothing is left of the launch, no process and no file."""
         out, err = process.communicate(timeout=DEADLINE_SECONDS)
         assert marked(self.mark) == []
-        assert list((self.directory / "tmp").iterdir()) == []
+        assert list(self.temporary.iterdir()) == []
         return process.returncode, out, err
 
     def run(self, *line: str) -> tuple[int, str, str]:
@@ -94,6 +97,7 @@ class Launches:
             os.kill(pid, signal.SIGKILL)
         for process in self._started:
             process.communicate(timeout=DEADLINE_SECONDS)
+        shutil.rmtree(self.temporary)
         return left
 
 
