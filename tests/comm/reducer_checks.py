@@ -58,28 +58,19 @@ def check_it_does_not_mix_with_collectives_in_another_thread() -> None:
     assert all(total.tolist() == [6.0] * 1000 for total in sums)
 
 
-def on_the_wire(work: Callable[[], object], enough: float) -> float:
-    """Bytes that all ranks together sent through the loopback interface, in MEGABYTES. The least of several times,
-    since other programs may send too: of 3, and of up to 20 while it is more than `enough`."""
-    counts: list[int] = []
-    while len(counts) < 3 or (len(counts) < 20 and least(counts) > enough):
+def must_send(work: Callable[[], object], formula: float, tolerance: float = 0.03) -> None:
+    """Bytes that all ranks together send through the loopback interface, in MEGABYTES. The least of several times,
+    since other programs may send too: of 3, and of up to 20 while it is too much."""
+    counts: list[float] = []
+    while len(counts) < 3 or (len(counts) < 20 and min(counts) > formula * (1 + tolerance)):
         collectives.barrier()
         before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
         collectives.barrier()
         work()
         collectives.barrier()
-        counts.append(psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before)
-    return least(counts)
-
-
-def least(counts: list[int]) -> float:
-    """Of all ranks' counts, alike on all of them."""
-    return float(min(collectives.gather_objects(min(counts)))) / (MEGABYTES * 2**20)
-
-
-def must_send(work: Callable[[], object], formula: float, tolerance: float = 0.03) -> None:
-    measured = on_the_wire(work, formula * (1 + tolerance))
-    assert formula * (1 - 1e-3) <= measured <= formula * (1 + tolerance), (measured, formula)
+        sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before
+        counts.append(min(collectives.gather_objects(sent)) / (MEGABYTES * 2**20))
+    assert formula * (1 - 1e-3) <= min(counts) <= formula * (1 + tolerance), (formula, counts)
 
 
 def check_bytes_of_a_ring_read_from_the_interface() -> None:
