@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tests.ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ModelError, UsageError
 from paceline.strategies import pipeline_cut, tensor_plan, tensor_surroundings
-from paceline.strategies.pipeline_loss import Stand
+from paceline.strategies.base import Term
+from paceline.strategies.pipeline_loss import Stand, terms_from
 
 
 @pytest.mark.timeout(300)
@@ -165,3 +167,21 @@ def test_a_closure_that_calls_the_model_twice_is_refused_in_a_pipeline() -> None
     assert model(torch.zeros(2, 3)).sum() == 6
     with pytest.raises(UsageError, match=r"a second time.*torch\.cat"):
         model(torch.ones(2, 3))
+
+
+def test_a_closure_that_differentiates_by_its_input_is_refused_in_a_pipeline() -> None:
+    """The layers between are other processes'. By the output, which it has, it may."""
+    x = torch.ones(2, 3, requires_grad=True)
+
+    def penalty(model: Any, by_input: bool) -> Tensor:
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.square().sum(), x if by_input else output, create_graph=True)
+        return slope.sum()
+
+    def terms(by_input: bool) -> list[Term]:
+        work = SimpleNamespace(compute=lambda model, piece, device: [Term(penalty(model, by_input), None)])
+        return terms_from(work, torch.ones(2, 3, requires_grad=True), None, torch.device("cpu"))  # type: ignore[arg-type]
+
+    assert float(terms(False)[0].value.detach()) == 12
+    with pytest.raises(UsageError, match=r"gradient penalty.*'ddp'"):
+        terms(True)

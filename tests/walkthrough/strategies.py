@@ -32,12 +32,13 @@ class Way:
 
 
 _SLICES = {"d": "cannot be copied with copy.deepcopy", "f-other": "cannot be copied", "h-separate": "outside of any"}
-_STAGES = {  # h differentiates by its input within the closure, which is another stage's: torch's own error says so
+_STAGES = {
     "b-mlm": "has no place between its layers",
     "c": "takes one model, not 2",
     "d": "cannot be copied with copy.deepcopy",
     "f-other": "cannot be copied",
     "g": "calls the model a second time",
+    "h": "a gradient penalty",
 }
 _BLOCKS = dict.fromkeys(("a", "c", "d", "e-small", "f-other", "h-separate"), "No such block was found. Name the layers")
 

@@ -45,7 +45,7 @@ from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work
 from paceline.strategies.owned import Owned
 from paceline.strategies.pipeline_cut import Units, boundaries, parameters_in, seconds, units_of
-from paceline.strategies.pipeline_loss import Losses, Share, Stand, input_of, padded
+from paceline.strategies.pipeline_loss import Losses, Share, input_of, padded, terms_from
 from paceline.strategies.reached import Reached
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
@@ -220,8 +220,7 @@ class Pipeline(Strategy):
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
             piece, weight, scale = group[int(number)]
-            with collectives.of_one_replica():
-                terms = work.compute(Stand(output), piece, self.device)
+            terms = terms_from(work, output, piece, self.device)
             self._losses.check_kind(work.call, terms)
             found.append([Term(term.value.detach(), term.count) for term in terms])
             parts = [t.value * (weight if t.count is None else inverse[i] * scale) for i, t in enumerate(terms)]

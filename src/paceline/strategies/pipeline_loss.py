@@ -74,6 +74,21 @@ def input_of(work: Work, piece: Piece, device: torch.device) -> Tensor:
     raise UsageError("strategy pipeline: the closure never called the model. Call it once: output = model(input).")
 
 
+def terms_from(work: Work, output: Tensor, piece: Piece, device: torch.device) -> list[Term]:
+    """What the closure returns for this output of the model. Raises UsageError where it differentiates by the input."""
+    try:
+        with collectives.of_one_replica():
+            return work.compute(Stand(output), piece, device)
+    except RuntimeError as error:
+        if "not have been used in the graph" not in str(error):
+            raise
+        raise UsageError(
+            "strategy pipeline: the closure differentiates by something that the model's output does not depend on "
+            "here, such as the model's input (a gradient penalty): the layers between are other processes'. Use "
+            "strategy='ddp' or 'fsdp'."
+        ) from error
+
+
 class Losses:
     """What the closure of each backward call returns, seen from one process."""
 
@@ -93,8 +108,7 @@ class Losses:
         for group, form in zip(groups, outputs, strict=True):
             zeros = torch.zeros(form.shape, dtype=form.dtype, device=self._device)
             for piece, _, _ in group:
-                with torch.no_grad(), collectives.of_one_replica():
-                    terms = work.compute(Stand(zeros), piece, self._device)
+                terms = terms_from(work, zeros.requires_grad_(zeros.is_floating_point()), piece, self._device)
                 counts.append([term.count for term in terms])
                 if kind is None:
                     kind = _Kind(tuple(term.count is not None for term in terms), terms[0].value.dtype)
