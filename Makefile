@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance campaign lint format bench compare docs examples clean
+.PHONY: help setup demo test conformance campaign deepspeed lint format bench compare docs examples clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ conformance: $(VENV)/.trackers  ## the fuller matrices: jobs x strategies x worl
 
 campaign: $(READY)  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)
 	@$(PYTEST) -m campaign
+
+deepspeed: $(VENV)/.deepspeed  ## strategy deepspeed against plain PyTorch (installs DeepSpeed; needs a C++ compiler)
+	@$(PYTEST) tests/strategies/test_deepspeed.py
 
 # The data of the examples: make examples TEXT=FILE CIFAR10=FILE. Each example says where to get it.
 TEXT    ?= data/tinyshakespeare/input.txt
@@ -88,6 +91,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(VENV)/.trackers: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[mlflow,wandb]'
+	@touch $@
+
+$(VENV)/.deepspeed: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[deepspeed]'
 	@touch $@
 
 $(VENV)/.docs: $(READY)

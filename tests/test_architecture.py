@@ -43,6 +43,7 @@ STRATEGY_NAMES = {
     "local_sgd",
     "diloco",
     "parameter_server",
+    "deepspeed",
 }
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single",
@@ -124,7 +125,7 @@ def test_the_run_never_asks_which_strategy_it_holds(name: str) -> None:
     ]
     assert not {ast.unparse(what) for what in checked} & {
         *("Strategy", "Single", "DDP", "FSDP", "DataParallel", "Mirrored", "CentralStorage", "Pipeline"),
-        *("LocalSGD", "DiLoCo", "TensorParallel"),
+        *("LocalSGD", "DiLoCo", "TensorParallel", "DeepSpeed"),
     }
     concrete = {f"paceline.strategies.{strategy}" for strategy in STRATEGY_NAMES}
     assert not imports(path) & concrete

@@ -54,8 +54,8 @@ def start(
 
     Args:
         strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "mirrored",
-            "central_storage", "fsdp", "tensor", "pipeline", "local_sgd", "diloco", "parameter_server"; with options,
-            "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
+            "central_storage", "fsdp", "tensor", "pipeline", "local_sgd", "diloco", "parameter_server",
+            "deepspeed"; with options, "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
         seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
         batch_norm: "global", statistics over the whole global batch, as on one device; "shard", over each shard, which

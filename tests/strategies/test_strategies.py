@@ -174,4 +174,5 @@ def test_strategies_of_one_process_refuse_several() -> None:
         "local_sgd",
         "diloco",
         "parameter_server",
+        "deepspeed",
     }

@@ -25,6 +25,7 @@ STRATEGIES = {
     "ddp": "paceline.strategies.ddp:DDP",
     "data_parallel": "paceline.strategies.data_parallel:DataParallel",
     "fsdp": "paceline.strategies.fsdp:FSDP",
+    "deepspeed": "paceline.strategies.deepspeed:DeepSpeed",
     "mirrored": "paceline.strategies.mirrored:Mirrored",
     "central_storage": "paceline.strategies.central_storage:CentralStorage",
     "tensor": "paceline.strategies.tensor:TensorParallel",

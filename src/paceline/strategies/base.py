@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +148,8 @@ class Strategy(ABC):
     # For each further replica of this process, the user's parameter -> its own: what is done to the gradient of the one
     # (put aside, scaled, clipped, cleared) is done to that of the other. The same object always.
     copies: Sequence[Mapping[Tensor, Tensor]] = ()
+    # The user's parameter -> the tensor whose `.grad` is this process's part of its gradient, where it has none itself.
+    held: Mapping[Tensor, Tensor] = MappingProxyType({})
     parts: dist.ProcessGroup | None = None  # processes with gradients of other parameters: a norm is over all of them
     group: dist.ProcessGroup | None = None  # processes that have each shard once (None: all; others see the same data)
 

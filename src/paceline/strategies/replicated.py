@@ -107,7 +107,7 @@ def load_replicated(
     with ExitStack() as stack:
         names = _with_masters(stack, parameter_names(models), optimizers, masters or {})
         for number, optimizer in enumerate(optimizers):
-            _check_same_optimizer(optimizer, state["optimizers"][number], names, number)
+            check_same_optimizer(optimizer, state["optimizers"][number], names, number)
         for number, model in enumerate(models):
             model.load_state_dict(state["models"][number])
         for number, optimizer in enumerate(optimizers):
@@ -149,7 +149,7 @@ def check_same_class(own: Any, saved: str | None, kind: str, number: int) -> Non
         )
 
 
-def _check_same_optimizer(
+def check_same_optimizer(
     optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: dict[Tensor, str], number: int
 ) -> None:
     check_same_class(optimizer, saved.get("class"), "optimizer", number)

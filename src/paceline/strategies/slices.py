@@ -178,12 +178,12 @@ def _names(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dic
     return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 
-def check_dense(models: Sequence[nn.Module]) -> None:
+def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:
     """Raises ModelError for layers whose gradients cannot be sliced."""
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ModelError(
-                    f"strategy fsdp: {name or type(model).__name__} has sparse=True, and sparse gradients cannot be "
-                    "sliced. Build it with sparse=False, or use strategy='ddp'."
+                    f"strategy {strategy}: {name or type(model).__name__} has sparse=True, and sparse gradients cannot "
+                    "be sliced. Build it with sparse=False, or use strategy='ddp'."
                 )

@@ -36,11 +36,13 @@ Grads = list[Tensor | None]
 
 class Accounts:
     """Gradients of `parameters` by account, and of what they have `copies` of on further replicas of this process
-    (Strategy.copies). `views`: whether a strategy reuses a gradient's memory for the next."""
+    (Strategy.copies). held: of parameters whose gradients are elsewhere (Strategy.held), where; `parameters` are then
+    those places. `views`: whether a strategy reuses a gradient's memory for the next."""
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []
         self.copies: Sequence[Mapping[Tensor, Tensor]] = ()
+        self.held: Mapping[Tensor, Tensor] = {}
         self.views = False
         self._held: Key = FINAL
         self._settled = False  # whether FINAL has gradients, and they are ours
@@ -124,7 +126,7 @@ class Accounts:
         """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
         if self._held == FINAL and not self._waiting:
             return False
-        asked = set(parameters)
+        asked = {self.held.get(p, p) for p in parameters}
         if self._held != FINAL and any(p.grad is not None for p in asked):
             return True
         return any(

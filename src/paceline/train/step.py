@@ -50,7 +50,7 @@ class Stepper:
     ) -> None:
         self.strategy, self.precision, self.guards = strategy, precision, guards
         self.accounts = Accounts()
-        self.accounts.views, self.accounts.copies = strategy.views, strategy.copies
+        self.accounts.views, self.accounts.copies, self.accounts.held = strategy.views, strategy.copies, strategy.held
         self.names: dict[Tensor, str] = {}
         self.updates: dict[torch.optim.Optimizer, int] = {}
         self.skipped = 0  # updates that no replica made
@@ -244,7 +244,7 @@ class Stepper:
         self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
     ) -> bool:
         optimizer = self._only(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [self.strategy.held.get(p, p) for group in optimizer.param_groups for p in group["params"]]
         if len(parameters) != self._sizes.get(optimizer):
             self._look_at(optimizer, len(parameters))
         loaders = [loader for loader in self._open if loader.current is not None]

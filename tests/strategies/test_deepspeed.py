@@ -1,0 +1,146 @@
+"""deepspeed: each stage against plain PyTorch, where DeepSpeed is installed; and what is refused, everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+
+from paceline.config import StrategySpec, parse_strategy
+from paceline.errors import SettingError
+from paceline.strategies import check, make
+from paceline.strategies.deepspeed_config import merged
+from paceline.world import World
+
+HERE = importlib.util.find_spec("deepspeed") is not None
+installed = pytest.mark.skipif(not HERE, reason='DeepSpeed is not installed: pip install "paceline[deepspeed]"')
+TWO = World(0, 2, 0, 2, 0, 1, "start()")
+
+
+# On a CPU DeepSpeed compiles an extension at its first use, hence the deadlines.
+@installed
+@pytest.mark.timeout(400)
+def test_on_two_processes() -> None:
+    for failed in run_ranks(2, "tests.strategies.deepspeed_checks:run_some", deadline=380):
+        assert not failed, "\n".join(failed.values())
+
+
+@installed
+@pytest.mark.conformance
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("size", [2, 3])
+def test_everything_on_several_processes(size: int) -> None:
+    for failed in run_ranks(size, "tests.strategies.deepspeed_checks:run_all", deadline=680):
+        assert not failed, "\n".join(failed.values())
+
+
+def start(text: str, world: World = TWO) -> None:
+    make(parse_strategy(text), world, torch.device("cpu"))
+
+
+def test_without_the_library_the_line_to_type_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match=r'pip install "paceline\[deepspeed\]"'):
+        start("deepspeed")
+
+
+def test_it_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Adam"}}')
+    spec = StrategySpec("deepspeed", {"config": str(tmp_path / "ds.json")})
+    with pytest.raises(SettingError, match=r"the optimizer that is given to run\.prepare"):
+        check(spec, None)
+    with pytest.raises(SettingError, match="stage=4"):
+        check(parse_strategy("deepspeed:stage=4"), 2)
+    with pytest.raises(SettingError, match="needs at least two processes"):
+        check(parse_strategy("deepspeed"), 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match=r'pip install "paceline\[deepspeed\]"'):
+        check(parse_strategy("deepspeed"), 2)
+
+
+def test_one_process_and_unknown_options_are_refused() -> None:
+    with pytest.raises(SettingError, match="needs at least two processes to slice over"):
+        start("deepspeed", World(0, 1, 0, 1, 0, 1, "start()"))
+    with pytest.raises(SettingError, match=r"has no option 'stagee'. Did you mean 'stage'"):
+        start("deepspeed:stagee=2")
+    for stage in (4, -1):
+        with pytest.raises(SettingError, match=f"stage={stage}: 1 .optimizer state"):
+            start(f"deepspeed:stage={stage}")
+    with pytest.raises(SettingError, match="stage=5: 1"):
+        make(StrategySpec("deepspeed", {"stage": 5}), TWO, torch.device("cpu"))
+
+
+def read(folder: Path, config: Any, stage: int = 0) -> dict[str, Any]:
+    path = folder / "ds.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return merged(str(path), stage)
+
+
+def test_a_config_is_merged(tmp_path: Path) -> None:
+    plain = merged("", 0)
+    assert plain["zero_optimization"]["stage"] == 2
+    assert plain["gradient_clipping"] == 0.0  # DeepSpeed's own default is 1.0
+    assert merged("", 3)["zero_optimization"]["stage"] == 3
+    given = {
+        "train_batch_size": "auto",
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": "auto"},
+        "amp": {"enabled": "auto", "opt_level": "O1"},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 7,
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": 1000,
+            "overlap_comm": True,
+            "stage3_prefetch_bucket_size": "auto",
+            "offload_optimizer": {"device": "none"},
+            "round_robin_gradients": False,
+        },
+    }
+    zero = {**plain["zero_optimization"], "stage": 1, "reduce_bucket_size": 1000, "overlap_comm": True}
+    assert (
+        read(tmp_path, given) == read(tmp_path, given, 1) == {**plain, "steps_per_print": 7, "zero_optimization": zero}
+    )
+    assert read(tmp_path, {}, 3) == merged("", 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_batch_size": 32}, r"says train_batch_size=32, .* by run.loader\(global_batch=...\). Remove"),
+        ({"train_micro_batch_size_per_gpu": 4}, r"run.loader\(micro_batch=...\)"),
+        ({"gradient_accumulation_steps": 2}, "says gradient_accumulation_steps=2"),
+        ({"gradient_clipping": 1.0}, "max_grad_norm="),
+        ({"optimizer": {"type": "Adam"}}, "the optimizer that is given to run.prepare"),
+        ({"scheduler": {"type": "WarmupLR"}}, "the scheduler that is given to run.prepare"),
+        ({"fp16": {"enabled": True}}, "--precision fp16"),
+        ({"bf16": {"enabled": True}}, "--precision bf16"),
+        ({"compression_training": {}}, "'compression_training' is not taken"),
+        ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
+        ({"zero_optimization": {"stage": 0}}, "take strategy='ddp'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer is not"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients is not taken"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients is not taken"),
+        ({"zero_optimization": 3}, "zero_optimization=3: an object is needed"),
+        ("{", "is not JSON"),
+        ("[]", "an object at the top is needed"),
+    ],
+)
+def test_a_config_that_contradicts_is_refused(tmp_path: Path, config: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        read(tmp_path, config)
+
+
+def test_two_stages_and_a_file_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        SettingError, match=r"stage=3, but config=.* says zero_optimization.stage=1. Say it in one place"
+    ):
+        read(tmp_path, {"zero_optimization": {"stage": 1}}, 3)
+    with pytest.raises(SettingError, match=r"nowhere.json cannot be read: No such file"):
+        merged(str(tmp_path / "nowhere.json"), 0)
