@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm import collectives, replicas, shards
+from paceline.comm import collectives, engine, replicas, shards
 from paceline.config import Settings
 from paceline.errors import UsageError
 from paceline.monitor.monitor import Monitor
@@ -22,6 +22,7 @@ from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, randomness
 from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
+from paceline.train.handover import Handover
 from paceline.train.loader import Loader, current_examples
 from paceline.train.messages import SAVED_IN_MID_BATCH
 from paceline.train.normalisation import Normalisation
@@ -56,6 +57,8 @@ class Run:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
+        own = self._state, self._stepper, self._epochs
+        self._handover = Handover(*own, self._monitor.give_place, self._monitor.take_place)
         self.latest: Loader | None = None
         self._evaluations = 0
         layout, group = self._strategy.layout, self._strategy.group
@@ -102,6 +105,7 @@ class Run:
         for optimizer in optimizers:
             self._add_optimizer(optimizer, names)
         self._strategy.setup(self._models, self._optimizers)
+        engine.hand_over_by(self._handover)
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
@@ -344,10 +348,8 @@ class Run:
         self._stepper.drain()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
-        updates = [self._stepper.updates[optimizer] for optimizer in self._optimizers]
-        counters = {"updates": updates, "skipped": self.skipped, "epochs": self._epochs.state_dict()}
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, keep, counters)
+            return self._state.save(directory, self.steps, keep, self._handover.counters())
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
@@ -357,12 +359,12 @@ class Run:
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
+        if engine.arriving():  # the others go on, and hand over where they are
+            return True
         found = self._state.restore(directory, missing_ok)
         if found is None:
             return False
-        self._stepper.updates = dict(zip(self._optimizers, found["updates"], strict=True))
-        self._stepper.skipped, self._stepper.sat_out = found["skipped"], 0
-        self._epochs.load_state_dict(found["epochs"])
+        self._handover.put_back(found)
         self._monitor.restored(directory, self.steps)
         return True
 

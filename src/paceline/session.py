@@ -24,6 +24,7 @@ from paceline.world import World
 
 _open: list[Run] = []
 _explained = False
+_joined = False
 
 
 def start(
@@ -113,8 +114,7 @@ def start(
             print(f"paceline: {note}", file=sys.stderr)
     _close_all()
     where = _device(settings.device, world)
-    process_group.join(world, where, init_method)
-    process_group.check_versions(world)
+    _meet(world, where, init_method)
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # before the process group ends, which was made earlier
     run = Run(world, settings, where)
@@ -127,6 +127,22 @@ def start(
 def current() -> Run | None:
     """The run that is open in this process."""
     return _open[-1] if _open and not _open[-1].closed else None
+
+
+def _meet(world: World, device: torch.device, init_method: str | None) -> None:
+    """Joins the process group of all. Not where the launcher has started this process in place of one that was killed:
+    its strategy finds the others. Raises WorldError where it did so before: a run after it cannot be joined."""
+    global _joined
+    if not os.environ.get(worlds.TICKET):
+        process_group.join(world, device, init_method)
+        process_group.check_versions(world)
+        return
+    if _joined:
+        raise WorldError(
+            "this process has joined a run in place of a worker that was killed, and now starts another run, which it "
+            "cannot: its place in the process group is gone. Give each run a launch of its own."
+        )
+    _joined = True
 
 
 def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:

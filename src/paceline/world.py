@@ -14,6 +14,7 @@ The first of these that describes a world decides:
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -27,6 +28,10 @@ SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the comma
 ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
 TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` (trial/order.py says what is in it)
 MAY_DIE = ".may-die"  # ERROR_FILE and this: a file by which a rank says that the others can go on without it
+ROLE = ".role"  # likewise: what the rank is for the others, in words, where that is not the same for all ranks
+TICKET_FILE = ".ticket"  # likewise: what a process needs that is started in this rank's place while the others go on
+TICKET = "PACELINE_TICKET"  # path of that file: this process takes a killed rank's place in a run that goes on
+JOINED = ".joined"  # ERROR_FILE and this: a file by which such a process says that the others count on it
 
 Environment = Mapping[str, str]
 
@@ -82,12 +87,20 @@ def from_env(environ: Environment) -> World:
     return world or World(0, 1, 0, 1, 0, 1, "alone")
 
 
-def may_die(environ: Environment) -> None:
-    """Tells the launcher that the others can go on if this process is killed. Other launchers end all of them."""
+class Served(SystemExit):
+    """Ends a process that has served the others, or that came too late to join them. No error: the exit code is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def tell_launcher(environ: Environment, what: str, text: str = "") -> None:
+    """Leaves a file for the launcher, which only this user can read. what: MAY_DIE, ROLE, TICKET_FILE or JOINED. Other
+    launchers know nothing of it."""
     path = environ.get(ERROR_FILE)
     if path:
-        with open(path + MAY_DIE, "w"):
-            pass
+        with open(os.open(path + what, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
 
 
 # ---------------------------------------------------------------- torchrun, paceline run, and by hand

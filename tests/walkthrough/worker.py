@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.comm import collectives
+from paceline.world import Served
 from walkthrough import strategies
 from walkthrough.common import Case, Result
 from walkthrough.matrix import MODULES
@@ -49,10 +50,8 @@ def attempt(case: Case, world: int, folder: Path) -> Result | str | None:
         result: Result = job.paceline_job(run, case)
         run.close()
         return result
-    except SystemExit as end:
-        if end.code == 0 and world <= RANK:
-            return None
-        raise
+    except Served:
+        return None
     except Exception:
         error = traceback.format_exc()
         if run is not None:

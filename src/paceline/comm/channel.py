@@ -4,21 +4,36 @@ a member.
 A channel is installed by the strategy that has one (`collectives.use`), and counts only members that live. Its members
 are those that took part in the last exchange: so all that live see the same, and change their view at the same place in
 the program.
+
+A member may also come while the others are under way. It makes everything ready, and waits in `arrive`, which the run
+calls where its epochs begin, until the others let it in; one of them then hands over where the run is (Handover).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Phase = Literal["between", "training", "evaluating"]
 """between: outside of loaders. training: from a training loader's first yield to its end. evaluating: in an evaluation
 loader's pass."""
 
 
+class Handover(Protocol):
+    """Where a run is, beside what the channel's owner knows itself."""
+
+    def give(self) -> Any:
+        """Of this member, in the middle of its program; it can be pickled. Every member calls it."""
+
+    def take(self, given: Any) -> None:
+        """This member goes on there."""
+
+
 class Channel(ABC):
-    """The live members of a run, seen from one of them."""
+    """The live members of a run, seen from one of them. handover: set by the run."""
+
+    handover: Handover | None = None
 
     @property
     @abstractmethod
@@ -36,9 +51,19 @@ class Channel(ABC):
         rank, where a member has gone and its part cannot be done without."""
 
     @abstractmethod
-    def enter(self, phase: Phase, meet: bool = False) -> None:
+    def enter(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
         """Where the program is from now on. meet: all members come here together, and those that have gone are left out
-        from then on."""
+        from then on. loader: the training loader whose pass begins or ends here. False, for one that came meanwhile:
+        the others have this pass behind them."""
+
+    def arrive(self) -> None:
+        """Where the run's epochs begin: a member that comes while the others are under way is let in here."""
+        return None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether this member has come, and has not been let in yet."""
+        return False
 
     @abstractmethod
     def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:

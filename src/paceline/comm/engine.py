@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import forks, wire
-from paceline.comm.channel import Channel, Phase
+from paceline.comm.channel import Channel, Handover, Phase
 from paceline.errors import UsageError
 
 _channel: Channel | None = None
@@ -35,10 +35,26 @@ def channel() -> Channel | None:
     return _channel
 
 
-def enter(phase: Phase, meet: bool = False) -> None:
-    """Tells a channel where the program is."""
+def enter(phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+    """Tells a channel where the program is (Channel.enter)."""
+    return True if _channel is None else _channel.enter(phase, meet, loader)
+
+
+def hand_over_by(handover: Handover) -> None:
+    """Tells a channel, if there is one, who knows where the run is."""
     if _channel is not None:
-        _channel.enter(phase, meet)
+        _channel.handover = handover
+
+
+def arrive() -> None:
+    """Where the run's epochs begin (Channel.arrive)."""
+    if _channel is not None:
+        _channel.arrive()
+
+
+def arriving() -> bool:
+    """Whether this process has come to a run under way, and has not been let in yet."""
+    return _channel is not None and _channel.arriving
 
 
 _thread = threading.local()

@@ -83,16 +83,28 @@ class Listening:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", credentials_provider=_Known(()))  # nobody, until `admit`
         self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may come again, in another connection
         _heartbeats(self._socket)
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = self.keys
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self._peers: dict[int, int] = {}  # file descriptor of a connection -> peer
+        self._latest = -1  # connection of the message that came last
+        self._over: dict[int, int] = {}  # how many ends of a connection to pass over: another has its number now
 
     def admit(self, keys: Iterable[bytes]) -> None:
         """From now on peers with these public keys, and no others, are let in."""
         self._authenticator.configure_curve_callback("*", credentials_provider=_Known(keys))
+
+    def anew(self, peer: int, known: bool) -> None:
+        """The message that came last is a peer's first over another connection. known: the end of the one before has
+        not been told, and is not to be told any more."""
+        before = [c for c, p in self._peers.items() if p == peer and c != self._latest]
+        for connection in before:
+            del self._peers[connection]
+        if known and not before:
+            self._over[self._latest] = self._over.get(self._latest, 0) + 1
 
     def receive(self, seconds: float) -> tuple[int, list[Any]] | Gone | None:
         """(peer, its message), or that one has gone; None where nothing came for so long."""
@@ -100,13 +112,15 @@ class Listening:
         while True:
             with contextlib.suppress(zmq.Again):
                 head, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                peer = int(bytes(head.buffer))
-                self._peers[head.get(zmq.SRCFD)] = peer
+                peer, self._latest = int(bytes(head.buffer)), head.get(zmq.SRCFD)
+                self._peers[self._latest] = peer
                 return peer, frames
             if self._monitor.poll(0):
                 # What it had sent before has been read: it is in the queue before the event.
                 connection = recv_monitor_message(self._monitor)["value"]
-                if connection in self._peers:
+                if self._over.get(connection):
+                    self._over[connection] -= 1
+                elif connection in self._peers:
                     return Gone(self._peers.pop(connection))
                 continue
             left = deadline - time.monotonic()
@@ -161,7 +175,10 @@ class Line:
             with contextlib.suppress(zmq.Again):
                 return list(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             if self._monitor.poll(0):
-                raise WorldError(f"{self.name} has gone: its connection ended. See what that process said.")
+                raise WorldError(
+                    f"{self.name} has gone: its connection ended. See what that process said, and start the run again: "
+                    "a script that calls run.restore goes on from its last checkpoint."
+                )
             left = deadline - time.monotonic()
             if left <= 0:
                 return None

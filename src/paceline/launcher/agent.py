@@ -42,9 +42,10 @@ from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
 from paceline.launcher.rendezvous import workers_store
 from paceline.launcher.stalls import Stalls
-from paceline.world import MAY_DIE, World
+from paceline.world import JOINED, MAY_DIE, ROLE, TICKET, TICKET_FILE, World
 
 SETTLE_SECONDS = 1.0
+LATE_SECONDS = 60.0  # for one that comes to join others, and finds that all have ended
 LINGER_SECONDS = 10.0  # for exit functions of a failed script, such as uploading a log
 
 
@@ -67,6 +68,9 @@ class Agent(SimpleElasticAgent):
         self._processes = processes.Processes([])
         self._ranks = range(0)  # of this machine
         self._endings: dict[int, report.Ending] = {}  # local rank -> the first sight of its end
+        self._commands: list[processes.Command] = []  # that the workers were started with
+        self._rejoined: set[int] = set()  # local ranks that were started again alone
+        self._too_late: set[int] = set()  # of these, those that found nobody, and were ended
         self._starts = 0
         self._failed = False  # were the workers ended because of a failure?
         self._began = time.monotonic()
@@ -94,7 +98,7 @@ class Agent(SimpleElasticAgent):
         store: Any = worker_group.store
         first = worker_group.workers[0].global_rank
         self._ranks = range(first, first + self._plan.nproc)
-        self._endings, self._failed = {}, False
+        self._endings, self._rejoined, self._too_late, self._failed = {}, set(), set(), False
         self.exit_code, self.story = 0, ""
         if self._plan.nodes.backend == "static":  # the others give a new store, or a new prefix, to each round
             from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -112,7 +116,7 @@ class Agent(SimpleElasticAgent):
         self._leavers, self._stalls = Leavers(files), Stalls(files, len(files) == 1 and not self._plan.nodes.several)
         self._interrupts.deferred = True
         self._interrupts.check()
-        commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
+        self._commands = commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
         try:
             self._processes = processes.start(commands)
         finally:
@@ -228,12 +232,74 @@ class Agent(SimpleElasticAgent):
             code = exits.get(local_rank)
             error = report.read_error(self._error_file(rank)) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
-                spared = code is not None and code < 0 and os.path.exists(self._error_file(rank) + MAY_DIE)
-                self._endings[local_rank] = ending = report.Ending(rank, code, now, error, spared)
+                spared = self._can_be_spared(local_rank, rank, code)
+                self._endings[local_rank] = ending = report.Ending(rank, code, now, error, spared, self._role(rank))
                 if spared:
-                    print(f"paceline: {report.headline(ending)}; the others go on.", file=sys.stderr, flush=True)
+                    late = code == 0 or local_rank in self._too_late
+                    what = f"rank {rank} came too late to join" if late else report.headline(ending)
+                    print(f"paceline: {what}; the others go on.", file=sys.stderr, flush=True)
+                    self._bring_back(local_rank, rank, ending)
+        self._end_latecomers(now)
         if len(self._left()) > left:
             self._peers.tell_left(self._left())
+
+    def _can_be_spared(self, local_rank: int, rank: int, code: int | None) -> bool:
+        """It was killed, and has said that the others can go on; or it was to come back, and they do not count on it
+        yet."""
+        path = self._error_file(rank)
+        if local_rank in self._rejoined and not os.path.exists(path + JOINED):
+            return code is not None
+        return code is not None and code < 0 and os.path.exists(path + MAY_DIE)
+
+    def _role(self, rank: int) -> str:
+        try:
+            with open(self._error_file(rank) + ROLE) as file:
+                return file.read()
+        except FileNotFoundError:
+            return ""
+
+    def _bring_back(self, local_rank: int, rank: int, ending: report.Ending) -> None:
+        """Starts one rank again, to join the others, where restarts are left and it was killed by a signal."""
+        ticket = self._error_file(rank) + TICKET_FILE
+        ended = any(other.code == 0 for other in self._endings.values())
+        if ending.error is not None or self._remaining_restarts < 1 or ended or not os.path.exists(ticket):
+            return
+        self._remaining_restarts -= 1
+        most = self._plan.max_restarts
+        print(
+            f"paceline: restart {most - self._remaining_restarts} of {most}: rank {rank}, to join the others.",
+            file=sys.stderr,
+            flush=True,
+        )
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self._error_file(rank) + JOINED)
+        output = self._output.open(rank, first=local_rank == 0)
+        command = self._commands[local_rank]
+        environ = {**command.environ, TICKET: ticket}
+        try:
+            self._processes.again(local_rank, command._replace(environ=environ, output=output))
+        finally:
+            if output is not None:
+                output.close()
+        self._rejoined.add(local_rank)
+        del self._endings[local_rank]
+
+    def _end_latecomers(self, now: float) -> None:
+        """Those that were to join others which have all ended since, and do not notice it."""
+        endings = self._endings.values()
+        if not endings or any(ending.failed or now - ending.time < LATE_SECONDS for ending in endings):
+            return
+        running = self._running()
+        if all(rank - self._ranks[0] in self._rejoined for rank in running):
+            for rank, pid in running.items():
+                if not os.path.exists(self._error_file(rank) + JOINED):
+                    self._too_late.add(rank - self._ranks[0])
+                    os.kill(pid, signal.SIGKILL)
+
+    @property
+    def spared(self) -> frozenset[int]:
+        """Ranks that were killed, and were not missed."""
+        return frozenset(ending.rank for ending in self._endings.values() if ending.spared)
 
     def _left(self) -> list[int]:
         return [ending.rank for ending in self._endings.values() if not ending.failed and not ending.spared]

@@ -43,7 +43,8 @@ def call(
                 pickle.dump((sys.path, payload), file)
             outcome = supervise(replace(plan, script=path), interrupts, output)
             if outcome.exit_code == 0:
-                return [_result(f"{path}.{rank}", fn, rank) for rank in range(plan.nproc)]
+                ranks = range(plan.nproc)
+                return [None if rank in outcome.spared else _result(f"{path}.{rank}", fn, rank) for rank in ranks]
         except Stopped as error:
             stopped = error.signum
         else:

@@ -50,6 +50,16 @@ class Processes:
     def pids(self) -> list[int]:
         return [process.pid for process in self._started]
 
+    def again(self, index: int, command: Command) -> None:
+        """Starts one that has ended once more. What the former one left behind is killed."""
+        former = self._started[index].pid
+        self._sweep.discard(former)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(former, signal.SIGKILL)
+        self._started[index] = _started(command)
+        self._dismiss_watcher()
+        self._watcher = _watch(self.pids)
+
     def exits(self) -> dict[int, int]:
         """index -> exit code, of those that have ended; -n where signal n ended it."""
         found = {}
@@ -115,14 +125,9 @@ def start(commands: Sequence[Command]) -> Processes:
         LaunchError: one could not be started; those before it are ended.
     """
     started: list[subprocess.Popen[bytes]] = []
-    for arguments, environ, output in commands:
-        stdin = None if output is None else subprocess.DEVNULL
+    for command in commands:
         try:
-            started.append(
-                subprocess.Popen(
-                    arguments, env=environ, stdin=stdin, stdout=output, stderr=output, start_new_session=True
-                )
-            )
+            started.append(_started(command))
         except OSError as error:
             Processes(started).stop()
             raise LaunchError(
@@ -130,6 +135,12 @@ def start(commands: Sequence[Command]) -> Processes:
                 f"and on processes (ulimit -u), or ask for fewer with --nproc."
             ) from error
     return Processes(started)
+
+
+def _started(command: Command) -> subprocess.Popen[bytes]:
+    arguments, environ, output = command
+    stdin = None if output is None else subprocess.DEVNULL
+    return subprocess.Popen(arguments, env=environ, stdin=stdin, stdout=output, stderr=output, start_new_session=True)
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> None:

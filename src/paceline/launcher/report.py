@@ -20,6 +20,7 @@ _PEER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
+_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
 _LIKELY = {
     signal.SIGKILL: " (perhaps out of memory)",
     signal.SIGBUS: " (perhaps /dev/shm is full)",
@@ -49,7 +50,10 @@ class Error:
     @property
     def consequence(self) -> bool:
         """Does it only say that another process has gone?"""
-        return any(link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link) for link in self.chain)
+        return any(
+            (link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link)) or _SERVER_IS_GONE.match(link)
+            for link in self.chain
+        )
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Ending:
         time: when it was seen, in seconds since the epoch.
         error: the exception that ended its script, if one did.
         spared: it was killed by a signal, and had said that the others can go on without it.
+        role: what it was for the others, such as "a parameter server"; "" where all ranks are alike.
     """
 
     rank: int
@@ -69,6 +74,7 @@ class Ending:
     time: float
     error: Error | None = None
     spared: bool = False
+    role: str = ""
 
     @property
     def failed(self) -> bool:
@@ -131,6 +137,11 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
         lines.append(first.error.traceback.rstrip("\n"))
     elif last_lines and (first.error is None or first.error.shown):
         lines.append("The last it printed:\n  " + "\n  ".join(last_lines))
+    if first.role and not first.error:
+        lines.append(
+            "The run cannot go on without it. Started again (--max-restarts does so), a script that calls run.restore "
+            "goes on from its last checkpoint."
+        )
     rest = [ending for ending in endings if ending.failed and ending is not first and not ending.consequence]
     alike = [e for e in rest if _told(e) == _told(first)]
     if alike:
@@ -151,7 +162,7 @@ def _told(ending: Ending) -> tuple[int | None, str]:
 
 def headline(ending: Ending) -> str:
     """Which rank, and what became of it: one line."""
-    who = f"rank {ending.rank}"
+    who = f"rank {ending.rank}, {ending.role}," if ending.role else f"rank {ending.rank}"
     if ending.error:
         summary = ending.error.summary.split("\n")[0]
         return f"{who} failed: {summary}{' (shown above)' if ending.error.shown else ''}"

@@ -25,11 +25,13 @@ from paceline.launcher.rendezvous import make_rendezvous
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended: the launcher's exit code, and where it is not 0, what went wrong, ending in a newline. refused:
-    the script refused its arguments, on all ranks that ended."""
+    the script refused its arguments, on all ranks that ended. spared: ranks that were killed, while the others went
+    on."""
 
     exit_code: int
     story: str
     refused: bool = False
+    spared: frozenset[int] = frozenset()
 
 
 def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
@@ -70,7 +72,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
     finally:
         if close:
             spec.rdzv_handler.shutdown()
-    return Outcome(agent.exit_code, agent.story, agent.refused)
+    return Outcome(agent.exit_code, agent.story, agent.refused, agent.spared)
 
 
 @contextlib.contextmanager

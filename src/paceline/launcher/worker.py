@@ -32,7 +32,7 @@ import types
 from collections.abc import Iterator, Sequence
 
 from paceline.errors import LaunchError, PacelineError
-from paceline.world import ERROR_FILE, LAUNCHER_PID
+from paceline.world import ERROR_FILE, LAUNCHER_PID, Served
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Asks where the process stands. A real-time signal: SIGUSR1 and 2 are scripts' and batch systems' own.
@@ -139,7 +139,10 @@ def run_function(path: str, args: Sequence[str]) -> None:
             f"the function, or an argument, cannot be made in this process ({type(error).__name__}: {error}). What it "
             "is made of must be in a module that can be imported here, or in the notebook or script itself."
         ) from error
-    value = function(*arguments)
+    try:
+        value = function(*arguments)
+    except Served:
+        value = None
     try:
         data = cloudpickle.dumps(value)
     except Exception as error:

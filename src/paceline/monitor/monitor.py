@@ -26,8 +26,9 @@ from torch import nn
 
 from paceline.comm import collectives, engine
 from paceline.config import Settings
-from paceline.errors import SettingError, UsageError
+from paceline.errors import UsageError
 from paceline.monitor import summary
+from paceline.monitor.alike import agree
 from paceline.monitor.display import Display, View, make_display
 from paceline.monitor.exchange import NOW, Exchange, Result
 from paceline.monitor.trackers import Recorder, Tracker, cannot_track
@@ -63,7 +64,7 @@ class Monitor:
         self._main = world.rank == 0
         self._shown = settings.progress != "off"
         problem = cannot_track(settings.log_dir, settings.trackers) if self._main else None
-        _agree(problem, (self._shown, settings.log_dir is not None, settings.log_every))
+        agree(problem, (self._shown, settings.log_dir is not None, settings.log_every))
         self._recorder = Recorder(settings.log_dir, settings.trackers)
         self._recorded = settings.log_dir is not None
         self._active = self._shown or self._recorded
@@ -183,15 +184,18 @@ class Monitor:
                 self._write_now(self._pass)
                 self._pass = Window(self._device)
             return
-        if loader is not self._loader:
-            return
+        if loader is not self._loader and not self._stepper.strategy.layout.dealt:
+            return  # but where parts are dealt, this rank may have had none of this pass
         if whole and not self._local:
-            steps = self._updates()
-            every = self._settings.log_every
-            self._send(not self._recorded or steps // every != self._steps // every, steps, loader.fetched_at)
-            self._steps = steps
+            if self._facts is not None:
+                steps = self._updates()
+                every = self._settings.log_every
+                self._send(not self._recorded or steps // every != self._steps // every, steps, loader.fetched_at)
+                self._steps = steps
             engine.enter("between", meet=True)  # all have sent, also where they are not in step
             self._receive()
+        if loader is not self._loader:
+            return
         now = time.perf_counter()
         self._loader = None
         self.totals.end(now)
@@ -336,6 +340,19 @@ class Monitor:
         if self._main and self._shown:
             print(f"paceline: goes on after step {steps}, from a checkpoint in {directory}", file=sys.stderr)
 
+    def give_place(self) -> tuple[int, list[str]]:
+        """For a process that joins, so that all go on to exchange at the same steps and the same names. All that were
+        there call it, alike."""
+        self._receive()
+        self._collect()
+        self._sent_steps = self._made()
+        return self._interval, self._window.keys
+
+    def take_place(self, place: tuple[int, list[str]]) -> None:
+        self._interval, keys = place
+        for key in keys:
+            self._window.add(key, 0.0, 0)
+
     def _exiting(self) -> None:
         self._local = True
 
@@ -381,19 +398,3 @@ def _failed() -> bool:
     """Whether the program ends by an error, whose message is to stay the last."""
     error = getattr(sys, "last_value", None)
     return error is not None and not isinstance(error, KeyboardInterrupt)
-
-
-def _agree(problem: str | None, own: tuple[Any, ...]) -> None:
-    """Raises SettingError on all ranks where rank 0 has a problem, or where a rank's settings ask for other
-    exchanges."""
-    everyone = collectives.gather_objects((problem, own))
-    if everyone[0][0] is not None:
-        raise SettingError(everyone[0][0])
-    for rank, (_, other) in enumerate(everyone):
-        if other != everyone[0][1]:
-            names = ("progress other than 'off'", "log_dir given", "log_every")
-            lines = [f"{name}: {a} on rank 0, {b} on rank {rank}" for name, a, b in zip(names, everyone[0][1], other)]
-            raise SettingError(
-                "progress, log_dir and log_every must be alike on all ranks, since all of them take part in the means "
-                "that rank 0 shows and writes (" + "; ".join(lines) + "). Give all ranks the same."
-            )

@@ -8,7 +8,7 @@ mode=sync, all workers in step, a step:
   1. backward of the last micro-batch: each worker pushes its shard's gradients to their owners. The workers then tell
      each other, through server 0, that they have. If all have, each gets the sums, which servers add in rank order, and
      `.grad` is the mean over the global batch. If one has died, all forget this attempt: the loader yields the same
-     global batch again, cut over those that are left.
+     global batch again, cut over those that are left. So it is when one comes back (servers/joining.py).
   2. step: the gradients, as clipping or the script left them, go back to the owners, each worker sending its share.
      Once all are there, each server makes the update with the user's optimizer, and the workers get the weights.
 
@@ -40,37 +40,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import collectives, engine
-from paceline.comm.sockets import Line, Listening, address_towards, new_keys
-from paceline.errors import SettingError, UsageError
+from paceline.comm.sockets import Keys, Listening, address_towards, new_keys
+from paceline.errors import UsageError
 from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
 from paceline.strategies.replicated import closure_on_one_replica, load_replicated, parameter_names, replicated_state
-from paceline.strategies.servers.links import Links, Meetings, Parts, Refusing
+from paceline.strategies.servers import joining
+from paceline.strategies.servers.checks import check
+from paceline.strategies.servers.links import Meetings, Parts, Refusing
 from paceline.strategies.servers.remote import Remote, setting_of
 from paceline.strategies.servers.serving import Serving
 from paceline.strategies.servers.shard import Shard
-from paceline.world import World, may_die
-
-
-def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
-    """Raises SettingError for what cannot work, on this number of processes (None: not known)."""
-    if mode not in ("sync", "async"):
-        raise SettingError(f"strategy parameter_server: mode={mode!r}: sync or async is needed.")
-    if servers < 1:
-        raise SettingError(f"strategy parameter_server: servers={servers}: 1 or more are needed.")
-    if size is not None and size < 2:
-        raise SettingError(
-            "strategy parameter_server needs at least 2 processes, a server and a worker, but this run has 1. Start "
-            "more (paceline run --nproc 3), or use strategy='single'."
-        )
-    if size is not None and servers >= size:
-        raise SettingError(
-            f"strategy parameter_server: servers={servers} of {size} processes leaves no worker. Set servers to "
-            f"{size - 1} at most, or start more processes."
-        )
-    if staleness < -1:
-        raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
-    if staleness >= 0 and mode == "sync":
-        raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")
+from paceline.world import MAY_DIE, ROLE, Served, World, tell_launcher
 
 
 class ParameterServer(Strategy):
@@ -122,14 +102,20 @@ class ParameterServer(Strategy):
         for model in self.models:
             model.to("cpu" if self.serves else self.device)
         self._remote.share_out(names)
-        if first:
+        ticket = joining.find_ticket(os.environ) if first else None
+        if ticket is not None:
+            self._meet_servers(*ticket, joins=True)
+        elif first:
             self._connect()
         if self.serves:
             self._serve()
             return
+        self._buffers = [buffer for model in self.models for buffer in model.buffers()]
+        assert self._meetings is not None
+        if self._meetings.arriving:
+            return
         if not first:
             self._remote.ask_all({"op": "again"})
-        self._buffers = [buffer for model in self.models for buffer in model.buffers()]
         self._spread()
 
     def _same(
@@ -155,18 +141,26 @@ class ParameterServer(Strategy):
             self._listening.admit(everyone[rank][1] for rank in self.workers)
         collectives.barrier()  # from here on workers are let in
         if self._listening is not None:
+            tell_launcher(os.environ, ROLE, "a parameter server")
             return
-        lines = [
-            Line(*everyone[rank], keys, self.world.rank, f"the parameter server of rank {rank}")
-            for rank in self.servers
-        ]
-        self._remote.links = links = Links(lines)
-        self._meetings = Meetings(links, self.world.rank, self.workers, self.mode == "sync")
+        self._meet_servers([everyone[rank] for rank in self.servers], keys)
+        joining.leave_ticket([everyone[rank] for rank in self.servers], keys)
+
+    def _meet_servers(self, places: Sequence[joining.Place], keys: Keys, joins: bool = False) -> None:
+        rank, hooks = self.world.rank, (self._at_end, lambda: self._remote.pull(self._remote.names), self._steps_of)
+        self._remote.links = links = joining.make_lines(places, self.servers[0], keys, rank)
+        self._meetings = meetings = Meetings(
+            links,
+            rank,
+            self.workers,
+            self.mode == "sync",
+            welcome=self._hand_over,
+            join=(lambda: self._join(places)) if joins else None,
+        )
         if self.mode == "async":
-            hooks = self._at_end, lambda: self._remote.pull(self._remote.names), self._steps_of
             self._parts = self.layout.dealer = Parts(links, *hooks)
-        engine.use(self._meetings)
-        may_die(os.environ)
+        engine.use(meetings)
+        tell_launcher(os.environ, MAY_DIE)
 
     def _serve(self) -> None:
         """Until training has ended: then this process does, with exit code 0; or until another `prepare` comes."""
@@ -180,7 +174,7 @@ class ParameterServer(Strategy):
             engine.use(Refusing())
             return
         self.close()
-        raise SystemExit(0)
+        raise Served
 
     def _spread(self) -> None:
         """The first worker's weights and buffers become everyone's."""
@@ -222,8 +216,9 @@ class ParameterServer(Strategy):
         number, self._reductions = self._reductions, self._reductions + 1
         own = {name: p.grad for name, p in self._remote.names.items() if p.grad is not None}
         self._remote.ask_all({"op": "push", "number": number}, own)
-        self._meetings.meet()
-        if self._meetings.members != self._cut:
+        # Not before the first update, until which the workers compare their data; nor between two of one global batch.
+        self._meetings.meet(admit=self._updates > 0 and not self._meetings.updated)
+        if self._meetings.members != self._cut or self._meetings.joined:
             self._forget()
             return
         for _, sums in self._remote.ask_all({"op": "sum", "number": number, "members": self._cut}).values():
@@ -233,22 +228,55 @@ class ParameterServer(Strategy):
 
     @torch.no_grad()
     def _forget(self) -> None:
-        """A worker is lost: the global batch is to be cut anew over those that are left."""
+        """Workers are lost, or have come: the global batch is to be cut anew over those that are there."""
         assert self._meetings is not None
-        lost = sorted(set(self._cut) - set(self._meetings.members))
-        self._cut = self._meetings.members
-        if self._meetings.rank == 0:
-            print(
-                f"paceline: the worker of rank {', '.join(map(str, lost))} has died; {len(self._cut)} go on, with the "
-                "global batch cut anew.",
-                file=sys.stderr,
-            )
-        self.layout.shards, self.layout.mine = len(self._cut), (self._meetings.rank,)
-        self.layout.version += 1
+        joined = set(self._meetings.joined)
+        lost = set(self._cut) - set(self._meetings.members)
         for p in self._remote.names.values():
             p.grad = None
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
             buffer.copy_(kept)
+        if joined:
+            self._hand_over()
+        self._cut_anew()
+        if self.world.rank == min(set(self._cut) - joined):
+            what = joining.news(lost, joined)
+            print(f"paceline: {what}; {len(self._cut)} go on, cut anew.", file=sys.stderr)
+
+    def _cut_anew(self) -> None:
+        assert self._meetings is not None
+        self._cut = self._meetings.members
+        self.layout.shards, self.layout.mine = len(self._cut), (self._meetings.rank,)
+        self.layout.version += 1
+
+    # --- a worker that comes while the others are under way
+
+    def _hand_over(self) -> None:
+        """To those that were let in. Weights that the script has changed since the last update go to the servers."""
+        meetings, remote = self._meetings, self._remote
+        assert meetings is not None
+        assert meetings.handover is not None
+        run, changed = meetings.handover.give(), remote.changed()
+
+        def give() -> joining.Given:
+            remote.send(changed, {"op": "set"})
+            counts = self._reductions, self._updates
+            return joining.given(counts, meetings, self.optimizers, self._parts, self._buffers, run)
+
+        joining.hand_over(meetings, self.world.rank, give)
+        remote.note(changed)
+
+    def _join(self, places: Sequence[joining.Place]) -> None:
+        meetings, remote = self._meetings, self._remote
+        assert meetings is not None
+        assert remote.links is not None
+        joining.be_let_in(remote.links, places, meetings)
+        found = joining.hand_over(meetings, self.world.rank, None)
+        self._reductions, self._updates = joining.take(found, meetings, self.optimizers, self._parts, self._buffers)
+        remote.pull(remote.names)
+        self._keep()
+        if self.mode == "sync":
+            self._cut_anew()
 
     @torch.no_grad()
     def _keep(self) -> None:
@@ -256,10 +284,9 @@ class ParameterServer(Strategy):
             self._kept = [buffer.clone() for buffer in self._buffers]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.mode == "async":
-            self._step_alone(self._number(optimizer), optimizer)
-        else:
-            self._step_together(self._number(optimizer), optimizer)
+        update = self._step_alone if self.mode == "async" else self._step_together
+        update(self._number(optimizer), optimizer)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # its step, made elsewhere: torch's schedulers ask
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         return next(i for i, own in enumerate(self.optimizers) if own is optimizer)
@@ -273,6 +300,8 @@ class ParameterServer(Strategy):
         self._send_together(changed, "set")
         self._send_together(gradients, "final")
         self._updates += 1
+        assert self._meetings is not None
+        self._meetings.updated = True
         header = {"op": "update", "optimizer": number, "number": self._updates, **self._with(optimizer)}
         graded = {server: [name for name, _ in pairs] for server, pairs in remote.by_owner(gradients).items()}
         asked = {s: ({**header, "names": graded.get(s, [])}, ()) for s in remote.by_owner(own)}

@@ -21,7 +21,8 @@ def launch(
 
     For notebooks and tests. The function may be defined anywhere, also in a notebook's cell or in another function; it
     and its arguments are pickled, so that each process has copies. In it `paceline.start()` finds its world, as in a
-    script. What rank 0 prints is shown.
+    script. What rank 0 prints is shown. Of a parameter server, which ends in `run.prepare`, and of a worker that was
+    killed and not missed, None is returned.
 
     Args:
         nproc: as for `paceline run`.

@@ -77,6 +77,15 @@ class Loader:
         self.fetched_at = 0.0  # when the current yield's data had come, by time.perf_counter
 
     @property
+    def probing(self) -> bool:
+        """Whether the processes have yet to compare their data."""
+        return self._source.probing
+
+    @probing.setter
+    def probing(self, value: bool) -> None:
+        self._source.probing = value
+
+    @property
     def steps(self) -> int:
         """Optimizer steps in an epoch. TypeError where the length of the data is not known."""
         return self._source.steps()
@@ -109,11 +118,12 @@ class Loader:
 
     def _training(self) -> Iterator[Any]:
         """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs
-        none."""
+        none. Where this process has joined others, a pass that they have behind them is empty."""
+        if not engine.enter("training", meet=True, loader=self.name):
+            return
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
         self._used = False
-        engine.enter("training", meet=True)
         try:
             request = None
             for request, batches in self._fetch(epoch, start):
@@ -121,10 +131,10 @@ class Loader:
                 self._enter(request)
                 yield self._present(request, batches)
             whole = True
-            if request is None and start == 0:
+            if request is None and start == 0 and not (self._source.layout.dealt and self.steps):
                 self._warn_empty()
         finally:
-            engine.enter("between")
+            engine.enter("between", loader=self.name)
             if mine == self._iteration:  # and not one that was left behind, and is closed late
                 self.current, self.stepped = None, False
                 if whole or self._used:

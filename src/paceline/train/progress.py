@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from paceline.comm import engine
 from paceline.errors import UsageError
 from paceline.strategies.base import Strategy
 from paceline.train.loader import Loader
@@ -36,6 +37,7 @@ class Epochs:
         return self._upto(count)
 
     def _upto(self, count: int) -> Iterator[int]:
+        engine.arrive()
         self.restored = False
         while self._current < count:
             self._inside = True

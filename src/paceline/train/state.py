@@ -35,6 +35,7 @@ class State:
         self.parts: dict[str, Any] = {}  # the run's own: counters, scaler
         self._device, self._seed = device, seed
         self._waiting: dict[str, dict[str, Any]] = {"loaders": {}, "tracked": {}}
+        self._compared: set[str] = set()  # loaders whose data those that were there before had compared
         self._buffers = SnapshotBuffers()
 
     # --- adding
@@ -48,6 +49,7 @@ class State:
         self.loaders[loader.name] = loader
         if loader.name in self._waiting["loaders"]:
             loader.load_state_dict(self._waiting["loaders"].pop(loader.name))
+        loader.probing = loader.probing and loader.name not in self._compared
 
     def add_tracked(self, name: str, thing: Any) -> None:
         for method in ("state_dict", "load_state_dict"):
@@ -76,21 +78,9 @@ class State:
             own = {key: value for key, value in state.items() if key not in ("models", "optimizers")}
             parts |= {"strategy": own} if own else {}
             parts |= {f"scheduler_{i}": scheduler.state_dict() for i, scheduler in enumerate(self.schedulers)}
-            parts["run"] = {
-                **run,
-                "seed": self._seed,
-                "schedulers": [type(scheduler).__qualname__ for scheduler in self.schedulers],
-                "loaders": {
-                    **self._waiting["loaders"],
-                    **{name: loader.state_dict() for name, loader in self.loaders.items()},
-                },
-                "streams": streams,
-                **{name: part.state_dict() for name, part in self.parts.items()},
-            }
-            parts["tracked"] = {
-                **self._waiting["tracked"],
-                **{name: thing.state_dict() for name, thing in self.tracked.items()},
-            }
+            kinds = [type(scheduler).__qualname__ for scheduler in self.schedulers]
+            parts["run"] = {**run, "seed": self._seed, "schedulers": kinds, "streams": streams, **self._run_part()}
+            parts["tracked"] = self._tracked_part()
             try:
                 path = str(self._write(Path(directory), step, parts, keep))
             except CheckpointError as error:
@@ -99,6 +89,14 @@ class State:
         if failure is not None:
             raise CheckpointError(failure)
         return Path(path)
+
+    def _run_part(self) -> dict[str, Any]:
+        loaders = {name: loader.state_dict() for name, loader in self.loaders.items()}
+        own = {name: part.state_dict() for name, part in self.parts.items()}
+        return {"loaders": {**self._waiting["loaders"], **loaders}, **own}
+
+    def _tracked_part(self) -> dict[str, Any]:
+        return {**self._waiting["tracked"], **{name: thing.state_dict() for name, thing in self.tracked.items()}}
 
     def _write(self, directory: Path, step: int, parts: dict[str, Any], keep: int | None) -> Path:
         return checkpoint.write(
@@ -189,18 +187,40 @@ class State:
             check_same_class(scheduler, name, "scheduler", number)
         named = {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}
         self.strategy.load_state_dict({**parts.get("strategy", {}), **named})
+        self._put_back_others(schedulers, run, parts["tracked"])
+        if len(run["streams"]) == collectives.size_of():
+            randomness.set_state(run["streams"][collectives.rank_of()], self._device)
+        return run
+
+    def _put_back_others(self, schedulers: list[Any], run: dict[str, Any], tracked: dict[str, Any]) -> None:
         for scheduler, state in zip(self.schedulers, schedulers, strict=True):
             scheduler.load_state_dict(state)
         for name, part in self.parts.items():
             part.load_state_dict(run[name])
-        self._waiting = {"loaders": dict(run["loaders"]), "tracked": dict(parts["tracked"])}
+        self._waiting = {"loaders": dict(run["loaders"]), "tracked": dict(tracked)}
         for name in [name for name in self.loaders if name in self._waiting["loaders"]]:
             self.loaders[name].load_state_dict(self._waiting["loaders"].pop(name))
         for name in [name for name in self.tracked if name in self._waiting["tracked"]]:
             self.tracked[name].load_state_dict(self._waiting["tracked"].pop(name))
-        if len(run["streams"]) == collectives.size_of():
-            randomness.set_state(run["streams"][collectives.rank_of()], self._device)
-        return run
+
+    # --- for a process that joins
+
+    def place(self) -> dict[str, Any]:
+        """What a checkpoint holds beside models, optimizers and random streams, with tensors on the CPU."""
+        place = {
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "run": self._run_part(),
+            "tracked": self._tracked_part(),
+            "compared": [name for name, loader in self.loaders.items() if not loader.probing],
+        }
+        whole: dict[str, Any] = _on_cpu(place)
+        return whole
+
+    def put_place(self, place: dict[str, Any]) -> None:
+        self._put_back_others(place["schedulers"], place["run"], place["tracked"])
+        self._compared = set(place["compared"])
+        for name in self._compared & self.loaders.keys():
+            self.loaders[name].probing = False
 
     def export(self, path: str | Path, number: int) -> None:
         """Writes one model's state_dict as a plain safetensors file."""
@@ -234,6 +254,10 @@ def _map(node: Any, function: Any) -> Any:
     if isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and type(node) in (list, tuple):
         return type(node)(function(item) for item in node)
     return node
+
+
+def _on_cpu(node: Any) -> Any:
+    return node.cpu() if isinstance(node, Tensor) else _map(node, _on_cpu)
 
 
 def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:

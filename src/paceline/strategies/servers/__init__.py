@@ -23,6 +23,8 @@ Each message of a worker is a request that gets one answer, at once or when othe
     take       first         a part of the pass to compute                           a part, none, or "over"
     admit      first         may a gradient from version v be applied?               yes or no, the version
     pool       first         add sums, or take them                                  the sums
+    join       first         let me in, at an exchange whose members allow it        its number, who is there
+    join       others        I have been let in                                      done
     missing    first         who has not come, after a long wait                     ranks
     again      all           another `prepare` is coming: run on to it               when the server is there
     bye        all           this worker has ended                                   (none)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,16 @@ from paceline.comm.channel import Channel, Phase
 from paceline.comm.sockets import Line
 from paceline.errors import UsageError, WorldError
 from paceline.strategies.base import Dealer
+from paceline.world import JOINED, tell_launcher
 
 ANSWER_SECONDS = 600.0
 """How long a server may take for what it does at once: a large update."""
 
 MEET_SECONDS = 1800.0
 """How long a worker waits for the others, as torch's process groups do."""
+
+JOIN_SECONDS = 14 * 24 * 3600.0
+"""How long one that comes waits to be let in: in async for an epoch's end. That the server lives it sees by itself."""
 
 Request = tuple[dict[str, Any], Iterable[tuple[str, Tensor]]]
 
@@ -39,11 +44,13 @@ class Links:
     def ask_first(self, header: dict[str, Any]) -> dict[str, Any]:
         return self.ask({0: (header, ())})[0][0]
 
-    def wait_first(self, header: dict[str, Any], frames: Iterable[Any] = ()) -> list[Any]:
+    def wait_first(
+        self, header: dict[str, Any], frames: Iterable[Any] = (), seconds: float = MEET_SECONDS
+    ) -> list[Any]:
         """The first server's answer to a request that waits for other workers."""
         line = self.lines[0]
         line.send([*wire.pack(header), *frames])
-        return self._answer(0, MEET_SECONDS)
+        return self._answer(0, seconds)
 
     def tell(self, header: dict[str, Any]) -> None:
         """All servers, without an answer."""
@@ -75,16 +82,34 @@ class Links:
 
 
 class Meetings(Channel):
-    """The channel of the workers, through the first server. members: their ranks, ascending.
+    """The channel of the workers, through the first server. members: their ranks, ascending. joined: those of them that
+    were let in at the last meeting. updated: whether an update was made since the last yield of a training loader.
 
     What a member was to give is lost when it goes. In training that is no harm: its shard is computed anew. Elsewhere,
     as in an evaluation, nobody can compute it: WorldError.
+
+    welcome(): called at the beginning of a pass at which members were let in. join(): lets this worker in, which comes
+    while the others are under way (joining.py); None in all others.
     """
 
-    def __init__(self, links: Links, rank: int, members: Iterable[int], in_step: bool) -> None:
+    def __init__(
+        self,
+        links: Links,
+        rank: int,
+        members: Iterable[int],
+        in_step: bool,
+        *,
+        welcome: Callable[[], None],
+        join: Callable[[], None] | None = None,
+    ) -> None:
         self._links, self._own, self._in_step = links, rank, in_step
         self.members = tuple(sorted(members))
-        self._number = 0
+        self.joined: tuple[int, ...] = ()
+        self.updated = False
+        self.number = 0  # of the last meeting
+        self.inside: list[str] = []  # the training loaders whose passes are under way
+        self.to_enter: list[str] = []  # of one that was let in: those that the others are in, and it is not yet
+        self._welcome, self._join = welcome, join
         self._phase: Phase = "between"
 
     @property
@@ -100,6 +125,7 @@ class Meetings(Channel):
         return self._in_step
 
     def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
+        self._check_arrived("a number over all processes was asked for (run.mean, run.sum, run.gather, run.save, ...)")
         if not self._in_step and self._phase == "training":
             raise UsageError(
                 "a number over all processes was asked for in a training batch (run.mean, run.sum, run.gather, "
@@ -108,17 +134,19 @@ class Meetings(Channel):
             )
         return self.meet(parts, tolerant=self._phase == "training")
 
-    def meet(self, parts: Iterable[Any] = (), tolerant: bool = True) -> list[memoryview]:
-        """`exchange`, from wherever it is. tolerant: members that have gone are left out, and that is all."""
-        self._number += 1
-        frames = self._links.wait_first({"op": "exchange", "number": self._number}, parts)
-        lengths: dict[str, list[int]] = wire.header_of(frames)["lengths"]
+    def meet(self, parts: Iterable[Any] = (), tolerant: bool = True, admit: bool = False) -> list[memoryview]:
+        """`exchange`, from wherever it is. tolerant: members that have gone are left out, and that is all. admit: those
+        that wait to join are let in; there is nothing of theirs in what is returned."""
+        self.number += 1
+        frames = self._links.wait_first({"op": "exchange", "number": self.number, "admit": admit}, parts)
+        header = wire.header_of(frames)
+        lengths: dict[str, list[int]] = header["lengths"]
         came, at = [], 1
         for count in map(len, lengths.values()):
             came.append(_joined(frames[at : at + count]))
             at += count
         lost = set(self.members) - set(map(int, lengths))
-        self.members = tuple(map(int, lengths))
+        self.members, self.joined = tuple(header["members"]), tuple(header["joined"])
         if lost and not tolerant:
             ranks = ", ".join(map(str, sorted(lost)))
             raise WorldError(
@@ -128,15 +156,53 @@ class Meetings(Channel):
             )
         return came
 
-    def enter(self, phase: Phase, meet: bool = False) -> None:
+    def enter(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+        if phase == "between":
+            if loader in self.inside:
+                self.inside.remove(str(loader))
+        elif loader is not None and self.to_enter:  # the others are in their passes: nobody is to be met
+            if loader not in self.to_enter:
+                return False
+            self.to_enter.remove(loader)
+            meet = False
+            if not self.to_enter:
+                tell_launcher(os.environ, JOINED)
+        elif phase == "evaluating" or loader is not None:
+            self._check_arrived(f"a loader is iterated ({phase})")
         if phase == "evaluating" and self._phase == "training" and not self._in_step:
             raise UsageError(
                 "an evaluation loader is iterated in a training batch, but with parameter_server:mode=async the "
                 "workers are not in step there. Evaluate after the loop over the training loader."
             )
+        if phase == "training":
+            self.updated = False
+            if loader is not None:
+                self.inside.append(loader)
         if meet:
-            self.meet()
+            self.meet(admit=loader is not None and not self._in_step)
+            if self.joined:
+                self._welcome()
         self._phase = phase
+        return True
+
+    def arrive(self) -> None:
+        if self._join is not None:
+            join, self._join = self._join, None
+            join()
+
+    @property
+    def arriving(self) -> bool:
+        return self._join is not None
+
+    def _check_arrived(self, what: str) -> None:
+        """Raises UsageError in a worker that has come while the others were under way, and is not where they are."""
+        if self.arriving or self.to_enter:
+            raise UsageError(
+                f"this worker joins a run under way, and before it has come to where the others are {what}. They are "
+                "in the loop over a training loader, and cannot take part. A worker that joins runs the script up to "
+                "run.epochs, which is needed for it, and goes from there into the loop over the loader: put nothing "
+                "that all workers do together before or between these."
+            )
 
     def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
         answer = self._links.ask_first({"op": "pool", "sums": dict(sums), "take": take})
@@ -158,8 +224,8 @@ class Refusing(Channel):
     def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
         return self._refuse()
 
-    def enter(self, phase: Phase, meet: bool = False) -> None:
-        self._refuse()
+    def enter(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+        return bool(self._refuse())
 
     def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
         return self._refuse()
@@ -178,7 +244,7 @@ class Parts(Dealer):
         """at_end(begins): called at both ends of a pass, where all workers are. pull: get the newest weights. steps:
         how many an optimizer has made, by what this worker knows."""
         self._links, self._at_end, self._pull, self._steps = links, at_end, pull, steps
-        self._told: dict[torch.optim.Optimizer, int] = {}
+        self.told: dict[torch.optim.Optimizer, int] = {}  # steps that `forward` has given
         self._pushes: dict[int, int] = {}
         self._empty = 0  # parts without examples, since the last request
         self._done: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -214,8 +280,8 @@ class Parts(Dealer):
         self._pushes.clear()
 
     def forward(self, optimizer: torch.optim.Optimizer) -> int:
-        before = self._told.get(optimizer, 0)
-        self._told[optimizer] = now = max(before, self._steps(optimizer))
+        before = self.told.get(optimizer, 0)
+        self.told[optimizer] = now = max(before, self._steps(optimizer))
         return now - before
 
     def pushes(self, optimizer: int) -> int:

@@ -42,6 +42,8 @@ class Serving:
         self._passes: dict[tuple[str, int], Deals] = {}
         self._waiting: dict[int, tuple[str, int]] = {}  # worker -> the pass of which it wants a part
         self._exchanges = Exchanges()
+        self._joining: set[int] = set()  # that wait to be let in
+        self._admitting: set[int] = set()  # exchanges at which they may be
         self._pool: dict[str, list[float]] = {}
 
     def serve(self) -> bool:
@@ -60,6 +62,8 @@ class Serving:
             if self._unseen and time.monotonic() - began > START_SECONDS:
                 for worker in sorted(self._unseen):
                     self._lose(worker)
+        for worker in sorted(self._joining):
+            self._answer(worker, {"over": True})
         if not self._ended:
             raise WorldError("all workers of this run have died: there is nobody left to serve.")
         return False
@@ -67,6 +71,7 @@ class Serving:
     # --- who is there
 
     def _lose(self, worker: int) -> None:
+        self._joining.discard(worker)
         if worker not in self._alive:
             return
         self._alive.discard(worker)
@@ -79,12 +84,18 @@ class Serving:
 
     def _look(self) -> None:
         """What waits may be complete now."""
-        for _, came in self._exchanges.complete(self._alive):
+        for number, came in self._exchanges.complete(self._alive):
+            joined = sorted(self._joining) if number in self._admitting else []
+            self._admitting.discard(number)
+            self._joining.difference_update(joined)
+            self._alive.update(joined)
+            members = sorted({*came, *joined})
             lengths = {str(worker): [len(frame.buffer) for frame in frames] for worker, frames in sorted(came.items())}
-            joined = [frame for _, frames in sorted(came.items()) for frame in frames]
-            for worker in came:
+            whole = [frame for _, frames in sorted(came.items()) for frame in frames]
+            header = {"lengths": lengths, "joined": joined, "number": number, "members": members}
+            for worker in members:
                 if worker in self._alive:
-                    self._listening.send(worker, [*wire.pack({"lengths": lengths}), *joined])
+                    self._listening.send(worker, [*wire.pack(header), *(whole if worker not in joined else ())])
         for worker, key in list(self._waiting.items()):
             answer = self._part(worker, key)
             if answer is not None:
@@ -94,7 +105,7 @@ class Serving:
     # --- requests
 
     def _handle(self, worker: int, frames: list[Any]) -> None:
-        if worker not in self._alive:
+        if worker not in self._alive and wire.header_of(frames)["op"] != "join":
             self._answer(worker, {"error": f"this worker was silent for {SILENCE_SECONDS:g} s, and others go on"})
             return
         self._unseen.discard(worker)
@@ -219,7 +230,20 @@ class Serving:
 
     def _on_exchange(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         self._exchanges.came(header["number"], worker, frames[1:])
+        if header["admit"]:
+            self._admitting.add(header["number"])
         self._look()
+
+    def _on_join(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+        """A process in the place of a worker that was killed. The first server lets it wait for the others; these tell
+        the other servers, through itself, that it is one of them."""
+        self._listening.anew(worker, worker in self._alive)
+        self._lose(worker)
+        if header["admitted"]:
+            self._alive.add(worker)
+            self._answer(worker, {})
+        else:
+            self._joining.add(worker)
 
     def _on_missing(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         """A worker has waited for too long, in an exchange or for a part."""

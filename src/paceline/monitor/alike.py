@@ -1,0 +1,24 @@
+"""Whether all ranks were told to show and write alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.comm import collectives
+from paceline.errors import SettingError
+
+
+def agree(problem: str | None, own: tuple[Any, ...]) -> None:
+    """Raises SettingError on all ranks where rank 0 has a problem, or where a rank's settings ask for other
+    exchanges."""
+    everyone = collectives.gather_objects((problem, own))
+    if everyone[0][0] is not None:
+        raise SettingError(everyone[0][0])
+    for rank, (_, other) in enumerate(everyone):
+        if other != everyone[0][1]:
+            names = ("progress other than 'off'", "log_dir given", "log_every")
+            lines = [f"{name}: {a} on rank 0, {b} on rank {rank}" for name, a, b in zip(names, everyone[0][1], other)]
+            raise SettingError(
+                "progress, log_dir and log_every must be alike on all ranks, since all of them take part in the means "
+                "that rank 0 shows and writes (" + "; ".join(lines) + "). Give all ranks the same."
+            )

@@ -1,0 +1,150 @@
+"""A worker that comes while the others are under way: in the place of one that was killed.
+
+Phases:
+
+1. At its start each worker leaves a ticket for the launcher: where the servers are, their public keys, and its own pair
+   of keys. A process that is started in its place finds it (world.TICKET), makes no process group, and runs the script
+   up to `run.epochs`.
+2. There it asks the first server to be let in, and waits. That happens where all that live meet and say so: in sync
+   once each global batch, in async where a pass begins.
+3. All then count it. One of those that were there hands over where the run is: counters, the position in the data,
+   schedules, tracked objects, buffers. The weights come from the servers.
+4. It goes into the loaders that the others are in. In sync the global batch at hand begins anew, cut over all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm import process_group, wire
+from paceline.comm.sockets import Keys, Line
+from paceline.errors import WorldError
+from paceline.strategies.servers.links import JOIN_SECONDS, Links, Meetings, Parts
+from paceline.world import TICKET, TICKET_FILE, Served, tell_launcher
+
+Place = tuple[str, bytes]
+"""A server's address and public key."""
+
+Given = dict[str, Any]
+"""Where the run is: see `given`."""
+
+
+def leave_ticket(places: Sequence[Place], keys: Keys) -> None:
+    """Not for a later run of the process: another in its place would come to the first one, which is over."""
+    if process_group.runs > 1:
+        return
+    ticket = {"servers": [[where, key.decode()] for where, key in places], "keys": [key.decode() for key in keys]}
+    tell_launcher(os.environ, TICKET_FILE, json.dumps(ticket))
+
+
+def find_ticket(environ: Mapping[str, str]) -> tuple[list[Place], Keys] | None:
+    """Of a process that is to join; None in all others."""
+    path = environ.get(TICKET)
+    if not path:
+        return None
+    with open(path) as file:
+        found = json.load(file)
+    return [(where, key.encode()) for where, key in found["servers"]], Keys(*(key.encode() for key in found["keys"]))
+
+
+def make_lines(places: Sequence[Place], first: int, keys: Keys, rank: int) -> Links:
+    """The servers' ranks begin with `first`."""
+    named = [f"the parameter server of rank {first + number}" for number in range(len(places))]
+    return Links([Line(*place, keys, rank, name) for place, name in zip(places, named, strict=True)])
+
+
+def be_let_in(links: Links, places: Sequence[Place], meetings: Meetings) -> None:
+    """Waits for it. Raises Served where the run has ended meanwhile."""
+    for where, _ in places:
+        host, _, port = where.removeprefix("tcp://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError:
+            raise Served from None
+    try:
+        header = wire.header_of(links.wait_first({"op": "join", "admitted": False}, seconds=JOIN_SECONDS))
+    except WorldError:  # it has ended after the line above
+        raise Served from None
+    if header.get("over"):
+        raise Served
+    meetings.number, meetings.members = header["number"], tuple(header["members"])
+    meetings.joined = tuple(header["joined"])
+    others = range(1, len(places))
+    links.ask({server: ({"op": "join", "admitted": True}, ()) for server in others})
+
+
+def hand_over(meetings: Meetings, rank: int, give: Callable[[], Given] | None) -> Given:
+    """One of those that were there before gives; all get it. Raises WorldError where none of them is left."""
+    newcomers = set(meetings.joined)
+    while givers := sorted(set(meetings.members) - newcomers):
+        gives = give is not None and rank == givers[0]
+        found = meetings.meet([pickle.dumps(give())] if gives and give is not None else [])
+        if givers[0] in meetings.members:
+            whole: Given = pickle.loads(found[meetings.members.index(givers[0])])
+            return whole
+    raise WorldError("all workers that knew where the run was have died. Restore the last checkpoint.")
+
+
+def given(
+    counts: tuple[int, int],
+    meetings: Meetings,
+    optimizers: Sequence[torch.optim.Optimizer],
+    parts: Parts | None,
+    buffers: Sequence[Tensor],
+    run: Any,
+) -> Given:
+    """counts: reductions and updates so far. run: where the run is, as it says itself."""
+    return {
+        "counts": counts,
+        "inside": list(meetings.inside),
+        "groups": [[_options(group) for group in own.param_groups] for own in optimizers],
+        "told": [] if parts is None else [parts.told.get(optimizer, 0) for optimizer in optimizers],
+        "buffers": [buffer.cpu() for buffer in buffers],
+        "run": run,
+    }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+
+
+@torch.no_grad()
+def take(
+    found: Given,
+    meetings: Meetings,
+    optimizers: Sequence[torch.optim.Optimizer],
+    parts: Parts | None,
+    buffers: Sequence[Tensor],
+) -> tuple[int, int]:
+    """Goes on there; returns the counts."""
+    assert meetings.handover is not None
+    meetings.to_enter = list(found["inside"])
+    for optimizer, groups in zip(optimizers, found["groups"], strict=True):
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
+    for buffer, value in zip(buffers, found["buffers"], strict=True):
+        buffer.copy_(value)
+    meetings.handover.take(found["run"])
+    if parts is not None:
+        parts.told = dict(zip(optimizers, found["told"], strict=True))
+    counts: tuple[int, int] = found["counts"]
+    return counts
+
+
+def news(lost: Collection[int], joined: Collection[int]) -> str:
+    """What has become of which workers, in words."""
+    told = []
+    for ranks, what in ((lost, "died"), (joined, "joined")):
+        if ranks:
+            one = len(ranks) == 1
+            who = f"the worker{'' if one else 's'} of rank{'' if one else 's'} {', '.join(map(str, sorted(ranks)))}"
+            told.append(f"{who} {'has' if one else 'have'} {what}")
+    return " and ".join(told)
