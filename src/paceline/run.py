@@ -109,9 +109,7 @@ class Run:
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
-        held = self._strategy.held
-        self._stepper.names = names | {held[p]: name for p, name in names.items() if p in held}
-        self._stepper.accounts.parameters = [held.get(p, p) for p in names]
+        self._stepper.names = self._stepper.accounts.of(names)
         made = with_loaders(objects, self.loader, bool(self._state.loaders))
         return made[0] if len(made) == 1 else made
 

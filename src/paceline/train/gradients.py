@@ -51,6 +51,11 @@ class Accounts:
         )
         self._waiting: dict[Key, Grads] = {}
 
+    def of(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+        """Takes these parameters. Returns their names, also as those of the places where gradients are held."""
+        self.parameters = [self.held.get(p, p) for p in names]
+        return {**names, **dict(zip(self.parameters, names.values(), strict=True))}
+
     def _everywhere(self) -> list[Tensor]:
         """The parameters, and each further replica's, always in this order."""
         if not self.copies:
