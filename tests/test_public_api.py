@@ -21,8 +21,8 @@ RUN = {
 }  # fmt: skip
 START = [
     "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "log_dir",
-    "trackers", "log_every", "progress", "channels_last", "deterministic", "cudnn_benchmark", "tf32", "init_method",
-    "rank", "world_size",
+    "trackers", "log_every", "progress", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
+    "reproducible", "init_method", "rank", "world_size",
 ]  # fmt: skip
 
 

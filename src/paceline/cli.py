@@ -70,6 +70,7 @@ _settings = _options(
     click.option("--batch-norm", metavar="NAME", help="global: statistics of the global batch; shard: of each shard."),
     click.option("--compile/--no-compile", default=None, help="Compile the models with torch.compile."),
     click.option("--nonfinite", metavar="NAME", help="What an inf or NaN gradient does: stop or skip."),
+    click.option("--reproducible", type=int, metavar="V", help="The same bits on any number of processes up to V."),
     click.option("--device", metavar="NAME", help="cpu, or a device; otherwise each process's own accelerator."),
     click.option("--config", metavar="FILE", help="Settings file; otherwise paceline.toml beside the script."),
     click.option("--log-dir", metavar="DIR", help="Where run.log writes (not the ranks' output: --output)."),
@@ -83,10 +84,10 @@ def main() -> None:
     """One training script. Any number of devices. The same model."""
 
 
-def _check_strategy(spec: StrategySpec, size: int | None) -> None:
+def _check_strategy(spec: StrategySpec | None, size: int | None, reproducible: int | None) -> None:
     from paceline.strategies import check  # loads torch, which the launcher needs soon after
 
-    check(spec, size)
+    check(spec, size, reproducible)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

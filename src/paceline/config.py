@@ -88,6 +88,7 @@ class Settings:
     deterministic: bool = False
     cudnn_benchmark: bool | None = None
     tf32: bool | None = None
+    reproducible: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
@@ -106,6 +107,19 @@ class Settings:
         for setting in ("device", "log_dir"):
             if not isinstance(getattr(self, setting), (str, type(None))):
                 raise SettingError(f"{setting}={getattr(self, setting)!r}: a string is needed.")
+        if self.reproducible is not None:
+            _whole("reproducible", self.reproducible, 1, 2**16)
+        if self.reproducible is not None and self.cudnn_benchmark:
+            raise SettingError(
+                f"reproducible={self.reproducible} and cudnn_benchmark=True contradict each other: the benchmark "
+                "chooses another kernel from run to run. Set one of them."
+            )
+        if self.reproducible is not None and self.compile:
+            raise SettingError(
+                f"reproducible={self.reproducible} and compile=True contradict each other: which kernels torch.compile "
+                "makes depends on the shapes that a process has met before, and so on how many shards it computes. Set "
+                "one of them."
+            )
         if self.deterministic and self.cudnn_benchmark:
             raise SettingError(
                 "deterministic=True and cudnn_benchmark=True contradict each other: the benchmark chooses another "

@@ -44,13 +44,13 @@ class Run:
 
     def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
         self.world, self.settings, self.device, self.seed = world, settings, device, settings.seed
-        self._strategy = make(settings.strategy, world, device)
+        self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device)
-        self._normalisation = Normalisation(settings.batch_norm, self._strategy.layout)
+        self._normalisation = Normalisation(settings.batch_norm, self._strategy)
         self._guards = Guards()
         skip = settings.nonfinite == "skip"
         self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
-        self._state = State(self._strategy, device=device, seed=settings.seed)
+        self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
         self._models: list[nn.Module] = []
@@ -68,6 +68,7 @@ class Run:
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self.closed = False
         self._put_backends_back = backends.apply(settings)
+        self._state.begin()
 
     @property
     def main(self) -> bool:
@@ -181,7 +182,7 @@ class Run:
         self.latest = loader
         if loader.train:
             self._epochs.training()
-            self._normalisation.check(loader.current, loader.name)
+            self._normalisation.on_yield(loader)
         self._stepper.on_yield(loader)
         self._monitor.on_yield(loader)
 

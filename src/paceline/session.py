@@ -44,6 +44,7 @@ def start(
     deterministic: bool | None = None,
     cudnn_benchmark: bool | None = None,
     tf32: bool | None = None,
+    reproducible: int | None = None,
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -72,6 +73,8 @@ def start(
         deterministic: only kernels that give the same bits in each run; slower, and an error where there is none.
         cudnn_benchmark: try several convolution kernels and keep the fastest: costs seconds for each new input shape.
         tf32: multiply float32 matrices with 10 bits of mantissa on recent GPUs: faster, and less exact.
+        reproducible: the same bits of weights and optimizer state on any number of processes from 1 to this one, and
+            across a change of that number: the global batch is cut into so many shards (docs/reproducible.md).
         init_method: where the processes meet, such as "tcp://host:port" or "file:///path", as for
             torch.distributed.init_process_group, in place of a launcher's environment.
         rank: of this process, with init_method.
@@ -84,10 +87,7 @@ def start(
         SettingError: a setting that cannot be.
         WorldError: an environment that describes no world.
     """
-    global _explained
-    if not _explained:
-        _explained = True
-        explain_uncaught(lambda: _open[-1].latest if _open else None)
+    _explain()
     given = {
         "strategy": strategy,
         "precision": precision,
@@ -104,6 +104,7 @@ def start(
         "deterministic": deterministic,
         "cudnn_benchmark": cudnn_benchmark,
         "tf32": tf32,
+        "reproducible": reproducible,
     }
     settings, notes = _settings(given)
     world = _world(init_method, rank, world_size)
@@ -122,6 +123,13 @@ def start(
         Probe(run, order)
     _open.append(run)
     return run
+
+
+def _explain() -> None:
+    global _explained
+    if not _explained:
+        _explained = True
+        explain_uncaught(lambda: _open[-1].latest if _open else None)
 
 
 def current() -> Run | None:

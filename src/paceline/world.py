@@ -25,6 +25,7 @@ from paceline.errors import WorldError
 # How `paceline run` speaks to its workers, beside torchrun's variables. Not a way to configure.
 LAUNCHER_PID = "PACELINE_LAUNCHER_PID"  # process id of the launcher: a worker ends when it is gone
 SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the command line, such as {"strategy": "ddp"}
+THREAD_BUDGET = "PACELINE_THREAD_BUDGET"  # OMP_NUM_THREADS is the launcher's choice, and nobody else's
 ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
 TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` (trial/order.py says what is in it)
 MAY_DIE = ".may-die"  # ERROR_FILE and this: a file by which a rank says that the others can go on without it

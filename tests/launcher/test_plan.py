@@ -13,7 +13,7 @@ from paceline import launcher
 from paceline.cli import main
 from paceline.errors import LaunchError, SettingError
 from paceline.launcher.plan import Plan, command_line, count_processes, make_plan, thread_budget, worker_environment
-from paceline.world import ERROR_FILE, LAUNCHER_PID, SETTINGS, World, from_env
+from paceline.world import ERROR_FILE, LAUNCHER_PID, SETTINGS, THREAD_BUDGET, World, from_env
 
 PLAN = Plan("train.py", ("--lr", "0.1"), 2, {"strategy": "ddp", "seed": 3})
 WORLD = World(1, 2, 1, 2, 0, 1, "paceline", "127.0.0.1", 4000)
@@ -58,6 +58,12 @@ def test_threads_share_the_cores(nproc: int, cores: int, threads: int) -> None:
     assert environment({}, cores, plan)["OMP_NUM_THREADS"] == str(threads)
     assert environment({"OMP_NUM_THREADS": "5"}, cores, plan)["OMP_NUM_THREADS"] == "5"
     assert environment({}, cores, plan)["PYTHONHASHSEED"] == "0"
+
+
+def test_threads_that_the_launcher_chose_are_marked() -> None:
+    """A reproducible run must not take their number, which depends on how many processes there are."""
+    assert environment({})[THREAD_BUDGET] == environment({})["OMP_NUM_THREADS"]
+    assert THREAD_BUDGET not in environment({"OMP_NUM_THREADS": "5"})
 
 
 def test_command_line() -> None:

@@ -95,6 +95,28 @@ def test_what_can_work(spec: str, size: int | None) -> None:
     check(parse_strategy(spec), size)
 
 
+REPRODUCIBLE = [  # strategy, processes, V, what the message holds
+    ("fsdp", 2, 4, "reproducible=4 with strategy='fsdp': only 'ddp', and 'single' in one process"),
+    ("data_parallel", 1, 4, "Set strategy='ddp', or leave reproducible out"),
+    ("ddp:bucket_mb=2", None, 4, "without options"),
+    ("dpp", 2, 4, "Did you mean 'ddp'"),
+    ("single", 2, 4, "'single' is for one process"),
+    ("ddp", 3, 2, "which 3 processes cannot share. Start at most 2"),
+    (None, 3, 2, "which 3 processes cannot share. Start at most 2"),
+]
+
+
+@pytest.mark.parametrize(("spec", "size", "shards", "words"), REPRODUCIBLE)
+def test_what_cannot_be_reproducible(spec: str | None, size: int | None, shards: int, words: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        check(None if spec is None else parse_strategy(spec), size, shards)
+    assert words in str(caught.value)
+    for good in (None, parse_strategy("ddp")):
+        check(good, 4, 4)
+        check(good, None, 4)
+    check(parse_strategy("single"), 1, 4)
+
+
 @pytest.mark.parametrize(("spec", "words"), PYTHON_VALUES)
 def test_values_of_python(spec: StrategySpec, words: str) -> None:
     with pytest.raises(SettingError, match=words):
@@ -139,6 +161,9 @@ def test_run_starts_nothing(script: Path) -> None:
     assert "(It is from the command line.)" in said
     assert "'dpp' is not known. Did you mean 'ddp'" in command("run", "--strategy", "dpp", "train.py")
     assert "stages=3" in command("run", "--nproc", "2", "--strategy", "pipeline:stages=3", "train.py")
+    said = command("run", "--nproc", "3", "--reproducible", "2", "train.py")
+    assert "3 processes cannot share" in said
+    assert "(It is from the command line.)" in said
 
 
 def test_several_machines_are_counted(script: Path) -> None:
@@ -155,6 +180,10 @@ def test_the_settings_file_is_named(script: Path) -> None:
     assert "every=2.5: a whole number is needed" in command("run", "--nproc", "2", "train.py")
     said = command("run", "--nproc", "2", "--strategy", "ddp:bucket_mb=0", "train.py")  # it overrides the file
     assert "bucket_mb=0.0" in said
+    (script / "paceline.toml").write_text('strategy = "fsdp"\n')
+    said = command("run", "--nproc", "2", "--reproducible", "4", "train.py")
+    assert "reproducible=4 with strategy='fsdp'" in said
+    assert said.endswith("paceline.toml and the command line.)")
 
 
 def test_compare_starts_nothing(script: Path) -> None:

@@ -61,7 +61,7 @@ class NativeSums:
         # Phase 1: a piece's addends to the replica that adds them up.
         sent = rounding.encode(pieces, scale)
         kept = pieces - rounding.decode(sent, flat, scale)
-        addends = rounding.decode(self._to_each(sent), flat, scale)
+        addends = rounding.decode(torch.stack(self.to_each(list(sent), [length] * n)), flat, scale)
         addends[rank] = pieces[rank]
         total = addends.sum(0)
 
@@ -71,14 +71,18 @@ class NativeSums:
         flat.copy_(rounding.decode(self.gather(rounded), flat, scale).view(-1)[: flat.numel()])
         return kept.view(-1)[: flat.numel()]
 
-    def _to_each(self, rows: Tensor) -> Tensor:
-        """Row i to replica i; its row to this one from each."""
-        sent = rows.view(torch.uint8).to(collectives.device_of(self._group, rows.device))
-        received = torch.empty_like(sent)
-        if sent.numel():
-            dist.all_to_all_single(received, sent, group=self._group)
+    def to_each(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Piece i, flat, to replica i; from each its piece for this one, of so many elements."""
+        some = [piece for piece in pieces if piece.numel()]
+        flat = some[0] if len(some) == 1 else torch.cat(list(pieces))
+        sent = flat.view(torch.uint8).to(collectives.device_of(self._group, flat.device))
+        size = flat.element_size()
+        received = sent.new_empty(size * sum(lengths))
+        outwards, inwards = [piece.numel() * size for piece in pieces], [length * size for length in lengths]
+        if any(outwards) or any(inwards):
+            dist.all_to_all_single(received, sent, inwards, outwards, group=self._group)
             forks.keep(sent, received)
-        return received.to(rows.device).view(rows.dtype)
+        return list(received.to(flat.device).view(flat.dtype).split(list(lengths)))
 
 
 class ReducerSums:

@@ -57,7 +57,7 @@ def run(
     monitor_seconds: float = 0.05,
     output: str | None = None,
     tee: str = "",
-    check_strategy: Callable[[StrategySpec, int | None], None] | None = None,
+    check_strategy: Callable[[StrategySpec | None, int | None, int | None], None] | None = None,
 ) -> int:
     """Run `script` in `nproc` processes of this machine and wait until all have ended.
 
@@ -72,7 +72,8 @@ def run(
         monitor_seconds: between two looks at the workers.
         output: directory for what the ranks other than the first print; None: a temporary one.
         tee: ranks whose output is shown too, such as "1,3" or "all".
-        check_strategy: raises SettingError for a strategy that cannot work on so many processes (None: not known).
+        check_strategy: raises SettingError for a strategy that cannot work on so many processes, or not with this
+            `reproducible` (None, of any of these: not known).
 
     Returns:
         The exit code for the launcher: 0, that of the rank that failed first, or 128 + n for a signal n.

@@ -19,8 +19,9 @@ from paceline.launcher import checks
 from paceline.launcher.nodes import ALONE, Nodes
 from paceline.world import World
 
-StrategyCheck = Callable[[config.StrategySpec, int | None], None]
-"""Raises SettingError for a strategy that cannot work on so many processes (None: not known): strategies.check."""
+StrategyCheck = Callable[[config.StrategySpec | None, int | None, int | None], None]
+"""Raises SettingError for a strategy (None: not known) that cannot work on so many processes (likewise), or not with
+this `reproducible` (None: without): strategies.check."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def make_plan(
 
 
 Layers = list[tuple[str, Mapping[str, Any]]]
+_LOOKED_AT = ("strategy", "reproducible")
 
 
 def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[dict[str, object], Layers]:
@@ -117,12 +119,16 @@ def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[d
 
 
 def _check_strategy(check: StrategyCheck, layers: Layers, size: int | None) -> None:
-    for place, values in reversed(layers):
-        if values.get("strategy") is not None:
-            try:
-                return check(config.parse_strategy(values["strategy"]), size)
-            except SettingError as error:
-                raise SettingError(f"{error} (It is from {place}.)") from None
+    """Looks at what stands on the command line or else in the settings file, and says where that is."""
+    found = {key: (values[key], place) for place, values in layers for key in _LOOKED_AT if values.get(key) is not None}
+    if not found:  # what the script says is not known here
+        return
+    strategy, shards = (found.get(key, (None, ""))[0] for key in _LOOKED_AT)
+    try:
+        check(None if strategy is None else config.parse_strategy(strategy), size, shards)
+    except SettingError as error:
+        named = (place for key, (_, place) in found.items() if key == "strategy" or key in str(error))
+        raise SettingError(f"{error} (It is from {' and '.join(dict.fromkeys(named))}.)") from None
 
 
 def read_ranks(text: str, size: int | None) -> frozenset[int] | None:
@@ -237,4 +243,6 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
         "PYTHONHASHSEED": "0",  # else a vocabulary that is numbered in the order of a set differs between the ranks
     }
+    if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in plan.variables:
+        added[names.THREAD_BUDGET] = defaults["OMP_NUM_THREADS"]
     return {**defaults, **environ, **added, **plan.variables}

@@ -70,8 +70,8 @@ class Exchange:
         if len(keys) > CAPACITY:
             raise UsageError(f"run.log: {len(keys)} names for one write; {CAPACITY} are the most. Log fewer.")
         code = zlib.crc32("\n".join([occasion, *keys]).encode()) % 2**_HASH_BITS
-        host, parts = window.pairs(keys)
-        vector = torch.zeros(_HEADER + 2 * CAPACITY, dtype=self._dtype)
+        host, parts = window.triples(keys)
+        vector = torch.zeros(_HEADER + 3 * CAPACITY, dtype=self._dtype)
         vector[: _HEADER + len(host)] = torch.tensor([1, code, code * code, elapsed, *host], dtype=self._dtype)
         if self._device.type == "cpu":
             self._flight = _Flight(keys, collectives.all_reduce(vector, async_op=True), vector, None, note)
@@ -79,7 +79,7 @@ class Exchange:
         sent = upload(vector, self._device)
         if parts:
             places = upload(torch.tensor(list(parts)), self._device)
-            sent[_HEADER:].view(-1, 2).index_add_(0, places, torch.stack(list(parts.values())).to(self._dtype))
+            sent[_HEADER:].view(-1, 3).index_add_(0, places, torch.stack(list(parts.values())).to(self._dtype))
         reduced = collectives.all_reduce(sent, async_op=True).wait()  # the device's stream waits, the host does not
         arrived = torch.empty(vector.shape, dtype=self._dtype, pin_memory=True)
         arrived.copy_(reduced, non_blocking=True)
@@ -90,11 +90,11 @@ class Exchange:
     @staticmethod
     def _pool(channel: Channel, window: Window, elapsed: float, note: Any, done: float) -> Result:
         """Where ranks are not in step they add their sums to a store, from which rank 0 takes what has come."""
-        host, parts = window.pairs(window.keys)
-        pairs = [(host[2 * i], host[2 * i + 1]) for i in range(len(window.keys))]
+        host, parts = window.triples(window.keys)
+        pairs = [(host[3 * i] + host[3 * i + 2], host[3 * i + 1]) for i in range(len(window.keys))]
         for place, sums in parts.items():
-            top, bottom = sums.tolist()
-            pairs[place] = pairs[place][0] + top, pairs[place][1] + bottom
+            top, bottom, rest = sums.tolist()
+            pairs[place] = pairs[place][0] + (top + rest), pairs[place][1] + bottom
         channel.pool({**dict(zip(window.keys, pairs, strict=True)), _DONE: (done, 0.0)}, take=False)
         return Result({}, elapsed, note)
 
@@ -123,10 +123,11 @@ class Exchange:
             flight.event.synchronize()
         elif flight.pending is not None:
             flight.pending.wait()
-        size, code, square, elapsed, *pairs = flight.host.tolist()[: _HEADER + 2 * len(flight.keys)]
+        size, code, square, elapsed, *own = flight.host.tolist()[: _HEADER + 3 * len(flight.keys)]
         if size > 1 and int(size) * int(square) != int(code) ** 2:
             raise UsageError(_differ(collectives.gather_objects(flight.keys)))
-        sums = dict(zip(flight.keys, zip(pairs[::2], pairs[1::2]), strict=True))
+        pairs = ((top + rest, bottom) for top, bottom, rest in zip(own[::3], own[1::3], own[2::3], strict=True))
+        sums = dict(zip(flight.keys, pairs, strict=True))
         return Result(sums, elapsed / size, flight.note)
 
 

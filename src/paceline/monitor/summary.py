@@ -116,6 +116,7 @@ def at_start(facts: Facts) -> list[str]:
 
 _COSTS = (
     (lambda s: s.deterministic, "deterministic=true (slower kernels)"),
+    (lambda s: s.reproducible is not None, "reproducible (slower kernels, no overlap of backward and reduction)"),
     (lambda s: s.tf32, "tf32=true (float32 products with 10 bits of mantissa)"),
     (lambda s: s.channels_last, "channels_last=true"),
     (lambda s: s.cudnn_benchmark, "cudnn_benchmark=true (seconds for each new shape, kernels that may differ)"),

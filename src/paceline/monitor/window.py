@@ -65,9 +65,9 @@ class Window:
         for key, sums in other._sums.items():
             self._sum(key, _CHANGED.format(key=key)).take(sums)
 
-    def pairs(self, keys: Iterable[str]) -> tuple[list[float], dict[int, Tensor]]:
-        """[sum, weight, sum, weight, ...] of the host's part in the order of the keys, and the device's part of those
-        keys that have one, by place."""
+    def triples(self, keys: Iterable[str]) -> tuple[list[float], dict[int, Tensor]]:
+        """[sum, weight, rest of the sum, sum, ...] of the host's part in the order of the keys, and the device's part
+        of those keys that have one, by place."""
         host: list[float] = []
         device: dict[int, Tensor] = {}
         for place, key in enumerate(keys):

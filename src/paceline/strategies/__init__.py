@@ -2,6 +2,8 @@
 
 Beside its class a strategy's module has a function `check(size, *, option, ...)`, which raises SettingError for what
 cannot work with so many processes (None: not known), before there are any. The class begins with it.
+
+With `reproducible=V` the strategies `single` and `ddp` become one that is not in the table (canonical.py).
 """
 
 from __future__ import annotations
@@ -35,24 +37,37 @@ STRATEGIES = {
     "parameter_server": "paceline.strategies.parameter_server:ParameterServer",
 }
 
+_CANONICAL = "paceline.strategies.canonical:Canonical"
 _PLACE = ("world", "device")  # of the classes' arguments those that are no options
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
-def make(spec: StrategySpec | None, world: World, device: torch.device) -> Strategy:
+def make(spec: StrategySpec | None, world: World, device: torch.device, reproducible: int | None = None) -> Strategy:
     """The strategy of a run: the named one, or `single` for one process and `ddp` for several.
+
+    reproducible: the settings' V.
 
     Raises SettingError for an unknown name, an unknown option, or a value that the option cannot have.
     """
+    if reproducible is not None:
+        _check_reproducible(spec, world.size, reproducible)
+        module, _ = _load(_CANONICAL)
+        found: Strategy = module.Canonical(world, device, shards=reproducible)
+        return found
     spec = spec or StrategySpec("single" if world.size == 1 else "ddp")
     _, cls = _find(spec)
     return cls(world, device, **_options(spec, cls))
 
 
-def check(spec: StrategySpec, size: int | None) -> None:
+def check(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> None:
     """Raises SettingError, as `make` would, for what can be seen before any process starts: an unknown name or option,
-    a value that it cannot have, a number of processes (None: not known) that it cannot work with."""
+    a value that it cannot have, a number of processes (None: not known) that it cannot work with. spec: None where it
+    is not known."""
+    if reproducible is not None:
+        _check_reproducible(spec, size, reproducible)
+    if spec is None:
+        return
     module, cls = _find(spec)
     defaults = {key: p.default for key, p in inspect.signature(cls).parameters.items() if key not in _PLACE}
     taken = inspect.signature(module.check).parameters
@@ -63,9 +78,28 @@ def check(spec: StrategySpec, size: int | None) -> None:
 def _find(spec: StrategySpec) -> tuple[ModuleType, type[Strategy]]:
     if spec.name not in STRATEGIES:
         raise SettingError(f"strategy={spec.name!r} is not known. {suggest(spec.name, STRATEGIES)}")
-    path, _, name = STRATEGIES[spec.name].partition(":")
+    return _load(STRATEGIES[spec.name])
+
+
+def _load(place: str) -> tuple[ModuleType, type[Strategy]]:
+    path, _, name = place.partition(":")
     module = import_module(path)
     return module, getattr(module, name)
+
+
+def _check_reproducible(spec: StrategySpec | None, size: int | None, shards: int) -> None:
+    if spec is not None:
+        _find(spec)  # a misspelt name is told first
+        if spec.name not in ("single", "ddp") or spec.options:
+            raise SettingError(
+                f"reproducible={shards} with strategy={str(spec)!r}: only 'ddp', and 'single' in one process, compute "
+                "shards one after the other and add them in one order, and they do so without options. Set "
+                "strategy='ddp', or leave reproducible out."
+            )
+        if spec.name == "single":
+            check(spec, size)
+    module, _ = _load(_CANONICAL)
+    module.check(size, shards=shards)
 
 
 def _options(spec: StrategySpec, cls: type[Strategy]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.comm.canonical import CanonicalSums
 from paceline.world import World
 
 Weight = float | Tensor
@@ -151,6 +152,8 @@ class Strategy(ABC):
     # The user's parameter -> the tensor whose `.grad` is this process's part of its gradient, where it has none itself.
     held: Mapping[Tensor, Tensor] = MappingProxyType({})
     parts: dist.ProcessGroup | None = None  # processes with gradients of other parameters: a norm is over all of them
+    # What adds gradients up in one order, whichever process computes which shard; `backward` then does not.
+    sums: CanonicalSums | None = None
     group: dist.ProcessGroup | None = None  # processes that have each shard once (None: all; others see the same data)
 
     @abstractmethod

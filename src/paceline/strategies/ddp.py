@@ -245,9 +245,7 @@ class DDP(Strategy):
     def _compare(self, call: int, mine: Reached) -> Reached:
         first = call not in self._expected
         if first and not self._expected:
-            self._check_alike(
-                "before the first step", "`prepare` made them alike, so they were changed after it on some"
-            )
+            self._check_at_start()
         everyone = collectives.gather_objects(mine)
         union = tuple(map(any, zip(*everyone, strict=True)))
         if first:
@@ -315,6 +313,9 @@ class DDP(Strategy):
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers, self._expected = {}, {}
+
+    def _check_at_start(self) -> None:
+        self._check_alike("before the first step", "`prepare` made them alike, so they were changed after it on some")
 
     def _check_at_checkpoint(self) -> None:
         self._check_alike(

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from paceline.config import Settings
+from paceline.train.circumstances import threads
+from paceline.world import THREAD_BUDGET
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -25,7 +27,9 @@ def apply(settings: Settings) -> Callable[[], None]:
     cudnn: Any = torch.backends.cudnn
     if settings.cudnn_benchmark is not None:
         undo.append(_set(cudnn, "benchmark", settings.cudnn_benchmark))
-    if settings.deterministic:
+    if settings.reproducible is not None:
+        undo.append(_threads(threads(mark=THREAD_BUDGET)))
+    if settings.deterministic or settings.reproducible is not None:
         undo.append(_set(cudnn, "benchmark", False))
         undo.append(_set(cudnn, "deterministic", True))
         undo.append(_deterministic_algorithms())
@@ -43,6 +47,12 @@ def _set(place: Any, name: str, value: Any) -> Callable[[], None]:
     before = getattr(place, name)
     setattr(place, name, value)
     return lambda: setattr(place, name, before)
+
+
+def _threads(count: int) -> Callable[[], None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    return lambda: torch.set_num_threads(before)
 
 
 def _deterministic_algorithms() -> Callable[[], None]:

@@ -34,13 +34,13 @@ class Average:
         self._own.add(value, count, summed=True)
 
     def take(self) -> Tensor:
-        """(sum, count) of this process, float64, on the device; it starts anew."""
+        """(sum, count, rest of the sum) of this process, float64, on the device; it starts anew."""
         self._own.fold()
-        pair = upload(torch.tensor(self._own.host, dtype=wide_dtype(self._device)), self._device)
+        triple = upload(torch.tensor(self._own.host, dtype=wide_dtype(self._device)), self._device)
         if self._own.device is not None:
-            pair = pair + self._own.device
+            triple = triple + self._own.device
         self._own.clear()
-        return pair
+        return triple
 
 
 @over_shards
@@ -50,8 +50,8 @@ def share(averages: Sequence[Average]) -> list[float]:
     if not averages:
         return []
     added = collectives.all_reduce(torch.stack([average.take() for average in averages])).tolist()
-    for average, (top, count) in zip(averages, added, strict=True):
-        average.shared = average.shared[0] + top, average.shared[1] + count
+    for average, (top, count, rest) in zip(averages, added, strict=True):
+        average.shared = average.shared[0] + (top + rest), average.shared[1] + count
     return [top / count if count else float("nan") for top, count in (average.shared for average in averages)]
 
 

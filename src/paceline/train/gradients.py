@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives, slices
+from paceline.comm.canonical import Tree
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Weights
 
@@ -50,6 +51,7 @@ class Accounts:
             None  # the account that `.grad` holds, while it has gradients of earlier micro-batches
         )
         self._waiting: dict[Key, Grads] = {}
+        self.trees: dict[Key, Tree] = {}  # of shards that are computed in turn (canonical.py), not yet complete
 
     def of(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
         """Takes these parameters. Returns their names, also as those of the places where gradients are held."""
@@ -106,6 +108,11 @@ class Accounts:
                 scale_([g for g in grads if g is not None], factor)
             self._add(grads)
 
+    def bring(self, sums: Sequence[Grads]) -> None:
+        """Puts the sum of these, which have been reduced, into `.grad`, which is empty."""
+        for grads in sums:
+            self._add(grads)
+
     def settle(self, unscale: float) -> None:
         """What `.grad` holds has been reduced: takes the loss scale out, and makes it part of FINAL."""
         if unscale != 1.0:
@@ -129,6 +136,8 @@ class Accounts:
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
         """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
+        if self.trees:
+            return True
         if self._held == FINAL and not self._waiting:
             return False
         asked = {self.held.get(p, p) for p in parameters}
@@ -146,11 +155,13 @@ class Accounts:
         for p in self.parameters:
             p.grad = None
         self._waiting.clear()
+        self.trees.clear()
         self._held, self._local, self._settled = FINAL, None, False
 
     def drop_unreduced(self) -> None:
         """Forgets a global batch that was left before its end."""
         self._local = None
+        self.trees.clear()
         if self._held != FINAL:
             self.hold(FINAL)
         for key in [key for key in self._waiting if key != FINAL]:

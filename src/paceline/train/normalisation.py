@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm import collectives
+from paceline.comm.canonical import CanonicalSums, Tree
 from paceline.errors import ModelError
-from paceline.strategies.base import Layout
+from paceline.strategies.base import Strategy
 from paceline.train import batchnorm
+from paceline.train.loader import Loader
 from paceline.train.order import Request, micros_of_a_shard
 
 
@@ -20,9 +22,11 @@ class Normalisation:
     """Converts the batch norms of prepared models, and keeps them right. For replicas that train apart the choice is
     `shard`."""
 
-    def __init__(self, choice: str, layout: Layout) -> None:
-        self._choice, self._layout = "shard" if layout.local else choice, layout
+    def __init__(self, choice: str, strategy: Strategy) -> None:
+        self._layout = strategy.layout
+        self._choice = "shard" if self._layout.local else choice
         self._found: list[nn.Module] = []
+        self._turns = _Turns(self._layout.shards, strategy.sums)
 
     def convert(self, model: nn.Module) -> None:
         """`global`: its batch norms take their statistics over all replicas. `shard`: they stay as they are, but for
@@ -37,32 +41,39 @@ class Normalisation:
                 module.register_forward_hook(_after_empty, always_call=True)
         self._found += present
 
-    def check(self, request: Request | None, loader: str) -> None:
-        """Raises ModelError where `global` would not be what it says: statistics of micro-batches depend on how many
-        replicas share the work."""
-        if self._choice != "global" or request is None or not any(module.training for module in self._found):
+    def on_yield(self, loader: Loader) -> None:
+        """A training loader yields. Raises ModelError where `global` would not be what it says: statistics of
+        micro-batches depend on how many replicas share the work."""
+        request = loader.current
+        if request is None or not any(module.training for module in self._found):
+            return
+        if self._choice != "global":
+            if self._layout.turns:
+                self._turns.enter(loader, request, self._found)
             return
         if self._layout.turns:
             raise ModelError(
                 f"this process computes {self._layout.shards} shards one after the other, and the model has batch "
-                "norm, whose statistics are to be those of all shards together. Use "
-                "--strategy data_parallel:devices=cpu,cpu (a device for each shard), a normalisation within the "
-                "example (GroupNorm, LayerNorm), or batch_norm='shard', which changes the model."
+                "norm, whose statistics are to be those of all shards together. Use a normalisation within the example "
+                "(GroupNorm, LayerNorm); or batch_norm='shard', which changes the model; or, without `reproducible`, "
+                "--strategy data_parallel:devices=cpu,cpu (a device for each shard)."
             )
         micros = micros_of_a_shard(request, self._layout)
         if micros > 1:
             raise ModelError(
-                f"loader {loader!r} cuts a global batch into {micros} micro-batches, and the model has batch norm, "
-                "whose statistics would be those of a micro-batch, another one on another number of devices. Raise "
-                "micro_batch until one is enough, use a normalisation within the example (GroupNorm, LayerNorm), or "
-                "set batch_norm='shard', "
-                "which changes the model."
+                f"loader {loader.name!r} cuts a global batch into {micros} micro-batches, and the model has batch "
+                "norm, whose statistics would be those of a micro-batch, another one on another number of devices. "
+                "Raise micro_batch until one is enough, use a normalisation within the example (GroupNorm, LayerNorm), "
+                "or set batch_norm='shard', which changes the model."
             )
 
     def agree(self, models: Sequence[nn.Module]) -> None:
-        """After an update, with `shard`: running statistics become their mean over the replicas, as every replica is
+        """After an update, with `shard`: running statistics become their mean over the shards, as every replica is
         to evaluate the same model. (Replicas that train apart average them with their weights.)"""
-        if not self._found or self._choice != "shard" or self._layout.local or collectives.size_of() == 1:
+        self._turns.complete()
+        if not self._found or self._choice != "shard" or self._layout.local or self._layout.turns:
+            return
+        if collectives.size_of() == 1:
             return
         buffers = [
             buffer
@@ -77,6 +88,72 @@ class Normalisation:
             mean = collectives.all_reduce(flat) / collectives.size_of()
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
+
+
+class _Turns:
+    """Running statistics of shards that are computed one after the other: each shard goes on from those before the
+    global batch, as on a process of its own, and the mean over all shards is what it leaves. sums: what adds over
+    shards in one order, whichever process computes them; None: this process computes all."""
+
+    def __init__(self, shards: int, sums: CanonicalSums | None) -> None:
+        self._shards, self._sums = shards, sums
+        self._leader: Loader | None = None  # whose global batch is at hand; another one's in the same loop follows
+        self._tensors: list[Tensor] = []  # running means and variances
+        self._counters: list[Tensor] = []  # batches tracked
+        self._start: list[Tensor] = []  # of both, before the global batch
+        self._most: list[Tensor] = []  # of the counters, after any shard
+        self._tree = Tree(shards)
+        self._shard = shards
+
+    def enter(self, loader: Loader, request: Request, modules: Sequence[nn.Module]) -> None:
+        """A micro-batch of a shard is about to be computed."""
+        if self._leader is not loader and self._leader is not None and self._leader.current is not None:
+            return
+        if request.micro == 0:
+            self._restore()  # a global batch may have been left before its end
+            self._begin(loader, modules)
+        shard = request.parts[0].shard
+        if shard != self._shard:
+            self._leave()
+            self._restore()
+            self._shard = shard
+
+    def _begin(self, loader: Loader, modules: Sequence[nn.Module]) -> None:
+        norms = [module for module in modules if isinstance(module, _BatchNorm)]
+        buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+        self._tensors = [buffer for buffer in buffers if isinstance(buffer, Tensor)]
+        self._counters = [n.num_batches_tracked for n in norms if isinstance(n.num_batches_tracked, Tensor)]
+        self._start = [buffer.clone() for buffer in (*self._tensors, *self._counters)]
+        self._most = [counter.clone() for counter in self._counters]
+        self._leader, self._tree, self._shard = loader, Tree(self._shards), self._shards
+
+    def _restore(self) -> None:
+        for buffer, start in zip((*self._tensors, *self._counters), self._start, strict=False):
+            buffer.copy_(start)
+
+    def _leave(self) -> None:
+        """The shard at hand has been computed."""
+        if self._shard < self._shards:
+            self._tree.put(self._shard, [buffer.clone() for buffer in self._tensors])
+            self._most = [torch.maximum(a, b) for a, b in zip(self._most, self._counters, strict=True)]
+
+    def complete(self) -> None:
+        """All shards have been computed."""
+        if self._leader is None:
+            return
+        self._leave()
+        if self._sums is None:
+            ((_, sums),) = self._tree.held
+        else:
+            sums = self._sums.gradients(self._tree, self._tensors, "running statistics")
+        for buffer, total in zip(self._tensors, sums, strict=True):
+            assert total is not None
+            buffer.copy_(total / self._shards)
+        if self._most:
+            most = collectives.all_reduce(torch.stack(self._most), op="max")
+            for counter, count in zip(self._counters, most.unbind(), strict=True):
+                counter.copy_(count)
+        self._leader, self._start = None, []
 
 
 _PASSED_OVER: Final = "_paceline_passed_over"

@@ -20,6 +20,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint, randomness
+from paceline.train.circumstances import agree, circumstances, compare
 from paceline.train.loader import Loader
 from paceline.train.snapshot import SnapshotBuffers
 
@@ -27,13 +28,13 @@ from paceline.train.snapshot import SnapshotBuffers
 class State:
     """The named parts of a run. `Run` adds to the dictionaries; this gathers them into checkpoints and back."""
 
-    def __init__(self, strategy: Strategy, *, device: torch.device, seed: int) -> None:
+    def __init__(self, strategy: Strategy, *, device: torch.device, seed: int, reproducible: int | None = None) -> None:
         self.strategy = strategy
         self.schedulers: list[Any] = []
         self.loaders: dict[str, Loader] = {}
         self.tracked: dict[str, Any] = {}
         self.parts: dict[str, Any] = {}  # the run's own: counters, scaler
-        self._device, self._seed = device, seed
+        self._device, self._seed, self._reproducible = device, seed, reproducible
         self._waiting: dict[str, dict[str, Any]] = {"loaders": {}, "tracked": {}}
         self._compared: set[str] = set()  # loaders whose data those that were there before had compared
         self._buffers = SnapshotBuffers()
@@ -64,6 +65,11 @@ class State:
         if name in self._waiting["tracked"]:
             thing.load_state_dict(self._waiting["tracked"].pop(name))
 
+    def begin(self) -> None:
+        """Compares what the bits depend on between the processes. All call it, when threads and backends are set."""
+        if self._reproducible is not None:
+            agree(circumstances(self._reproducible, self._device))
+
     # --- saving
 
     def save(self, directory: str | Path, step: int, keep: int | None, run: dict[str, Any]) -> Path:
@@ -93,10 +99,14 @@ class State:
     def _run_part(self) -> dict[str, Any]:
         loaders = {name: loader.state_dict() for name, loader in self.loaders.items()}
         own = {name: part.state_dict() for name, part in self.parts.items()}
-        return {"loaders": {**self._waiting["loaders"], **loaders}, **own}
+        return {"loaders": {**self._waiting["loaders"], **loaders}, **self._circumstances(), **own}
 
     def _tracked_part(self) -> dict[str, Any]:
         return {**self._waiting["tracked"], **{name: thing.state_dict() for name, thing in self.tracked.items()}}
+
+    def _circumstances(self) -> dict[str, Any]:
+        shards = self._reproducible
+        return {} if shards is None else {"reproducible": circumstances(shards, self._device)}
 
     def _write(self, directory: Path, step: int, parts: dict[str, Any], keep: int | None) -> Path:
         return checkpoint.write(
@@ -177,6 +187,9 @@ class State:
                 f"the checkpoint was written with seed={run['seed']}, but this run has seed={self._seed}: it would go "
                 "on with another order and other noise. Start with the checkpoint's seed."
             )
+        if self._reproducible is not None:
+            here = circumstances(self._reproducible, self._device)
+            compare(run.get("reproducible"), here, told=collectives.rank_of() == 0)
         schedulers = _numbered(parts, "scheduler")
         if len(schedulers) != len(self.schedulers):
             raise CheckpointError(

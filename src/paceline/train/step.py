@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.errors import EmptyShardError, UsageError, WorldError
 from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
+from paceline.train.canonical import in_turn
 from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
@@ -58,6 +59,7 @@ class Stepper:
         self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
         self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
         self._counts = Counts(strategy.reduces_each)
+        self._turns = in_turn(strategy, self.accounts, device)
         self._watch = FiniteWatch(device, strategy.layout.local)
         self._device, self._skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
@@ -200,6 +202,9 @@ class Stepper:
     ) -> Iterator[tuple[Weights, bool]]:
         """The weights of each backward pass, with the accounts before and after it in order (gradients.py)."""
         scale = self.precision.loss_scale
+        if self._turns is not None:
+            yield from self._turns.passes(terms[0], request, call, retain, scale, any(x.stepped for x in self._open))
+            return
         if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
             # What most steps are, without the lists: this runs between a forward and its backward.
             self.accounts.hold((call, MEANS))

@@ -3,6 +3,10 @@
 A number is added up on the host at once. A tensor on an accelerator is only kept, and read into a sum on that device
 with many others later: adding one starts no kernel and waits for nothing. A tensor that was changed in place in between
 would give a wrong mean, so that its version is compared.
+
+A sum has the same bits in whatever order, and on however many processes, it is added: each addend is rounded to a
+multiple of 2^-19 and the rest to one of 2^-58, which float64 adds without rounding up to sums of 2^34 and 2^15 addends
+(Rump, Ogita, Oishi 2008, "Accurate floating-point summation", their extraction with two fixed units).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 
 FOLD_AT = 256  # kept tensors that are read into a sum together
+_UNIT, _FINE = 1.5 * 2.0**33, 1.5 * 2.0**-6  # adding one and taking it away again rounds to 2^-19, to 2^-58
 
 
 class _Kept(NamedTuple):
@@ -27,8 +32,8 @@ class _Kept(NamedTuple):
 
 
 class WeightedSum:
-    """Sum of value x weight, and of weight, in float64 where the device has it. What is no number (NaN, inf) and has no
-    weight, a mean over nothing, is left out.
+    """Sum of value x weight, of weight, and what rounding took from the first, in float64 where the device has it.
+    What is no number (NaN, inf) and has no weight, a mean over nothing, is left out.
 
     changed: the error for a tensor that was changed in place; empty: such a tensor is left out.
     """
@@ -37,8 +42,8 @@ class WeightedSum:
 
     def __init__(self, device: torch.device, changed: str = "") -> None:
         self._device, self._changed = device, changed
-        self.host = [0.0, 0.0]  # what was a number
-        self.device: Tensor | None = None  # (2,), what was folded
+        self.host = [0.0, 0.0, 0.0]  # what was a number
+        self.device: Tensor | None = None  # (3,), what was folded
         self._kept: list[_Kept] = []
 
     def add(self, value: Any, weight: Weight, *, summed: bool = False, version: int | None = None) -> None:
@@ -60,10 +65,17 @@ class WeightedSum:
             self._keep(_Kept(torch.as_tensor(value), weight, summed, 0))
             return
         if weight:
-            self.host[0] += value if summed else value * weight
+            self._add(value if summed else value * weight)
             self.host[1] += weight
         elif summed and value - value == 0:
-            self.host[0] += value
+            self._add(value)
+
+    def _add(self, value: float) -> None:
+        high = (value + _UNIT) - _UNIT
+        rest = value - high
+        self.host[0] += high
+        if rest == rest:  # not of inf
+            self.host[2] += (rest + _FINE) - _FINE
 
     def take(self, other: WeightedSum) -> None:
         """Adds what another one has."""
@@ -73,7 +85,7 @@ class WeightedSum:
             self.device = other.device if self.device is None else self.device + other.device
 
     def clear(self) -> None:
-        self.host, self.device, self._kept = [0.0, 0.0], None, []
+        self.host, self.device, self._kept = [0.0, 0.0, 0.0], None, []
 
     def _keep(self, kept: _Kept) -> None:
         self._kept.append(kept)
@@ -98,8 +110,13 @@ class WeightedSum:
         summed = self._column([float(item.summed) for item in same]) > 0
         counts = (weights > 0) | (summed & values.isfinite())
         parts = torch.where(counts, torch.where(summed, values, values * weights), 0.0)
-        pair = torch.stack([parts.sum(), weights.sum()])
-        self.device = pair if self.device is None else self.device + pair
+        rest = torch.zeros_like(parts)
+        if parts.dtype == torch.float64:
+            high = (parts + _UNIT) - _UNIT
+            rest = torch.where(high.isfinite(), ((parts - high) + _FINE) - _FINE, 0.0)
+            parts = high
+        triple = torch.stack([parts.sum(), weights.sum(), rest.sum()])
+        self.device = triple if self.device is None else self.device + triple
 
     def _column(self, items: Sequence[Any]) -> Tensor:
         """(len(items),) on the device; numbers travel there through pinned memory, without waiting."""

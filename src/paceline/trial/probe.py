@@ -243,13 +243,13 @@ class Probe:
 
     def _record(self, step: _Step, timed: bool) -> dict[str, Any]:
         keys = step.window.keys
-        host, device = step.window.pairs(keys)
+        host, device = step.window.triples(keys)
         losses = {}
         for place, key in enumerate(keys):
-            pair = host[2 * place : 2 * place + 2]
+            top, weight, rest = host[3 * place : 3 * place + 3]
             if place in device:
-                pair = [a + b for a, b in zip(pair, device[place].tolist(), strict=True)]
-            losses[key.removeprefix(LOSS)] = pair  # [sum, weight]
+                top, weight, rest = (a + b for a, b in zip((top, weight, rest), device[place].tolist(), strict=True))
+            losses[key.removeprefix(LOSS)] = [top + rest, weight]
         return {
             "epoch": step.epoch,
             "step": step.number,

@@ -1,0 +1,112 @@
+"""reproducible=V: the same bits on any number of processes from 1 to V. What `single` and `ddp` become by it.
+
+Phase 1, forward and backward: each global batch is cut into V shards. A process computes its own one after the other,
+  with the randomness of the shard; nothing travels.
+Phase 2: the gradient of each shard is a leaf of a binary tree over the V shards, which says in which order they are
+  added, wherever they were computed (comm/canonical.py). After the last shard the processes complete the tree.
+Phase 3, step: each replica makes the same update.
+
+Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n a step where n is a power of two or n = V,
+else up to 2 log2(V / n) + 2 times as many in the first half; after the backward and not during it. With them a number
+for each parameter says which have a gradient; reading that waits for the device, once a step.
+Memory per replica: parameters and optimizer state once; gradients twice, before and after they travel, and once more
+for each level of the tree that waits (about log2(V / n)); and a few messages of 32 MB.
+
+It follows torch.nn.parallel.DistributedDataParallel in what it computes, and not in its order of additions. The tree is
+pairwise summation (Higham 1993, "The accuracy of floating point summation").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.comm.canonical import CanonicalSums, ranges
+from paceline.errors import ModelError, SettingError
+from paceline.strategies.base import Layout, Weight, as_gradient
+from paceline.strategies.ddp import DDP
+from paceline.world import World
+
+
+def check(size: int | None, *, shards: int) -> None:
+    """Raises SettingError for more processes than shards."""
+    if size is not None and size > shards:
+        raise SettingError(
+            f"reproducible={shards}: a global batch is cut into {shards} shards, which {size} processes cannot share. "
+            f"Start at most {shards} processes, or set reproducible={size} or more (another number gives other bits)."
+        )
+
+
+class Canonical(DDP):
+    """shards: V."""
+
+    def __init__(self, world: World, device: torch.device, *, shards: int) -> None:
+        check(world.size, shards=shards)
+        super().__init__(world, device)
+        owned = ranges(shards, world.size)
+        self.sums = CanonicalSums(shards)
+        turns = max(stop - start for start, stop in owned) if shards > 1 else 0
+        self.layout = Layout(shards=shards, mine=self.sums.mine, turns=turns)
+        self._hooks: list[Any] = []
+        self._began = False
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().setup(models, optimizers)
+        self._remove_hooks()
+        if self.layout.shards == 1:
+            return
+        for model in models:
+            for name, module in model.named_modules():
+                # Batch norm's, where that is allowed, are set anew for each shard (train/normalisation.py).
+                if next(module.buffers(recurse=False), None) is not None and not isinstance(module, _BatchNorm):
+                    watch = _Watch(name or type(module).__name__)
+                    self._hooks.append(module.register_forward_pre_hook(watch.before))
+                    self._hooks.append(module.register_forward_hook(watch.after))
+
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        weights: Sequence[Weight],
+        *,
+        final: bool,
+        call: int,
+        inputs: Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        if final and not self._began and self.world.size > 1:
+            self._began = True
+            self._check_at_start()
+        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
+        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+
+    def close(self) -> None:
+        self._remove_hooks()
+        super().close()
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+class _Watch:
+    """Refuses a module whose forward changes a buffer of its own: what one shard leaves in it the next one of the same
+    process would find, and another process's would not."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._seen: list[tuple[int, int]] = []
+
+    def before(self, module: nn.Module, _: Any) -> None:
+        self._seen = [(id(buffer), buffer._version) for buffer in module.buffers(recurse=False)]
+
+    def after(self, module: nn.Module, *_: Any) -> None:
+        if module.training and self._seen != [(id(b), b._version) for b in module.buffers(recurse=False)]:
+            raise ModelError(
+                f"reproducible: {self._name} ({type(module).__name__}) changes a buffer in its forward, which then "
+                "depends on which shards a process computes. Use a layer without such state (GroupNorm or LayerNorm "
+                "in place of running statistics), put it into evaluation mode, or leave reproducible out."
+            )

@@ -1,0 +1,125 @@
+"""The gradient of a global batch whose V shards are computed in turn, with bits that depend on V alone.
+
+Every account (gradients.py) has a tree of its own. A backward pass is of one account; when the last micro-batch of a
+shard has been computed, what `.grad` holds becomes the shard's leaf. Sums over counted things are divided by P, the
+power of two nearest to the examples of the global batch, on all micro-batches alike; when the tree is complete the sum
+is multiplied by P / C, C the counts of all shards added in the same tree. Accounts are added in the order of the calls.
+
+A shard without examples, and the zero-length batches of a process that has fewer shards than others, have no leaf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.canonical import CanonicalSums
+from paceline.errors import UsageError
+from paceline.strategies.base import Layout, Strategy, Term, Weight, Weights
+from paceline.train.gradients import MEANS, Accounts, Key, scale_, weigh
+from paceline.train.order import Request, cut, micros_of_a_shard
+
+
+def in_turn(strategy: Strategy, accounts: Accounts, device: torch.device) -> InTurn | None:
+    """Where the strategy's sums are canonical."""
+    return None if strategy.sums is None else InTurn(strategy.sums, accounts, strategy.layout, device)
+
+
+UPDATED_BETWEEN = (
+    "reproducible: a backward call came after an update within one yield of the loader. The shards that are computed "
+    "one after the other would see different weights. Make all backward calls before the first run.step of a global "
+    "batch, or leave reproducible out."
+)
+
+
+class InTurn:
+    """The passes of one global batch after the other. Accounts and layout are those of the run."""
+
+    def __init__(self, sums: CanonicalSums, accounts: Accounts, layout: Layout, device: torch.device) -> None:
+        self._sums, self._accounts, self._layout, self._device = sums, accounts, layout, device
+        self._counts: dict[Key, dict[int, Tensor]] = {}
+
+    def passes(
+        self, terms: Sequence[Term], request: Request, call: int, retain: bool, scale: float, updated: bool
+    ) -> Iterator[tuple[Weights, bool]]:
+        """As Stepper._passes. updated: whether this yield has had an update."""
+        if updated and self._layout.shards > 1:
+            raise UsageError(UPDATED_BETWEEN)
+        part = request.parts[0]
+        empty = (
+            part.shard >= self._layout.shards or len(range(*cut(request.total, self._layout.shards, part.shard))) == 0
+        )
+        power = 2.0 ** round(math.log2(max(request.total, 1)))
+        keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms)))
+        for key in keys:
+            if request.micro == 0:
+                self._counts.pop(key, None)
+            if key[1] != MEANS and not empty:
+                self._count(key, part.shard, terms[key[1]].count)
+        for number, key in enumerate(keys):
+            self._accounts.hold(key)
+            yield (
+                weigh([list(terms)], [len(part.indices)], request.total, scale, {key[1]: 1 / power}, only=key[1]),
+                retain or number < len(keys) - 1,
+            )
+            if part.micro == micros_of_a_shard(request, self._layout) - 1 and part.shard < self._layout.shards:
+                self._leaf(key, part.shard, empty)
+            elif empty:
+                self._take()
+            self._accounts.note(key)
+        if request.final:
+            self._complete(keys, power, scale)
+
+    def _count(self, key: Key, shard: int, count: Weight | None) -> None:
+        wide = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+        value = torch.as_tensor(count, device=self._device).detach().to(wide).reshape(())
+        mine = self._counts.setdefault(key, {})
+        mine[shard] = mine[shard] + value if shard in mine else value
+
+    def _take(self) -> list[Tensor | None]:
+        """What `.grad` holds, which is then empty."""
+        parameters = self._accounts.parameters
+        grads = [p.grad for p in parameters]
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = None
+            if grad is not None and grad.layout != torch.strided:
+                raise UsageError(
+                    "reproducible: a parameter has a sparse gradient, as of nn.Embedding(sparse=True), whose entries "
+                    "are added in no fixed order. Set sparse=False."
+                )
+        return grads
+
+    def _leaf(self, key: Key, shard: int, empty: bool) -> None:
+        grads = self._take()
+        tree = self._accounts.trees.get(key)
+        if tree is None:
+            tree = self._accounts.trees[key] = self._sums.tree()
+        tree.put(shard, [None] * len(grads) if empty else grads)
+
+    def _complete(self, keys: Sequence[Key], power: float, scale: float) -> None:
+        accounts = self._accounts
+        counted = [key for key in keys if key[1] != MEANS]
+        factors = dict(zip(counted, self._factors(counted, power), strict=True))
+        whole: list[list[Tensor | None]] = []
+        for key in keys:
+            found = self._sums.gradients(accounts.trees.pop(key), accounts.parameters, key)
+            if key in factors:
+                scale_([grad for grad in found if grad is not None], factors[key])
+            whole.append(found)
+        accounts.bring(whole)
+        accounts.settle(1.0 / scale)
+
+    def _factors(self, counted: Sequence[Key], power: float) -> list[Tensor]:
+        """P / C for each of these accounts; 0 where C is 0."""
+        if not counted:
+            return []
+        wide = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+        shards = sorted({shard for key in counted for shard in self._counts.get(key, ())})
+        nothing = torch.zeros((), dtype=wide, device=self._device)
+        rows = {i: torch.stack([self._counts.get(key, {}).get(i, nothing) for key in counted]) for i in shards}
+        counts = self._sums.numbers(rows, len(counted), self._device, wide)
+        inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(wide).tiny), 0)
+        return list((power * inverse).unbind())

@@ -1,0 +1,94 @@
+"""What the bits of a reproducible run depend on beside the program: recorded in a checkpoint, compared at resume."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.comm import collectives
+from paceline.errors import CheckpointError, SettingError
+
+_MUST = {"shards": "reproducible", "threads": "threads in each process"}
+_SHOULD = {"torch": "torch", "device": "the device", "capability": "the CPU's instructions"}
+
+
+def circumstances(shards: int, device: torch.device) -> dict[str, Any]:
+    """Of this process."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {_processor()}"
+    libraries = f", cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
+    return {
+        "shards": shards,
+        "threads": torch.get_num_threads(),
+        "torch": f"{torch.__version__}{libraries}",
+        "device": name,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def compare(saved: Mapping[str, Any] | None, here: Mapping[str, Any], told: bool) -> None:
+    """Raises CheckpointError where a checkpoint cannot be gone on with to the same bits; warns (on the process that is
+    `told` to) where it may not be. saved: None for a checkpoint of a run that was not reproducible."""
+    if saved is None:
+        if told:
+            warnings.warn(
+                "the checkpoint is of a run without `reproducible`: what it holds is taken as it is, and only what "
+                "follows is the same on any number of processes.",
+                stacklevel=2,
+            )
+        return
+    for key, name in _MUST.items():
+        if saved[key] != here[key]:
+            remedy = f"reproducible={saved[key]}" if key == "shards" else f"OMP_NUM_THREADS={saved[key]}"
+            raise CheckpointError(
+                f"the checkpoint was written with {name}: {saved[key]}, and this run has {here[key]}: it would go on "
+                f"with other bits. Start with {remedy}, or without `reproducible`."
+            )
+    for key, name in _SHOULD.items():
+        if saved[key] != here[key] and told:
+            warnings.warn(
+                f"the checkpoint was written with {name}: {saved[key]!r}, and this run has {here[key]!r}: its bits may "
+                "differ from here on from those of a run without the change.",
+                stacklevel=2,
+            )
+
+
+def agree(here: Mapping[str, Any]) -> None:
+    """Raises SettingError, on all processes, where their numbers of threads differ; warns, on the first, where
+    something else does. One exchange."""
+    everyone = collectives.gather_objects(dict(here))
+    if len({other["threads"] for other in everyone}) > 1:
+        counts = ", ".join(f"{other['threads']} on rank {rank}" for rank, other in enumerate(everyone))
+        raise SettingError(
+            f"reproducible={here['shards']}: the processes compute with different numbers of threads ({counts}), which "
+            "gives other bits. Set OMP_NUM_THREADS alike on all machines, or on none."
+        )
+    for key, name in _SHOULD.items():
+        found = list(dict.fromkeys(str(other[key]) for other in everyone))
+        if len(found) > 1 and collectives.rank_of() == 0:
+            warnings.warn(
+                f"reproducible={here['shards']}: the processes differ in {name} ({'; '.join(found)}): which of them "
+                "computes a shard may change its bits.",
+                stacklevel=2,
+            )
+
+
+def threads(environ: Mapping[str, str] = os.environ, mark: str = "") -> int:
+    """How many threads a reproducible run computes with: OMP_NUM_THREADS where somebody set it, else 1. mark: the
+    variable by which a launcher says that it set it, to the share of the cores, which depends on the processes."""
+    text = environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() and int(text) > 0 and mark not in environ else 1
