@@ -27,7 +27,8 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "fitting": {"session", "run", "train", "comm", "world", "config", "errors"},
     "launcher": {"world", "config", "errors"},
     "tools": {"__init__", "strategies", "launcher", "world", "config", "errors"},
-    "cli": {"__init__", "tools", "strategies", "launcher", "world", "config", "errors"},
+    "doctor": {"launcher", "world", "config", "errors"},
+    "cli": {"__init__", "doctor", "tools", "strategies", "launcher", "world", "config", "errors"},
     "__main__": {"cli"},
     "__init__": {"tools", "fitting", "launcher", "session", "run", "train", "world", "config", "errors"},
 }

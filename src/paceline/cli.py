@@ -156,6 +156,33 @@ def compare(context: click.Context, script: str, args: tuple[str, ...], module: 
         raise click.UsageError(str(error)) from None
 
 
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--nproc", "--nproc-per-node", default="2", show_default=True, metavar="N",
+    help="Processes: a number, or gpu, cpu, auto.",
+)  # fmt: skip
+@click.option("--steps", type=int, metavar="N", help="End the script after so many steps; otherwise it ends itself.")
+@click.option("--deadline", type=float, metavar="SECONDS", help="End it after so long.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the findings there.")
+@click.option("--tee", default="", metavar="RANKS", help="Show the output of these ranks too: 1,3, 1-3 or all.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.argument("script", type=click.Path())
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def doctor(context: click.Context, script: str, args: tuple[str, ...], **options: Any) -> None:
+    """Run any PyTorch SCRIPT that was written for torchrun, watch it, and tell what is wrong with it.
+
+    Exit code 1: a finding changes the model; 2: the script could not be watched. All that follows SCRIPT is passed on
+    to it, untouched.
+    """
+    from paceline.doctor import runner
+
+    try:
+        context.exit(runner.doctor(runner.Question(script, args, **options)))
+    except PacelineError as error:
+        raise click.UsageError(str(error)) from None
+
+
 @main.command()
 def env() -> None:
     """Print what a bug report needs: versions, devices, backends, environment variables."""

@@ -27,6 +27,7 @@ LAUNCHER_PID = "PACELINE_LAUNCHER_PID"  # process id of the launcher: a worker e
 SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the command line, such as {"strategy": "ddp"}
 THREAD_BUDGET = "PACELINE_THREAD_BUDGET"  # OMP_NUM_THREADS is the launcher's choice, and nobody else's
 ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
+DOCTOR = "PACELINE_DOCTOR"  # JSON object: this run is watched by `paceline doctor` (doctor/worker.py)
 TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` (trial/order.py says what is in it)
 MAY_DIE = ".may-die"  # ERROR_FILE and this: a file by which a rank says that the others can go on without it
 ROLE = ".role"  # likewise: what the rank is for the others, in words, where that is not the same for all ranks

@@ -42,6 +42,7 @@ class Plan:
         timeout_seconds: end the run after so long; None: never.
         device: the device setting, where the launcher can know it.
         variables: environment variables that the workers get besides.
+        worker: the module that each worker runs, with the script as its arguments.
     """
 
     script: str
@@ -57,6 +58,7 @@ class Plan:
     timeout_seconds: float | None = None
     device: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    worker: str = "paceline.launcher.worker"
 
 
 def make_plan(
@@ -180,7 +182,7 @@ def _visible_gpus() -> int:
 
 def command_line(plan: Plan) -> list[str]:
     """The same for every worker: what differs is in the environment."""
-    return [sys.executable, "-m", "paceline.launcher.worker", plan.kind, plan.script, *plan.args]
+    return [sys.executable, "-m", plan.worker, plan.kind, plan.script, *plan.args]
 
 
 def thread_budget(nproc: int, cores: int) -> int:

@@ -1,0 +1,197 @@
+"""What can be found: the causes, what each leads to and what to do. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MODEL, COST, NOTE = "model", "cost", "note"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause by its name. kind: "model" (it changes the model), "cost" (time or space) or "note" (to know)."""
+
+    kind: str
+    title: str
+    consequence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause, seen in this run. at: "file:line", or empty. evidence: with the numbers."""
+
+    cause: str
+    at: str
+    evidence: str
+
+    @property
+    def about(self) -> Cause:
+        return CAUSES[self.cause]
+
+    def as_json(self) -> dict[str, Any]:
+        about = self.about
+        file, _, line = self.at.rpartition(":")
+        return {
+            "cause": self.cause,
+            "kind": about.kind,
+            "changes_model": about.kind == MODEL,
+            "title": about.title,
+            "file": file or None,
+            "line": int(line) if line.isdecimal() else None,
+            "evidence": self.evidence,
+            "consequence": about.consequence,
+            "remedy": about.remedy,
+        }
+
+
+CAUSES = {
+    "same_examples": Cause(
+        MODEL,
+        "Ranks read the same examples",
+        "Each example counts several times; more processes add no data, and an epoch is not what it says.",
+        "Give the training DataLoader a DistributedSampler (and no shuffle=True); draw random batches from a generator "
+        "that is seeded with the rank too.",
+    ),
+    "no_set_epoch": Cause(
+        MODEL,
+        "A sampler without set_epoch",
+        "Every epoch has the same order, and the same batches: the data are never shuffled anew.",
+        "Call sampler.set_epoch(epoch) before each epoch's loop.",
+    ),
+    "padded_evaluation": Cause(
+        MODEL,
+        "Evaluation counts padded duplicates",
+        "Some examples count twice in the metric, and it changes with the number of processes.",
+        "Evaluate on shards without padding (indices[rank::world_size] in a Subset or an own sampler), or drop the "
+        "duplicates before the metric is computed.",
+    ),
+    "batch_norm": Cause(
+        MODEL,
+        "BatchNorm is not synchronised",
+        "Each replica normalises by the statistics of its own few examples: another model than with the whole batch on "
+        "one device. DDP keeps rank 0's running statistics.",
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before DDP (on GPUs), or GroupNorm or LayerNorm.",
+    ),
+    "weights_differ_at_start": Cause(
+        MODEL,
+        "Weights differ between ranks at the start",
+        "The ranks train different models; averaging their gradients trains none of them.",
+        "Make the weights one before the first step: DDP does when it wraps the model last; otherwise broadcast every "
+        "parameter and buffer from rank 0, or seed all ranks alike before the model is made.",
+    ),
+    "weights_differ": Cause(
+        MODEL,
+        "Weights come to differ between ranks during training",
+        "The ranks train different models from there on; what is saved is rank 0's alone.",
+        "Reduce the gradients of all trained parameters (call the DDP module itself, leave no_sync for the last "
+        "micro-batch), and change weights outside the optimizer alike on all ranks.",
+    ),
+    "no_gradient": Cause(
+        MODEL,
+        "Parameters without gradients",
+        "They are never trained: the loss does not reach them.",
+        "Use them in the forward pass, or say that they are not trained: requires_grad_(False), and leave them out of "
+        "the optimizer.",
+    ),
+    "lr_differs": Cause(
+        MODEL,
+        "The learning rate differs between ranks",
+        "Ranks apply other updates to the same gradients, and their weights part.",
+        "Step the scheduler on every rank, with the same values (ReduceLROnPlateau: a metric that was reduced).",
+    ),
+    "scheduler_steps": Cause(
+        MODEL,
+        "A scheduler is stepped too often",
+        "The learning rate runs through its schedule too early; the rest of the training has another rate than meant.",
+        "Step it once per epoch or once per optimizer step, whichever its lengths are counted in, and never once per "
+        "process or micro-batch.",
+    ),
+    "accumulation": Cause(
+        MODEL,
+        "Gradients are accumulated without division",
+        "The gradient is a sum of means: as many times too large as there are micro-batches.",
+        "Divide the loss by the number of micro-batches, and wrap all but the last in model.no_sync().",
+    ),
+    "clip_before_unscale": Cause(
+        MODEL,
+        "Gradients are clipped before they are unscaled",
+        "The bound is applied to gradients times the loss scale: nearly everything is clipped to almost nothing.",
+        "Call scaler.unscale_(optimizer) before clip_grad_norm_.",
+    ),
+    "clip_before_reduce": Cause(
+        MODEL,
+        "Gradients are clipped before they are reduced",
+        "Each rank's gradient is bounded by itself, and not that of the global batch.",
+        "Reduce first, then clip.",
+    ),
+    "local_metric": Cause(
+        MODEL,
+        "A metric of rank 0 is logged as if it were global",
+        "It is computed from rank 0's shard of the evaluation data; choices made by it ignore the rest.",
+        "all_reduce the sums and the counts before dividing, or evaluate on all data on the rank that logs.",
+    ),
+    "collectives": Cause(
+        MODEL,
+        "Ranks call different collectives",
+        "NCCL hangs, gloo pairs calls that do not belong together: data are silently wrong.",
+        "Let every rank of a group make the same collective calls in the same order: none behind `if rank == 0`, none "
+        "in a loop of unequal length. Call ddp_model.module where only one rank evaluates.",
+    ),
+    "find_unused": Cause(
+        COST,
+        "find_unused_parameters=True for nothing",
+        "DDP searches the graph and sends one more message in every step.",
+        "Leave find_unused_parameters out.",
+    ),
+    "loader_starves": Cause(
+        COST, "The loader starves the devices", "The processes wait for data instead of computing.",
+        "More or cheaper loading: num_workers, prefetch_factor, persistent_workers, work moved out of __getitem__.",
+    ),
+    "no_workers": Cause(
+        COST, "No loader workers where the device waits", "Loading and computing take turns.",
+        "Give the DataLoader num_workers=2 or more.",
+    ),
+    "no_pinned_memory": Cause(
+        COST, "No pinned memory where the device waits", "Copies to the device cannot overlap with computing.",
+        "pin_memory=True, and .to(device, non_blocking=True).",
+    ),
+    "threads": Cause(
+        COST, "More threads than cores", "Threads of the processes push each other off the cores.",
+        "Set OMP_NUM_THREADS (or torch.set_num_threads) to cores divided by processes.",
+    ),
+    "one_device": Cause(
+        COST, "GPU 0 is used by all ranks", "Its memory holds every rank's context or model; the others idle.",
+        "torch.cuda.set_device(local_rank) first of all, and torch.load(..., map_location=...).",
+    ),
+    "synchronises": Cause(
+        COST, "The host waits for the device in every step", "Nothing is queued ahead, and the device idles between.",
+        "Read values every hundred steps or so, and synchronize only to measure.",
+    ),
+    "empty_cache": Cause(
+        COST, "empty_cache in the loop", "Memory is given back and asked for again in every step.",
+        "Leave it out: the caching allocator reuses memory.",
+    ),
+    "no_no_sync": Cause(
+        COST, "Gradients are accumulated without no_sync", "Gradients are sent for every micro-batch; once is enough.",
+        "Wrap all micro-batches but the last, forward and backward, in `with model.no_sync():`.",
+    ),
+    "same_checkpoint": Cause(
+        COST, "Every rank writes the same checkpoint", "The file is written several times, at once: slow, and torn.",
+        "Save on rank 0 only, and let the others wait at a barrier.",
+    ),
+    "module_prefix": Cause(
+        COST, "`module.` in a saved state", "Only a model that DDP wraps can load it.",
+        "Save model.module.state_dict().",
+    ),
+    "lr_scaled_twice": Cause(
+        NOTE, "The learning rate is multiplied by the number of processes more than once",
+        "It grows with the square of the processes.", "Scale once, if at all.",
+    ),
+    "lr_not_scaled": Cause(
+        NOTE, "The global batch grows with the processes, and the learning rate does not",
+        "Fewer updates per epoch with less noise: training is another one than on one process.",
+        "Keep the global batch (batch_size // world_size per process), or scale the rate on purpose.",
+    ),
+}  # fmt: skip

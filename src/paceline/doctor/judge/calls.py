@@ -1,0 +1,233 @@
+"""Collectives compared over the ranks. Looked at while the script runs, since it may never end by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.judge.record import place
+from paceline.launcher.report import name_ranks
+
+STUCK_SECONDS = 10.0  # all ranks wait in collectives, and nothing moves
+LEFT_SECONDS = 3.0  # a rank has ended, and others wait
+_NEAR = 64  # places back
+_EMPTY = ("barrier", "monitored_barrier")  # calls without data
+STILL_SECONDS = 300.0  # one waits, and no rank has told anything
+
+Entry = dict[str, Any]
+
+
+@dataclass
+class _Rank:
+    path: str
+    events: str
+    offset: int = 0
+    rest: str = ""
+    calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    open: Entry | None = None  # the collective that it is in
+    moved: float = 0.0
+    size: int = 0
+    ended: bool = False
+
+
+class Lookout:
+    """What the ranks have written so far. look() at intervals; finding() at any time."""
+
+    def __init__(self, directory: str, processes: int) -> None:
+        self._ranks = [
+            _Rank(os.path.join(directory, f"calls-{r}.jsonl"), os.path.join(directory, f"rank-{r}.jsonl"))
+            for r in range(processes)
+        ]
+        self._checked: dict[str, int] = defaultdict(int)
+        self._found: Finding | None = None
+        self.why = ""  # the run must be ended, since ...
+
+    def look(self, late: bool = False) -> bool:
+        """Read on. True: the run must be ended. late: it is ended now in any case."""
+        now = time.monotonic()
+        for rank in self._ranks:
+            self._read(rank, now)
+        if self._mismatch():
+            self.why = "the ranks call different collectives"
+            return True
+        inside = [r for r in self._ranks if r.open is not None and not r.ended]
+        left = [r for r in self._ranks if r.ended]
+        still = now - max((r.moved for r in self._ranks), default=now)
+        running = len(self._ranks) - len(left)
+        if inside and len(inside) == running and (
+            (left and still > LEFT_SECONDS) or (len(inside) == len(self._ranks) and still > STUCK_SECONDS)
+        ):  # fmt: skip
+            self._waiting()
+            self.why = "ranks wait for others in vain"
+            return True
+        if inside and (still > STILL_SECONDS or (late and still > STUCK_SECONDS)):
+            self._waiting()
+            self.why = f"nothing has moved for {still:.0f} seconds"
+            return True
+        return False
+
+    def finding(self, cut: bool = False) -> Finding | None:
+        """When the run is over. cut: from outside, so that a rank may lack calls that it would have made."""
+        if self._found is None:
+            for rank in self._ranks:
+                self._read(rank, time.monotonic())
+            self._mismatch()
+        if self._found is None and not cut:
+            self._missing()
+        if self._found is None:
+            self._found = next((f for f in map(_crossed, self._groups()) if f is not None), None)
+        return self._found
+
+    def _groups(self) -> list[dict[int, list[Entry]]]:
+        """For each group whose members are all known: rank -> its calls."""
+        groups = {g: calls[0]["ranks"] for rank in self._ranks for g, calls in rank.calls.items() if calls}
+        return [
+            {m: self._ranks[m].calls[group] for m in members}
+            for group, members in groups.items()
+            if all(m < len(self._ranks) for m in members)
+        ]
+
+    def _read(self, rank: _Rank, now: float) -> None:
+        try:
+            size = os.path.getsize(rank.events)
+            with open(rank.path, encoding="utf-8") as file:
+                file.seek(rank.offset)
+                text = file.read()
+                rank.offset = file.tell()
+        except OSError:
+            return
+        if size != rank.size or text:
+            rank.moved = now
+        if size != rank.size:
+            rank.ended = _has_ended(rank.events)
+        rank.size = size
+        *lines, rank.rest = (rank.rest + text).split("\n")
+        for line in lines:
+            entry = json.loads(line)
+            if "b" in entry:
+                rank.open = entry
+                if not entry.get("loose"):
+                    rank.calls[_group(entry)].append(entry)
+            elif rank.open is not None and rank.open["b"] == entry["e"]:
+                rank.open = None
+
+    def _mismatch(self) -> bool:
+        groups = {g: calls[0]["ranks"] for rank in self._ranks for g, calls in rank.calls.items() if calls}
+        for group, members in groups.items():
+            if any(m >= len(self._ranks) for m in members):
+                continue
+            of = {m: self._ranks[m].calls[group] for m in members}
+            for number in range(self._checked[group], min(map(len, of.values()))):
+                entries = {m: of[m][number] for m in members}
+                if len({_what(e) for e in entries.values()}) > 1:
+                    self._found = _differ(entries, number)
+                    return True
+                self._checked[group] = number + 1
+        return False
+
+    def _waiting(self) -> None:
+        for rank, one in enumerate(self._ranks):
+            if one.open is not None and self._found is None:
+                number = len(one.calls[_group(one.open)])
+                others = [
+                    f"rank {r} {'has ended' if o.ended else 'is in ' + _say(o.open) if o.open else 'is elsewhere'}"
+                    for r, o in enumerate(self._ranks)
+                    if r != rank
+                ]
+                evidence = f"rank {rank} waits in {_say(one.open)}, its call {number}; {', '.join(others)}"
+                self._found = Finding("collectives", place(one.open["at"]), evidence)
+
+    def _missing(self) -> None:
+        for calls in self._groups():
+            counts = {m: len(entries) for m, entries in calls.items()}
+            least, most = min(counts.values()), max(counts.values())
+            if least < most:
+                who = next(m for m, c in counts.items() if c == most)
+                lacks = [m for m, c in counts.items() if c == least and self._ranks[m].ended]
+                if not lacks:  # it failed, and might have called them
+                    continue
+                entry = calls[who][least]
+                evidence = (
+                    f"rank {who} called {most} collectives and rank {lacks[0]} {least}; the first that it lacks is "
+                    f"{_say(entry)}"
+                )
+                self._found = Finding("collectives", place(entry["at"]), evidence)
+                return
+
+
+def _group(entry: Entry) -> str:
+    return f"{entry['g']} of {entry['ranks']}"
+
+
+def _what(entry: Entry) -> tuple[Any, ...]:
+    return (entry["op"], entry.get("n"), entry.get("d"), entry.get("by"), entry.get("root"))
+
+
+def _say(entry: Entry) -> str:
+    about = [str(entry[k]) for k in ("by", "d") if k in entry]
+    about += [f"{entry['n']} elements"] if "n" in entry else []
+    about += [f"root {entry['root']}"] if "root" in entry else []
+    where = place(entry["at"])
+    return entry["op"] + (f" ({', '.join(about)})" if about else "") + (f" at {where}" if where else "")
+
+
+def _differ(entries: dict[int, Entry], number: int) -> Finding:
+    """The line to name: of the ranks that are in the minority, or of a call that stands in the script, not in DDP."""
+    by: dict[Any, list[int]] = defaultdict(list)
+    for rank, entry in entries.items():
+        by[_what(entry)].append(rank)
+    ranked = sorted(by.values(), key=lambda ranks: (entries[ranks[0]]["op"].startswith("DDP"), len(ranks)))
+    told = "; ".join(f"{name_ranks(r)} {'call' if len(r) > 1 else 'calls'} {_say(entries[r[0]])}" for r in ranked)
+    evidence = f"at the group's collective {number + 1}, {told}"
+    return Finding("collectives", place(entries[ranked[0][0]]["at"]), evidence)
+
+
+def _crossed(calls: dict[int, list[Entry]]) -> Finding | None:
+    """Calls that look alike, in another order: a place where two ranks come from different lines (or with different
+    names or parameters) and a near one where it is the other way round."""
+    first = min(calls)
+    for rank in sorted(calls)[1:]:
+        pairs = list(zip(calls[first], calls[rank]))
+        apart: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the two differ in it
+        for place_, (a, b) in enumerate(pairs):
+            if a["op"] in _EMPTY:
+                continue
+            for way, ours in a.get("way", {}).items():
+                theirs = b.get("way", {}).get(way)
+                if ours is None or theirs is None or ours == theirs:
+                    continue
+                for before in apart[way][-_NEAR:]:
+                    one, other = pairs[before]
+                    crossed = (one["way"].get(way), other["way"].get(way)) == (theirs, ours)
+                    if crossed and _what(one) == _what(a) and not (_instead(one, a) or _instead(other, b)):
+                        evidence = (
+                            f"at the group's collective {before + 1}, rank {first} calls {_say(one)} and rank {rank} "
+                            f"{_say(other)}, and at {place_ + 1} the other way round: {way} is {theirs!r} and "
+                            f"{ours!r}, then {ours!r} and {theirs!r}. They look alike, and are paired as they come"
+                        )
+                        return Finding("collectives", place(other["at"]), evidence)
+                apart[way].append(place_)
+    return None
+
+
+def _instead(one: Entry, other: Entry) -> bool:
+    """Do two calls of one rank stand in opposite branches of an `if`? Then one is made instead of the other: ranks take
+    turns, or take part with zeros where they have nothing."""
+    mine = other.get("branches", {})
+    return any(mine.get(line, taken) != taken for line, taken in one.get("branches", {}).items())
+
+
+def _has_ended(path: str) -> bool:
+    """Has this rank's script come to its end, without an error?"""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 400))
+            tail = file.read()
+        return b'{"k": "end"' in tail and b'"failed": true' not in tail
+    except OSError:
+        return False

@@ -1,0 +1,161 @@
+"""Which examples the ranks train on, and in which order the epochs have them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import combinations
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.judge.record import Event, Pass, Run, place
+
+LEAST_BITS = 16  # of what must agree: labels of two classes may agree by chance
+LEAST_SHARED = 8  # examples with the same index that must also look the same
+OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
+LEAST_SAME = 3  # steps
+
+
+def findings(run: Run) -> list[Finding]:
+    return [*_same_examples(run), *_no_set_epoch(run)]
+
+
+def _training(run: Run, rank: int, loader: str) -> list[Pass]:
+    return [p for p in run.passes[rank] if p.loader == loader and p.training and p.yields]
+
+
+def _same_examples(run: Run) -> list[Finding]:
+    if not run.reduces:
+        return []
+    for loader in sorted(run.trainers):
+        of = [_training(run, rank, loader) for rank in range(run.size)]
+        for one, two in combinations(run.peers, 2):
+            if of[one] and of[two]:
+                evidence = _compare(run, loader, of[one][0], of[two][0], (one, two))
+                if evidence:
+                    at = run.loaders[one].get(loader, {}).get("at") or of[one][0].at
+                    return [Finding("same_examples", place(at), evidence)]
+    return _same_inputs(run) or _same_gradients(run)
+
+
+def _compare(run: Run, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) -> str:
+    who = f"ranks {ranks[0]} and {ranks[1]}"
+    ours, theirs = a.indices, b.indices
+    about = run.loaders[ranks[0]].get(loader, {})
+    if not ours or not theirs:
+        return _same_rows(a, b, who) if about.get("iterable") else ""
+    first = _content(a), _content(b)
+    shared = set(first[0]) & set(first[1])
+    if not _alike(shared, *first):
+        return ""
+    n = min(len(ours), len(theirs))
+    if n >= 2 * LEAST_SHARED and ours[:n] == theirs[:n]:
+        return f"{who} read the same {n} examples in the same order ({about.get('sampler_name')}): {ours[:6]}, ..."
+    if about.get("drawn") or len(set(ours)) < len(ours) or len(set(theirs)) < len(theirs):
+        return ""  # drawn with replacement, or so many of all: each rank its own
+    size = about.get("size")
+    both = set(ours) & set(theirs)
+    if about.get("sampler") == "random" and size and len(shared) >= LEAST_SHARED:
+        return (
+            f"each rank shuffles all {size} examples for itself (RandomSampler); {who} shared {len(both)} "
+            f"in the {n} that they read"
+        )
+    padding = max(len(y["idx"]) for y in a.yields) * (run.size - 1)
+    if a.whole and b.whole and len(both) > max(OVERLAP * n, min(padding, n // 2)):
+        return f"{who} read {len(both)} examples in common, of {len(ours)} and {len(theirs)} in an epoch"
+    return ""
+
+
+def _content(one: Pass) -> dict[int, list[int]]:
+    """index -> digests of its row in each tensor of the batch."""
+    found: dict[int, list[int]] = {}
+    for y in one.yields:
+        for row, index in enumerate(y["idx"]):
+            if y["rows"] and row < len(y["rows"][0]):
+                found[index] = [leaf[row] for leaf in y["rows"]]
+    return found
+
+
+def _alike(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
+    """Do the same indices have the same content, in one tensor at least (a label, where images are augmented)? Without
+    that, each rank may have a data set of its own."""
+    if len(shared) < LEAST_SHARED:
+        return False
+    leaves = min(len(next(iter(a.values()), [])), len(next(iter(b.values()), [])))
+    for leaf in range(leaves):
+        ours = [a[i][leaf] for i in sorted(shared)]
+        if len(shared) * math.log2(len(set(ours))) >= LEAST_BITS and ours == [b[i][leaf] for i in sorted(shared)]:
+            return True
+    return False
+
+
+def _same_rows(a: Pass, b: Pass, who: str) -> str:
+    """Of an iterable data set: the same rows, in the same order, and not all alike."""
+    pairs = [(x["rows"], y["rows"]) for x, y in zip(a.yields, b.yields) if x["rows"] and y["rows"]]
+    if len(pairs) < 2 or any(x[0] != y[0] for x, y in pairs):
+        return ""
+    rows = [digest for x, _ in pairs for digest in x[0]]
+    if len(set(rows)) < LEAST_SHARED:
+        return ""
+    return f"{who} read the same {len(rows)} examples in the same order, by their content"
+
+
+def _same_inputs(run: Run) -> list[Finding]:
+    """Models that are fed without a DataLoader."""
+    if run.trainers:
+        return []
+    of = [[e for e in run.of(rank, "forward") if e["digest"]] for rank in run.peers]
+    steps = min(map(len, of))
+    if steps < LEAST_SAME or len({str(e["digest"]) for e in of[0]}) < LEAST_SAME:
+        return []
+    if any(len({str(events[i]["digest"]) for events in of}) > 1 for i in range(steps)):
+        return []
+    evidence = f"all {run.size} ranks gave the model the same inputs in each of {steps} forward passes"
+    return [Finding("same_examples", place(of[0][0]["at"]), evidence)]
+
+
+def _same_gradients(run: Run) -> list[Finding]:
+    """The first reduction of each step by hand: equal gradients before it come from equal data."""
+    of = [_first_gradients(run.ranks[rank]) for rank in range(run.size)]
+    steps = min(map(len, of))
+    if steps < LEAST_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
+        return []
+    taken = [[e["digest"] for e in events[:steps]] for events in of]
+    if any(t != taken[0] for t in taken) or len(set(taken[0])) < LEAST_SAME or 0 in taken[0]:
+        return []
+    evidence = (
+        f"the gradients of all {run.size} ranks were the same, bit for bit, before they were reduced, {steps} times"
+    )
+    return [Finding("same_examples", place(of[0][0]["at"]), evidence)]
+
+
+def _first_gradients(events: list[Event]) -> list[Event]:
+    found, due = [], False
+    for e in events:
+        if e["k"] == "backward":
+            due = True
+        elif due and e["k"] == "coll" and e.get("of") == "grad" and e.get("digest") is not None:
+            found.append(e)
+            due = False
+    return found
+
+
+def _no_set_epoch(run: Run) -> list[Finding]:
+    lines = {loader.rpartition(",")[0]: loader for loader in sorted(run.trainers)}  # it may be made anew in each epoch
+    for line, loader in lines.items():
+        about = run.loaders[0].get(loader, {})
+        passes = [p for p in run.passes[0] if p.loader.rpartition(",")[0] == line and p.training and p.yields]
+        if not about.get("set_epoch"):
+            continue
+        by_order: dict[tuple[int, ...], list[Pass]] = defaultdict(list)
+        for one in passes:
+            head = one.indices
+            if head and len(head) >= LEAST_SHARED:
+                by_order[tuple(head[:64])].append(one)
+        for order, same in by_order.items():
+            if len(same) > 1 and list(order) != sorted(order) and len({p.epoch for p in same}) == 1:
+                evidence = (
+                    f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
+                    f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
+                )
+                return [Finding("no_set_epoch", place(same[1].at), evidence)]
+    return []

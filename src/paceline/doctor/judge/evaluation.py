@@ -1,0 +1,213 @@
+"""Evaluation: duplicates that padding makes, and metrics that rank 0 has of its shard alone."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.judge.record import Event, Pass, Run, place
+
+_SUMS = ("all_reduce", "reduce")
+_GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
+_EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
+
+
+@dataclass
+class _Round:
+    """One evaluation, on all ranks: the passes, and what came after them before training went on."""
+
+    passes: list[Pass]
+    after: list[list[Event]]  # of each rank, from the pass's begin
+
+    @property
+    def reads(self) -> Counter[int]:
+        return Counter(i for p in self.passes for i in p.indices or [])
+
+
+def findings(run: Run) -> list[Finding]:
+    if run.world < 2 or run.size < 2:
+        return []
+    padded: list[Finding] = []
+    local: list[Finding] = []
+    for loader in sorted({p.loader for p in run.passes[0]} - run.trainers):
+        for one in _rounds(run, loader):
+            if not padded:
+                padded = _padded(run, loader, one)
+            if not local:
+                local = _local(run, one)
+        if not local:
+            local = _alone(run, loader)
+    return [*padded, *local]
+
+
+def _rounds(run: Run, loader: str) -> list[_Round]:
+    of = [[p for p in passes if p.loader == loader and p.whole and not p.training] for passes in run.passes]
+    if not all(of):
+        return []  # only some ranks evaluate: on all the data, or not sharded by this loader
+    rounds = []
+    for passes in zip(*of):
+        if all(p.indices for p in passes):
+            after = [_until_training(run, rank, p) for rank, p in enumerate(passes)]
+            rounds.append(_Round(list(passes), after))
+    return rounds
+
+
+def _until_training(run: Run, rank: int, one: Pass) -> list[Event]:
+    events = run.ranks[rank]
+    end = len(events)
+    for position in range(one.end + 1, end):
+        e = events[position]
+        if (e["k"] in ("yield", "pass") and e["loader"] in run.trainers) or e["k"] == "backward":
+            end = position
+            break
+        if e["k"] == "pass" and e["loader"] == one.loader:
+            end = position
+            break
+    return events[one.begin : end]
+
+
+def _sharded(one: _Round) -> bool:
+    """Does each rank read a part only, and together (nearly) all?"""
+    union = len(one.reads)
+    return all(len(set(p.indices or [])) < union for p in one.passes)
+
+
+def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
+    reads = one.reads
+    total, unique = sum(reads.values()), len(reads)
+    twice = total - unique
+    if not _sharded(one) or not 0 < twice < total / 3 or not _same_data(one):
+        return []
+    exchanged = [e for e in one.after[0] if e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of")]
+    if not exchanged:
+        return []
+    values = [v for e in exchanged if e["op"] in _SUMS for v in e.get("result") or []]
+    sums = [e for e in exchanged if e["op"] in _SUMS]
+    values += _totals(_sums_of(exchanged))
+    if unique in values:
+        return []  # the script counted each once
+    gathers = [e for e in exchanged if e["op"] not in _SUMS]
+    if gathers and total not in values and not all(_takes_all(e) for e in gathers):
+        return []
+    if sums and values and total not in values and any(_counts(v, unique, total) for v in values):
+        return []
+    counted = f", and the count that it summed over the ranks is {total}" if total in values else ""
+    sampler = run.loaders[0].get(loader, {}).get("sampler_name")
+    evidence = (
+        f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
+    )
+    return [Finding("padded_evaluation", place(exchanged[0]["at"]), evidence + counted)]
+
+
+def _sums_of(exchanged: list[Event]) -> list[Event]:
+    return [e for e in exchanged if e["op"] in _SUMS and e.get("result")]
+
+
+def _totals(calls: list[Event]) -> list[float]:
+    """Of a call that is made for every batch: what its results come to, for each element."""
+    by: dict[tuple[Any, ...], list[list[float]]] = defaultdict(list)
+    for e in calls:
+        by[(*e["at"], len(e["result"]))].append(e["result"])
+    return [sum(column) for results in by.values() if len(results) > 1 for column in zip(*results)]
+
+
+def _counts(value: float, unique: int, total: int) -> bool:
+    """Could it be a number of examples, or a multiple of it, without the duplicates (tokens, pixels)?"""
+    return value >= unique and value == int(value) and value % unique == 0 and value % total != 0
+
+
+def _same_data(one: _Round) -> bool:
+    """Indices that two ranks read mean the same example: what their rows hold agrees."""
+    seen: dict[int, list[int]] = {}
+    for p in one.passes:
+        for y in p.yields:
+            for row, index in enumerate(y["idx"]):
+                if y["rows"] and row < len(y["rows"][0]):
+                    rows = [leaf[row] for leaf in y["rows"]]
+                    if index in seen and not any(a == b for a, b in zip(seen[index], rows)):
+                        return False
+                    seen[index] = rows
+    return True
+
+
+def _takes_all(call: Event) -> bool:
+    """Does the function that gathers use all that it got? Not if it cuts it, or sorts it by index: then it may well
+    have dropped the duplicates."""
+    file, line = call["at"] or ("", 0)
+    try:
+        with open(file, encoding="utf-8") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    scopes = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = [n for n in scopes if n.lineno <= line <= (n.end_lineno or 0)]
+    names = {n.name for n in inside}
+    callers = [n for n in scopes if names & {_called(c) for c in ast.walk(n) if isinstance(c, ast.Call)}]
+    whole: list[ast.AST] = [*inside, *callers]
+    for scope in whole or [tree]:
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Slice) and node.upper is not None:
+                return False
+            if isinstance(node, (ast.DictComp, ast.SetComp, ast.Dict)):
+                return False
+            if isinstance(node, ast.Call) and _called(node) in (
+                "unique",
+                "dict",
+                "set",
+                "narrow",
+                "update",
+                "setdefault",
+            ):
+                return False
+    return True
+
+
+def _called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def _alone(run: Run, loader: str) -> list[Finding]:
+    """Rank 0 evaluates by itself, with a sampler that gives it its shard only."""
+    about = run.loaders[0].get(loader, {})
+    if about.get("sampler") != "distributed" or (about["replicas"] or 1) < 2 or not about["size"]:
+        return []
+    if any(p.loader == loader for passes in run.passes[1:] for p in passes):
+        return []
+    for one in run.passes[0]:
+        if one.loader != loader or not one.whole or one.training or not one.indices:
+            continue
+        events = _until_training(run, 0, one)
+        said = [e for e in events[one.end - one.begin :] if e["k"] == "said"]
+        if said and not any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
+            evidence = (
+                f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
+                f"{about['size']} examples; then it logged {said[0]['text'].strip()!r}"
+            )
+            return [Finding("local_metric", place(said[0]["at"]), evidence)]
+    return []
+
+
+def _local(run: Run, one: _Round) -> list[Finding]:
+    if not _sharded(one) or not _same_data(one):
+        return []
+    for events in one.after:
+        if any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
+            return []
+        if any(e["k"] == "p2p" for e in events):
+            return []
+    lines = [
+        [e for e in events[p.end - p.begin :] if e["k"] == "said"]
+        for events, p in zip(one.after, one.passes, strict=True)
+    ]
+    said = lines[0]
+    if not said or any(lines[1:]):  # every rank tells of its own shard
+        return []
+    own, union = len(set(one.passes[0].indices or [])), len(one.reads)
+    evidence = (
+        f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
+        "ranks evaluate; nothing was exchanged in between"
+    )
+    return [Finding("local_metric", place(said[0]["at"]), evidence)]

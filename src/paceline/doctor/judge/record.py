@@ -1,0 +1,163 @@
+"""The events of all ranks of a run, and the questions that several judges ask of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+Event = dict[str, Any]
+LEAST_TRAINED = 2  # yields followed by a backward, of a loader that trains
+
+
+@dataclass
+class Pass:
+    """One iteration of a loader on one rank."""
+
+    loader: str
+    n: int
+    at: list[Any]
+    epoch: Any = None
+    yields: list[Event] = field(default_factory=list)
+    trained: int = 0  # yields that a backward followed
+    whole: bool = False
+    begin: int = 0  # positions in the events
+    end: int = 0
+
+    @property
+    def training(self) -> bool:
+        return self.trained >= LEAST_TRAINED and self.trained * 2 >= len(self.yields)
+
+    @property
+    def indices(self) -> list[int] | None:
+        if any(y["idx"] is None for y in self.yields):
+            return None
+        return [i for y in self.yields for i in y["idx"]]
+
+
+class Run:
+    """ranks: the events of each rank, in order. cut: the script was ended from outside."""
+
+    def __init__(self, ranks: Sequence[list[Event]], cut: bool = False) -> None:
+        self.ranks = list(ranks)
+        self.cut = cut
+        self.size = len(self.ranks)
+
+    def of(self, rank: int, *kinds: str) -> Iterator[Event]:
+        return (event for event in self.ranks[rank] if event["k"] in kinds)
+
+    def all(self, *kinds: str) -> Iterator[Event]:
+        return (event for events in self.ranks for event in events if event["k"] in kinds)
+
+    @cached_property
+    def world(self) -> int:
+        return max((e["world"] for e in self.all("group") if e["op"] == "init_process_group"), default=1)
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Do the script's processes reduce gradients, by DDP or by hand: are they replicas of one model?"""
+        ddp = any(len(e["ranks"]) > 1 for e in self.all("ddp"))
+        return self.world > 1 and (ddp or self.by_hand)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """Rank 0 and those that hold the same model: the smallest DDP group that it is in; without DDP all ranks."""
+        groups = [e["ranks"] for e in self.of(0, "ddp") if len(e["ranks"]) > 1]
+        return [r for r in min(groups, key=len, default=range(self.size)) if r < self.size]
+
+    @cached_property
+    def ended(self) -> bool:
+        """Did the script come to its end, on all ranks?"""
+        last = [events[-1] if events else {} for events in self.ranks]
+        return not self.cut and all(e.get("k") == "end" and not e.get("failed") for e in last)
+
+    @cached_property
+    def by_hand(self) -> bool:
+        counts = Counter(rank for rank in range(self.size) for e in self.of(rank, "coll") if e.get("of") == "grad")
+        return len(counts) == self.size
+
+    @cached_property
+    def averages_weights(self) -> bool:
+        """Are weights themselves reduced in mid-training, as local SGD does?"""
+        for events in self.ranks:
+            stepped = False
+            for e in events:
+                stepped = stepped or e["k"] == "step"
+                if stepped and e["k"] == "coll" and e.get("of") == "weight" and e["op"] != "broadcast":
+                    return True
+        return False
+
+    @cached_property
+    def loaders(self) -> list[dict[str, Event]]:
+        return [{e["loader"]: e for e in self.of(rank, "loader")} for rank in range(self.size)]
+
+    @cached_property
+    def passes(self) -> list[list[Pass]]:
+        return [self._passes(events) for events in self.ranks]
+
+    def _passes(self, events: list[Event]) -> list[Pass]:
+        found: dict[int, Pass] = {}
+        waiting: dict[str, Pass] = {}  # loader -> the pass of its last yield, that no backward followed yet
+        for position, e in enumerate(events):
+            kind = e["k"]
+            if kind == "pass":
+                found[e["n"]] = Pass(e["loader"], e["n"], e["at"], e.get("epoch"), begin=position, end=position)
+                waiting.pop(e["loader"], None)
+            elif kind == "yield" and e["n"] in found:
+                one = found[e["n"]]
+                one.yields.append(e)
+                one.end = position
+                waiting[e["loader"]] = one
+            elif kind == "pass_end" and e["n"] in found:
+                found[e["n"]].whole, found[e["n"]].end = True, position
+                waiting.pop(e["loader"], None)
+            elif kind == "backward":
+                for one in waiting.values():
+                    one.trained += 1
+                waiting.clear()
+        return list(found.values())
+
+    @cached_property
+    def trainers(self) -> set[str]:
+        """Loaders whose batches feed a backward, on any rank."""
+        trained: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for passes in self.passes:
+            for one in passes:
+                trained[one.loader][0] += one.trained
+                trained[one.loader][1] += len(one.yields)
+        return {n for n, (fed, all_) in trained.items() if fed >= LEAST_TRAINED and fed * 2 >= all_}
+
+    def steps(self, rank: int = 0) -> int:
+        return max((e["step"] for e in self.of(rank, "step")), default=0)
+
+
+def place(at: Any) -> str:
+    """ "file:line", the file as it lies from here if that is shorter."""
+    if not at:
+        return ""
+    path, line = at[0], at[1]
+    near = os.path.relpath(path)
+    return f"{near if len(near) < len(path) else path}:{line}"
+
+
+def read(directory: str, processes: int, cut: bool = False) -> Run:
+    """The records of all ranks; of a process that was killed, what it had written."""
+    return Run([read_lines(os.path.join(directory, f"rank-{rank}.jsonl")) for rank in range(processes)], cut)
+
+
+def read_lines(path: str) -> list[Event]:
+    found: list[Event] = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                try:
+                    found.append(json.loads(line))
+                except ValueError:  # the end of one that was killed
+                    continue
+    except OSError:
+        return found
+    return found

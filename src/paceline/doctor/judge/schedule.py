@@ -1,0 +1,187 @@
+"""Learning rates and schedulers, accumulation, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.judge.record import Event, Run, place
+
+OVER = 1e-5  # of the highest rate: the schedule is over
+OVER_SHARE = 0.2  # of the steps
+LEAST_BATCHES = 4  # of an epoch, for it to be told from a step
+LEAST = 3  # times that something must have happened to be a habit
+
+
+def findings(run: Run) -> list[Finding]:
+    return [*_differs(run), *_schedulers(run), *_accumulation(run), *_clipping(run)]
+
+
+def _differs(run: Run) -> list[Finding]:
+    if not run.reduces or any(run.all("join")):
+        return []
+    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "before")} for rank in range(run.size)]
+    for key, ours in of[0].items():
+        for rank in run.peers[1:]:
+            theirs = of[rank].get(key)
+            if theirs is None or len(theirs["lr"]) != len(ours["lr"]):
+                continue
+            pairs = [(a, b) for a, b in zip(ours["lr"], theirs["lr"]) if a is not None and b is not None]
+            if any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs):
+                stepped = [sum(1 for e in run.of(r, "sched") if e["opt"] == key[0]) for r in (0, rank)]
+                evidence = (
+                    f"at step {key[1] + 1} rank 0 has lr {ours['lr'][0]:.4g} and rank {rank} {theirs['lr'][0]:.4g}; "
+                    f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
+                )
+                sched = next(run.all("sched"), None)
+                return [Finding("lr_differs", place(sched["at"] if sched else ours["at"]), evidence)]
+    return []
+
+
+def _schedulers(run: Run) -> list[Finding]:
+    by: dict[int, list[Event]] = defaultdict(list)
+    for e in run.of(0, "sched", "sched_error"):
+        by[e["sched"]].append(e)
+    found = []
+    for number, steps in by.items():
+        evidence = _in_a_row(run, number, steps) or _too_early(run, steps)
+        if evidence:
+            found.append(Finding("scheduler_steps", place(steps[-1]["at"]), evidence))
+    return found[:1]
+
+
+def _in_a_row(run: Run, number: int, steps: list[Event]) -> str:
+    """Stepped once per process: several times with nothing in between, as often as there are processes."""
+    rows: list[int] = []
+    last, length = None, 0
+    for e in run.ranks[0]:
+        if e["k"] == "sched" and e["sched"] == number:
+            length += 1
+            last = e["at"]
+        elif e["k"] in ("yield", "backward", "step", "before") and length:
+            rows.append(length)
+            length = 0
+    rows += [length] if length else []
+    if len(rows) >= 2 and run.world > 1 and all(r == run.world for r in rows) and last:
+        return f"it was stepped {run.world} times in a row, {len(rows)} times: once for each of {run.world} processes"
+    return ""
+
+
+def _too_early(run: Run, steps: list[Event]) -> str:
+    """Stepped per batch where its lengths are counted in epochs, or per micro-batch: over while training goes on."""
+    opt = steps[-1].get("opt")
+    updates = [e for e in run.of(0, "before") if opt is None or e["opt"] == opt]
+    passes = [p for p in run.passes[0] if p.loader in run.trainers and p.training]
+    batches = sum(len(p.yields) for p in passes)
+    often = _per_batch(run, steps, len(updates), batches, len(passes))
+    if not often:
+        return ""
+    error = next((e for e in steps if e["k"] == "sched_error"), None)
+    if error is not None:
+        return f"{often}; it refused: {error['text'].splitlines()[0][:120]}"
+    epochs, each = len(passes), max((len(p.yields) for p in passes), default=0)
+    meant = _meant_for_epochs(steps[-1], epochs, each)
+    if meant and len(steps) > 1.1 * steps[-1]["horizon"] + 1:
+        return f"{often}; {meant}"
+    rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0] is not None]
+    if not rates or max(rates) <= 0:
+        return ""
+    first = rates[: max(each, 1)]
+    if steps[-1]["type"] == "ExponentialLR" and each >= LEAST_BATCHES and first[-1] < 0.1 * max(rates):
+        return f"{often}; the rate fell from {first[0]:.1e} to {first[-1]:.1e} within the first epoch"
+    top = rates.index(max(rates))
+    over = sum(1 for r in rates[top:] if r <= OVER * max(rates))
+    if over >= max(2, OVER_SHARE * len(rates)):
+        return (
+            f"{often}; the rate was {rates[-1]:.1e}, at most {OVER:g} of the highest, for {over} of {len(rates)} steps"
+        )
+    return ""
+
+
+def _meant_for_epochs(scheduler: Event, epochs: int, each: int) -> str:
+    """Why its lengths must be epochs; each: batches of an epoch. On purpose a cosine may go up and down again with
+    every epoch, and steps may come every ten batches."""
+    horizon, kind = scheduler["horizon"], scheduler["type"]
+    if not horizon or not epochs or each < LEAST_BATCHES:
+        return ""
+    told = f"its {scheduler['name']} is {horizon}, where an epoch has {each} batches"
+    if kind == "CosineAnnealingLR" and horizon % each != 0 and (horizon == epochs or horizon < each / 2):
+        return told
+    if kind in ("MultiStepLR", "StepLR") and horizon <= epochs and scheduler["lr"][0] <= 0.1 * (scheduler["base"] or 0):
+        return f"{told}, and the rate has come down to {scheduler['lr'][0]:.1e}"
+    return ""
+
+
+def _per_batch(run: Run, steps: list[Event], updates: int, batches: int, epochs: int) -> str:
+    """How often, where it is oftener than once per epoch; otherwise nothing."""
+    count = len(steps)
+    if updates < LEAST or count < 2 or (epochs and count <= epochs + 1):
+        return ""
+    if count > 1.5 * updates:
+        return f"it was stepped {count} times in {updates} optimizer steps"
+    if epochs and count > 1.5 * epochs and count >= 0.5 * updates:
+        return f"it was stepped at every batch, {count} times in {epochs} epoch{'s' if epochs > 1 else ''}"
+    return ""
+
+
+def _micro(run: Run) -> list[tuple[list[Event], Event]]:
+    """(backward passes, the optimizer step after them) of rank 0, of steps whose batches came one for each backward."""
+    found = []
+    backwards: list[Event] = []
+    since = 0  # yields since the last backward
+    single = True
+    loaders: set[str] = set()
+    for e in run.ranks[0]:
+        if e["k"] == "yield" and e["loader"] in run.trainers:
+            since += 1
+            loaders.add(e["loader"])
+        elif e["k"] == "backward":
+            single = single and since >= 1
+            since = 0
+            backwards.append(e)
+        elif e["k"] == "before":
+            if len(backwards) > 1 and single and len(loaders) == 1:
+                found.append((backwards, e))
+            elif backwards:
+                found.append((backwards[:1], e))
+            backwards, single, loaders = [], True, set()
+    return found
+
+
+def _accumulation(run: Run) -> list[Finding]:
+    steps = _micro(run)
+    opts = {e["opt"] for _, e in steps}
+    several = [b for b, _ in steps if len(b) > 1]
+    if len(opts) != 1 or len(several) < 2 or len(several) * 2 < len(steps):
+        return []
+    k = Counter(map(len, several)).most_common(1)[0][0]
+    calls = [b for backwards in several for b in backwards]
+    if not all(b["mean"] == "mean" for b in calls):
+        return []
+    if any(e.get("rescaled") for _, e in steps):
+        return []
+    synced = sum(bool(b["synced"]) for backwards in several for b in backwards[:-1])
+    evidence = f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
+    if synced:
+        evidence += "; without no_sync: gradients were sent in each of them"
+    return [Finding("accumulation", place(calls[0]["at"]), evidence)]
+
+
+def _clipping(run: Run) -> list[Finding]:
+    found = []
+    scaled = [e for e in run.of(0, "clip") if e["scale"] is not None and e["scale"] != 1.0]
+    if scaled:
+        e = scaled[0]
+        norm = f" of norm {e['norm']:.4g}" if e["norm"] is not None else ""
+        evidence = (
+            f"gradients{norm}, still times the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
+            f"{len(scaled)} times"
+        )
+        found.append(Finding("clip_before_unscale", place(e["at"]), evidence))
+    clips = [e for e in run.of(0, "clip") if e["changed"]]
+    reduced = [e for e in run.of(0, "coll") if e.get("of") == "grad" and e.get("clipped")]
+    if clips and len(reduced) >= 2 and run.world > 1:
+        evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {place(reduced[0]['at'])}"
+        found.append(Finding("clip_before_reduce", place(clips[0]["at"]), evidence))
+    return found

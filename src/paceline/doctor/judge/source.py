@@ -1,0 +1,97 @@
+"""How the learning rate is scaled with the processes: read in the script's text alone, so a note, never a fault."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.judge.record import Run, place
+
+_WORLD = re.compile(
+    r"world_?size|get_world_size|num_replicas|n_?gpus?\b|num_gpus|WORLD_SIZE|ngpus|nproc", re.IGNORECASE
+)
+_IS_WORLD = re.compile(r"get_world_size\(|WORLD_SIZE")
+_RATE = re.compile(r"\blr\b|learning_?rate|_lr\b|\blr_|base_lr|\['lr'\]", re.IGNORECASE)
+_BATCH = re.compile(r"batch", re.IGNORECASE)
+
+
+def findings(run: Run) -> list[Finding]:
+    if not run.reduces:
+        return []
+    files = {e["at"][0] for e in run.of(0, "optimizer", "ddp", "loader", "backward", "sched") if e["at"]}
+    scaled: list[tuple[str, int, str]] = []
+    divided = False
+    for file in sorted(files):
+        try:
+            with open(file, encoding="utf-8") as source:
+                tree = ast.parse(source.read())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        world = _world(tree)
+        for node in ast.walk(tree):
+            scaled += [(file, line, text) for line, text in _scalings(node, world)]
+            divided = divided or _divides(node, world)
+    optimizer = next(run.of(0, "optimizer"), None)
+    if len(scaled) > 1:
+        lines = "; ".join(f"line {line}: {text}" for _, line, text in scaled[:3])
+        return [Finding("lr_scaled_twice", place([scaled[1][0], scaled[1][1]]), lines)]
+    batch = next((e["batch"] for e in run.of(0, "loader") if e["loader"] in run.trainers and e["batch"]), None)
+    if not scaled and not divided and optimizer is not None and batch:
+        rate = optimizer["lr"][0]
+        evidence = (
+            f"{run.world} processes with {batch} examples each are {run.world * batch} a step; lr is {rate}, whatever "
+            "the number of processes"
+        )
+        return [Finding("lr_not_scaled", place(optimizer["at"]), evidence)]
+    return []
+
+
+def _world(tree: ast.AST) -> re.Pattern[str]:
+    """What stands for the number of processes: the usual names, and those to which one of them is assigned."""
+    names = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts))
+            names |= {
+                one.id
+                for one, value in pairs
+                if isinstance(one, ast.Name) and not isinstance(value, (ast.BinOp, ast.Tuple, ast.IfExp))
+                if _IS_WORLD.search(ast.unparse(value)) and not _RATE.search(one.id) and not _BATCH.search(one.id)
+            }
+    more = "".join(rf"|\b{re.escape(name)}\b" for name in sorted(names))
+    return re.compile(_WORLD.pattern + more, re.IGNORECASE)
+
+
+def _scalings(node: ast.AST, world: re.Pattern[str]) -> list[tuple[int, str]]:
+    """Multiplications of a learning rate by the number of processes, one for each factor."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+        target, factor = ast.unparse(node.target), ast.unparse(node.value)
+        hits = len(world.findall(factor)) if _RATE.search(target) else 0
+        return [(node.lineno, ast.unparse(node))] * hits
+    named: list[tuple[str, ast.expr]] = []
+    if isinstance(node, ast.Assign):
+        named = [(ast.unparse(target), node.value) for target in node.targets]
+    elif isinstance(node, ast.keyword) and node.arg:
+        named = [(node.arg, node.value)]
+    found = []
+    for name, value in named:
+        if _RATE.search(name) and not isinstance(value, (ast.Call, ast.Dict, ast.List)):
+            for piece in ast.walk(value):
+                if isinstance(piece, ast.BinOp) and isinstance(piece.op, ast.Mult):
+                    for side in (piece.left, piece.right):
+                        plain = not isinstance(side, ast.BinOp)
+                        if plain and world.search(ast.unparse(side)):
+                            found.append((value.lineno, f"{name} = {ast.unparse(value)}"))
+    return found
+
+
+def _divides(node: ast.AST, world: re.Pattern[str]) -> bool:
+    """Is a batch size divided by the number of processes?"""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
+        return bool(_BATCH.search(ast.unparse(node.left)) and world.search(ast.unparse(node.right)))
+    return False

@@ -1,0 +1,35 @@
+"""Findings as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from paceline.doctor.findings import COST, MODEL, NOTE, Finding
+
+_HEADS = {MODEL: "changes the model", COST: "costs time or space", NOTE: "to know"}
+
+
+def text(found: Sequence[Finding], steps: int, processes: int) -> str:
+    """All findings, and a last line that sums up."""
+    parts = [_one(number, finding) for number, finding in enumerate(found, 1)]
+    counts = {kind: sum(f.about.kind == kind for f in found) for kind in _HEADS}
+    watched = f"watched {steps} steps on {processes} processes"
+    if not found:
+        return f"paceline doctor: {watched}: nothing found.\n"
+    said = [f"{n} that change{'s' if n == 1 else ''} the model" for n in [counts[MODEL]] if n]
+    said += [f"{n} that cost{'s' if n == 1 else ''} time or space" for n in [counts[COST]] if n]
+    said += [f"{n} to know" for n in [counts[NOTE]] if n]
+    last = f"paceline doctor: {watched}: {', '.join(said)}.\n"
+    return "\n".join([*parts, last])
+
+
+def _one(number: int, finding: Finding) -> str:
+    about = finding.about
+    where = f"{finding.at}: " if finding.at else ""
+    lines = [f"{number}. {where}{about.title}  [{finding.cause}: {_HEADS[about.kind]}]"]
+    for name, value in (("seen", finding.evidence), ("leads to", about.consequence), ("do", about.remedy)):
+        lines.append(
+            textwrap.fill(value, 116, initial_indent=f"   {name + ':':10}", subsequent_indent=" " * 13)
+        )  # fmt: skip
+    return "\n".join(lines) + "\n"

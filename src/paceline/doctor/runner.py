@@ -1,0 +1,203 @@
+"""paceline doctor: the script in watched processes, and what was found.
+
+1. The script runs through the launcher, with paceline.doctor.worker in place of the launcher's own worker.
+2. While it runs, the calls of collectives that the ranks write down are compared; where they do not match, or ranks
+   wait in vain, the run is ended.
+3. What the ranks wrote is judged and printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.doctor.findings import MODEL, Finding
+from paceline.doctor.judge import calls, judge
+from paceline.doctor.judge.record import Run, read
+from paceline.doctor.report import text
+from paceline.errors import PacelineError, SettingError
+from paceline.launcher.interrupts import Interrupts, Stopped
+from paceline.launcher.output import Output
+from paceline.launcher.plan import Plan, make_plan
+from paceline.world import DOCTOR
+
+SCHEMA = 1
+_LOOK_SECONDS = 0.25
+CLEAN, FOUND, UNWATCHED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the command line asks for. steps: optimizer steps after which the script is ended; None: it ends itself."""
+
+    script: str
+    args: Sequence[str] = ()
+    nproc: str | int = 2
+    module: bool = False
+    steps: int | None = None
+    deadline: float | None = None
+    json_file: str | None = None
+    tee: str = ""
+
+
+class _Watching(Interrupts):
+    """The agent asks it, many times a second, whether to go on."""
+
+    def __init__(self, lookout: calls.Lookout, deadline: float | None) -> None:
+        super().__init__()
+        self._lookout, self._next = lookout, 0.0
+        self._deadline, self._late = deadline, math.inf
+        self.why = ""  # doctor itself ends the run, since ...
+
+    def check(self) -> None:
+        super().check()
+        now = time.monotonic()
+        if not self.deferred or now < self._next:
+            return
+        if self._late == math.inf and self._deadline is not None:  # it runs from now on
+            self._late = now + self._deadline
+        self._next = now + _LOOK_SECONDS
+        if self._lookout.look(late=now >= self._late):
+            self.why = self._lookout.why
+        elif now >= self._late:
+            self.why = f"{self._deadline:g} seconds have passed"
+        if self.why:
+            raise Stopped(signal.SIGTERM)
+
+
+def doctor(question: Question) -> int:
+    """Runs, prints, writes. Returns 0, 1 where a finding changes the model, 2 where the script could not be watched,
+    128 + the signal's number where one ended it.
+
+    Raises LaunchError or SettingError for what cannot work.
+    """
+    plan = _plan(question)
+    output = Output(None, plan.tee)
+    lookout = calls.Lookout(output.private, plan.nproc)
+    failed, story, stopped = False, "", 0
+    try:
+        watching = _Watching(lookout, question.deadline)
+        with watching as interrupts:
+            try:
+                failed, story = _supervise(plan, question, output, interrupts)
+            except Stopped as signalled:
+                if watching.why:
+                    story = f"paceline doctor ended the run: {watching.why}.\n"
+                else:
+                    stopped = signalled.report()
+            cut = bool(stopped or watching.why)
+            run, found = diagnose(output.private, plan.nproc, lookout, cut)
+    finally:
+        where = output.close(failed=failed)
+    code = _tell(question, run, found, story + where if story else "", failed, plan.nproc)
+    return stopped or code
+
+
+def diagnose(
+    directory: str, processes: int, lookout: calls.Lookout | None = None, cut: bool = False
+) -> tuple[Run, list[Finding]]:
+    """What the ranks wrote into `directory`, when the script has ended, and what is found in it. cut: it was ended from
+    outside."""
+    run = read(directory, processes, cut)
+    mismatch = (lookout or calls.Lookout(directory, processes)).finding(cut)
+    found = judge(run)
+    if mismatch is not None:  # what may follow from it is no finding of its own
+        found = [mismatch, *(f for f in found if f.cause not in ("weights_differ", "lr_differs"))]
+    return run, found
+
+
+def _plan(question: Question) -> Plan:
+    if question.steps is not None and question.steps < 1:
+        raise SettingError(f"--steps {question.steps}: give the number of optimizer steps to watch, 1 or more.")
+    if question.deadline is not None and question.deadline <= 0:
+        raise SettingError(f"--deadline {question.deadline:g}: give seconds, above 0, such as 300.")
+    folder = os.path.dirname(question.json_file or "")
+    if folder and not os.path.isdir(folder):
+        raise SettingError(f"--json {question.json_file}: there is no folder {folder!r}. Name another file.")
+    kind = "module" if question.module else "script"
+    options: dict[str, Any] = {"kind": kind, "tee": question.tee}
+    plan = make_plan(question.script, question.args, question.nproc, {}, **options)
+    # device: which one the script uses is its own affair, and may be a finding
+    return replace(plan, worker="paceline.doctor.worker", device="cpu")
+
+
+def _supervise(plan: Plan, question: Question, output: Output, interrupts: Interrupts) -> tuple[bool, str]:
+    """(did the script fail, what is to be told of it)."""
+    from paceline.launcher.supervise import supervise
+
+    order = json.dumps({"directory": output.private, "steps": question.steps})
+    try:
+        outcome = supervise(replace(plan, variables={DOCTOR: order}), interrupts, output)
+    except PacelineError as error:
+        return True, f"{error}\n"
+    finally:
+        interrupts.deferred = False
+    return outcome.exit_code != 0, outcome.story
+
+
+def _tell(question: Question, run: Run, found: list[Finding], story: str, failed: bool, processes: int) -> int:
+    sys.stdout.flush()
+    if story:
+        sys.stderr.write(story)
+        sys.stderr.flush()
+    grave = any(f.about.kind == MODEL for f in found)
+    why = _unwatched(run, failed)
+    code = FOUND if grave else UNWATCHED if why else CLEAN
+    sys.stdout.write("\n")
+    if found or not why:
+        sys.stdout.write(text(found, run.steps() if run.ranks else 0, processes))
+    if why:
+        sys.stdout.write(f"paceline doctor: {why}\n")
+    sys.stdout.flush()
+    trouble = Counter(e["text"] for e in run.all("trouble"))
+    if trouble:
+        what, times = trouble.most_common(1)[0]
+        sys.stderr.write(
+            f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {what}); what it "
+            "would have seen there is missing.\n"
+        )
+    if question.json_file is not None:
+        document = {
+            "schema": SCHEMA,
+            "script": question.script,
+            "processes": processes,
+            "steps": run.steps() if run.ranks else 0,
+            "exit_code": code,
+            "not_watched": why or None,
+            "findings": [f.as_json() for f in found],
+        }
+        with open(question.json_file, "w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=1) + "\n")
+    return code
+
+
+def _unwatched(run: Run, failed: bool) -> str:
+    """Why the findings, or their absence, say little; empty where the script was watched to its end."""
+    spawned = next(run.all("spawn"), None)
+    if spawned is not None and not spawned["joined"]:
+        return (
+            "the script starts its own processes (torch.multiprocessing), which were not watched. Doctor watches "
+            "scripts that a launcher such as torchrun starts."
+        )
+    if run.cut and run.steps() == 0:
+        return "the run was ended before the script made a step of a torch optimizer."
+    if failed:
+        return "the script failed (above) before it could be watched to its end."
+    if not any(run.ranks):
+        return "the script never imported torch."
+    if run.size > 1 and run.world == 1:
+        return (
+            "the script never called torch.distributed.init_process_group: its processes know nothing of each other, "
+            "and each trains a model of its own."
+        )
+    if run.steps() == 0:
+        return "the script made no step of a torch optimizer."
+    return ""

@@ -1,0 +1,174 @@
+"""DistributedDataParallel, batch norm, and the names of parameters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.doctor.watch.data import _leaves
+from paceline.doctor.watch.notebook import Notebook, put
+
+DIGESTED = 40  # forward calls whose inputs are digested
+USED = 40  # backward passes of which it is noted which parameters this rank's loss reached
+_ELEMENTS = 512
+_LOOKS = 3  # at a batch norm: a DDP module may be made after its first forward
+
+
+class Models:
+    """The DDP modules of this process, by the order of their making."""
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+        self.made = 0
+        self.pending: set[int] = set()  # forward passes whose backward will reduce
+        self.local: set[int] = set()  # forward passes under no_sync
+        self.members: dict[int, int] = {}  # id(parameter) -> DDP module
+        self.alive: Any = weakref.WeakSet()
+        self._forwards = 0
+        self._norms: dict[int, int] = {}  # id(module) -> how often it was noted
+        self._reached: dict[int, set[int]] = {}  # of modules with find_unused_parameters: parameters reached
+
+    def init(self, original: Any) -> Any:
+        def __init__(module: Any, *args: Any, **options: Any) -> None:
+            original(module, *args, **options)
+            with self.book.aside():
+                number = self.made
+                self.made += 1
+                self.alive.add(module)
+                module.__dict__["_paceline_doctor"] = number
+                self._describe(module, number)
+
+        return __init__
+
+    def _describe(self, module: Any, number: int) -> None:
+        parameters = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
+        self.members |= {id(p): number for _, p in parameters}
+        self.book.note(
+            "ddp",
+            ddp=number,
+            find_unused=bool(module.find_unused_parameters),
+            static_graph=bool(getattr(module, "static_graph", False)),
+            broadcasts=bool(module.broadcast_buffers),
+            parameters=len(parameters),
+            ranks=torch.distributed.get_process_group_ranks(module.process_group),
+            type=type(module.module).__name__,
+        )
+        if module.find_unused_parameters:
+            reached = self._reached[number] = set()
+            for place, (_, p) in enumerate(parameters):
+                p.register_post_accumulate_grad_hook(lambda _, place=place: reached.add(place))
+
+    def forward(self, original: Any) -> Any:
+        def forward(module: Any, *args: Any, **options: Any) -> Any:
+            number = module.__dict__.get("_paceline_doctor")
+            if torch.compiler.is_compiling() or number is None or not self.book.watching:
+                return original(module, *args, **options)
+            if torch.is_grad_enabled():
+                (self.pending if module.require_backward_grad_sync else self.local).add(number)
+                if module.training:
+                    self._inputs(number, (args, options))
+            return original(module, *args, **options)
+
+        return forward
+
+    def _inputs(self, number: int, inputs: Any) -> None:
+        if self._forwards >= DIGESTED:
+            return
+        self._forwards += 1
+        with self.book.aside():
+            tensors = [leaf for leaf in _leaves(inputs) if leaf.numel() > 0 and leaf.device.type != "meta"][:4]
+            digests = [_digest(leaf) for leaf in tensors]
+            size = tensors[0].shape[0] if tensors and tensors[0].dim() else None
+            self.book.note("forward", ddp=number, digest=digests, size=size)
+
+    def post_forward(self, original: Any) -> Any:
+        def _post_forward(module: Any, output: Any) -> Any:
+            if not module.find_unused_parameters or torch.compiler.is_compiling() or not self.book.watching:
+                return original(module, output)
+            began = self.book.clock()
+            result = original(module, output)
+            if torch.is_grad_enabled() and module.require_backward_grad_sync:
+                seconds = self.book.clock() - began
+                self.book.note("search", at=[], ddp=module.__dict__.get("_paceline_doctor"), seconds=seconds)
+            return result
+
+        return _post_forward
+
+    def reached(self, number: int) -> int | None:
+        """How many parameters of a module the backward that has just ended reached here; None: it is not known."""
+        seen = self._reached.get(number)
+        if seen is None:
+            return None
+        count = len(seen)
+        seen.clear()
+        return count
+
+    def norm(self, original: Any) -> Any:
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return original(module, x)
+            times = self._norms.get(id(module), 0)
+            if module.training and torch.is_grad_enabled() and times < _LOOKS and self.book.watching:
+                self._norms[id(module)] = times + 1
+                with self.book.aside():
+                    names = [f"{owner}.{name}" for owner, name in _names_of(module)]
+                    weight = module.weight
+                    number = self.members.get(id(weight)) if weight is not None else None
+                    trained = weight is None or weight.requires_grad
+                    self.book.note(
+                        "norm", name=min(names, key=len, default=""), size=x.shape[0], trained=trained, ddp=number,
+                        kind=type(module).__name__,
+                    )  # fmt: skip
+            return original(module, x)
+
+        return forward
+
+
+def _digest(leaf: torch.Tensor) -> int:
+    flat = leaf.detach().reshape(-1)
+    taken = flat[:: max(1, flat.numel() // _ELEMENTS)].cpu()
+    taken = taken.float() if taken.dtype is torch.bfloat16 else taken
+    return zlib.crc32(taken.contiguous().numpy().tobytes())
+
+
+def _names_of(module: nn.Module) -> list[tuple[str, str]]:
+    """(class of the whole, name in it) for the modules that hold this one and are held by none."""
+    return [
+        (type(root).__name__, name)
+        for root in roots()
+        for name, part in root.named_modules()
+        if part is module
+    ]  # fmt: skip
+
+
+def roots() -> list[nn.Module]:
+    """The modules of this process that are part of no other, DDP's wrapper left out."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    wrappers = (DistributedDataParallel,)
+    inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in m._modules.values()}
+    return [m for m in modules if id(m) not in inner and not isinstance(m, wrappers)]
+
+
+def names() -> dict[int, str]:
+    """id(parameter) -> its name in the largest module that has it."""
+    found: dict[int, str] = {}
+    for root in sorted(roots(), key=lambda m: sum(1 for _ in m.parameters())):
+        found |= {id(p): name for name, p in root.named_parameters()}
+    return found
+
+
+def watch(book: Notebook) -> None:
+    models = Models(book)
+    book.models = models
+    put(DistributedDataParallel, "__init__", models.init)
+    put(DistributedDataParallel, "forward", models.forward)
+    if hasattr(DistributedDataParallel, "_post_forward"):
+        put(DistributedDataParallel, "_post_forward", models.post_forward)
+    put(_BatchNorm, "forward", models.norm)

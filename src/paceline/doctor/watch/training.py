@@ -1,0 +1,359 @@
+"""Backward passes, optimizers, schedulers, clipping and loss scaling; digests of the weights at some steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.doctor.watch.models import Models, names
+from paceline.doctor.watch.notebook import Notebook, put
+from paceline.doctor.watch.waiting import machine
+
+_SAMPLE, _MOST_TENSORS = 6, 2000
+_MEANS = {"MeanBackward0", "MeanBackward1"}
+_LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
+           "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
+           "BinaryCrossEntropyWithLogitsBackward0", "CrossEntropyLossBackward0", "KlDivBackward0"}  # fmt: skip
+_PASSED = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0"}
+
+
+class Enough(SystemExit):
+    """The steps that were asked for have been made."""
+
+
+class _Training:
+    def __init__(self, book: Notebook, models: Models) -> None:
+        self.book, self.models = book, models
+        self._optimizers = 0
+        self._schedulers = 0
+        self._inside = 0  # a scheduler that steps others
+        self._steps: dict[int, int] = {}  # optimizer -> steps made
+        self._names: dict[int, str] | None = None
+        self._owner: dict[int, int] = {}  # id(parameter) -> id(optimizer)
+        self._scalers: list[Any] = []
+        self._gradient: float | None = None  # its magnitude after the last backward
+        self._share: float | None = None  # of that, what there was when it was clipped
+        self._magnitudes = 0
+
+    # --- backward
+
+    def backward(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **options: Any) -> Any:
+            book, models = self.book, self.models
+            if torch.compiler.is_compiling() or not book.watching:
+                return original(tensors, *args, **options)
+            synced, local = sorted(models.pending), sorted(models.local - models.pending)
+            models.pending.clear()
+            models.local.clear()
+            mean = None
+            with book.aside():
+                root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
+                plain = (args[0] if args else options.get("grad_tensors")) is None
+                mean = divided(root) if root is not None and root.numel() == 1 and plain else "other"
+                book.collectives.stale(backward=True)
+            end = book.collectives.begin("DDP's gradients", None) if synced else None
+            began = book.clock()
+            try:
+                result = original(tensors, *args, **options)
+            finally:
+                if end is not None:
+                    end()
+                book.collectives.stale()
+                book.fresh = True
+            seconds = book.clock() - began
+            with book.aside():
+                self._gradient, self._share = self._magnitude(), None
+            reached = {number: models.reached(number) for number in synced}
+            book.note("backward", synced=synced, local=local, mean=mean, seconds=seconds, reached=reached)
+            return result
+
+        return backward
+
+    def _magnitude(self) -> float:
+        """Of some gradients, at the first backward passes: were they divided before the step?"""
+        self._magnitudes += 1
+        if self._magnitudes > 80:
+            return 0.0
+        some = [p.grad for o in self.book.optimizers for p in list(_parameters(o))[:4] if p.grad is not None]
+        return sum(float(g.detach().abs().sum()) for g in some if g.layout is torch.strided)
+
+    def _rescaled(self) -> bool:
+        """Has the script divided its gradients since the last backward? (A loss scale is no such division, and neither
+        is clipping.)"""
+        share = self._share if self._share is not None else self._remaining()
+        return share is not None and share < 0.75
+
+    def _remaining(self, scaled: bool = False) -> float | None:
+        """The magnitude of the gradients now, of that after the last backward. scaled: the loss scale is in them."""
+        if not self._gradient:
+            return None
+        scales = [float(s._scale) for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled]
+        factor = scales[0] if scales and not scaled else 1.0
+        return self._magnitude() * factor / self._gradient
+
+    # --- optimizers
+
+    def optimizer(self, original: Any) -> Any:
+        def __init__(optimizer: Any, *args: Any, **options: Any) -> None:
+            original(optimizer, *args, **options)
+            with self.book.aside():
+                number = optimizer.__dict__["_paceline_doctor"] = self._optimizers
+                self._optimizers += 1
+                self.book.optimizers.add(optimizer)
+                self._owner |= {id(p): id(optimizer) for p in _parameters(optimizer)}
+                lrs = [_number(group.get("lr")) for group in optimizer.param_groups]
+                self.book.note("optimizer", opt=number, type=type(optimizer).__name__, lr=lrs)
+
+        return __init__
+
+    def before(self, optimizer: Any, args: Any, options: Any) -> None:
+        book = self.book
+        number = optimizer.__dict__.get("_paceline_doctor")
+        if number is None or not book.watching:
+            return
+        made = self._steps.get(number, 0)
+        if book.steps is not None and made >= book.steps:
+            book.note("enough", steps=made)
+            raise Enough(0)
+        with book.aside():
+            parameters = [p for p in _parameters(optimizer) if p.requires_grad]
+            without = [self._name(p) for p in parameters if p.grad is None]
+            weights = self._weights(optimizer) if made == 0 else None
+            lrs = [_number(group.get("lr")) for group in optimizer.param_groups]
+            rescaled = self._rescaled()
+            self._gradient = self._share = None
+            outside = sum(id(p) not in self.models.members for p in parameters)
+            book.note(
+                "before", opt=number, step=made, lr=lrs, without=without, parameters=len(parameters), weights=weights,
+                outside=outside, rescaled=rescaled, logged=self._logged(),
+            )  # fmt: skip
+
+    def after(self, optimizer: Any, args: Any, options: Any) -> None:
+        number = optimizer.__dict__.get("_paceline_doctor")
+        if number is None or not self.book.watching:
+            return
+        made = self._steps[number] = self._steps.get(number, 0) + 1
+        self.book.clipped, self.book.fresh = set(), False
+        self.book.collectives.stale()
+        with self.book.aside():
+            looked = made <= 4 or (made & (made - 1)) == 0 or made % 50 == 0
+            weights = self._weights(optimizer) if looked else None
+            state = machine() if looked else None
+            self.book.note("step", now=True, opt=number, step=made, weights=weights, machine=state)
+
+    def _weights(self, optimizer: Any) -> dict[str, list[float]] | None:
+        """name -> [elements, sum of magnitudes, some values]; nothing of parameters that are cut over processes."""
+        found: dict[str, list[float]] = {}
+        for p in list(_parameters(optimizer))[:_MOST_TENSORS]:
+            if type(p) is not torch.nn.Parameter and type(p) is not torch.Tensor:
+                return None
+            flat = p.detach().reshape(-1)
+            if flat.numel() == 0:
+                continue
+            taken = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].double()
+            size = torch.stack([flat.abs().sum(dtype=torch.float64), flat.sum(dtype=torch.float64)])
+            found[self._name(p)] = [flat.numel(), *torch.cat([size, taken]).tolist()]
+        return found
+
+    def _name(self, p: torch.Tensor) -> str:
+        if self._names is None or id(p) not in self._names:
+            self._names = names()
+            self._names.setdefault(id(p), f"a parameter of shape {tuple(p.shape)}")
+        return self._names[id(p)]
+
+    def _logged(self) -> dict[int, float]:
+        """DDP's own measurement of its communication, seconds, where it has made one (some iterations only)."""
+        found = {}
+        for module in list(self.models.alive):
+            try:
+                figures = module._get_ddp_logging_data()
+                found[module.__dict__["_paceline_doctor"]] = figures.get("avg_backward_comm_time", 0) / 1e9
+            except Exception:  # a private call
+                continue
+        return found
+
+    # --- schedulers
+
+    def schedule(self, cls: Any) -> None:
+        """Watch a class of schedulers, and its own step if it has one."""
+
+        def make_init(original: Any) -> Any:
+            def __init__(scheduler: Any, *args: Any, **options: Any) -> None:
+                first = "_paceline_doctor" not in scheduler.__dict__
+                if first:
+                    scheduler.__dict__["_paceline_doctor"] = self._schedulers
+                    self._schedulers += 1
+                self._inside += 1
+                try:
+                    original(scheduler, *args, **options)
+                finally:
+                    self._inside -= 1
+
+            return __init__
+
+        def make_step(original: Any) -> Any:
+            def step(scheduler: Any, *args: Any, **options: Any) -> Any:
+                if self._inside or not self.book.watching:
+                    return original(scheduler, *args, **options)
+                optimizer = getattr(scheduler, "optimizer", None)
+                self._inside += 1
+                try:
+                    result = original(scheduler, *args, **options)
+                except Exception as error:
+                    self.book.note("sched_error", at=self.book.at(), text=str(error), **_schedule(scheduler))
+                    raise
+                finally:
+                    self._inside -= 1
+                lrs = [_number(group.get("lr")) for group in optimizer.param_groups] if optimizer is not None else []
+                opt = optimizer.__dict__.get("_paceline_doctor") if optimizer is not None else None
+                self.book.note("sched", opt=opt, lr=lrs, **_schedule(scheduler))
+                return result
+
+            return step
+
+        if "__init__" in vars(cls):
+            put(cls, "__init__", make_init)
+        if "step" in vars(cls):
+            put(cls, "step", make_step)
+
+    # --- clipping and scaling
+
+    def clip(self, original: Any) -> Any:
+        def clip_(parameters: Any, *args: Any, **options: Any) -> Any:
+            if not self.book.watching:
+                return original(parameters, *args, **options)
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            scale, grads, before = None, [], []
+            with self.book.aside():
+                scale = self._scaled(parameters)
+                self._share = self._remaining(scale is not None) if self._share is None else self._share
+                grads = [p.grad for p in parameters if p.grad is not None]
+                before = [float(g.detach().abs().sum()) for g in grads[:64]] if self._few("clip") else []
+            result = original(parameters, *args, **options)
+            changed = False
+            with self.book.aside():
+                after = [float(g.detach().abs().sum()) for g in grads[:64]] if before else []
+                changed = any(a < b * (1 - 1e-3) for a, b in zip(after, before))
+                norm = float(result) if isinstance(result, torch.Tensor) and before else None
+                bound = _number(args[0] if args else next(iter(options.values()), None))
+                self.book.note("clip", scale=scale, norm=norm, bound=bound, changed=changed)
+            self.book.clipped = {id(g) for g in grads} if changed else set()
+            return result
+
+        return clip_
+
+    def _few(self, what: str) -> bool:
+        counts = self.__dict__.setdefault("_counts", {})
+        counts[what] = counts.get(what, 0) + 1
+        return bool(counts[what] <= 50)
+
+    def _scaled(self, parameters: list[torch.Tensor]) -> float | None:
+        """The loss scale that is still in these gradients, if one is."""
+        owners = {self._owner.get(id(p)) for p in parameters}
+        for scaler in self._scalers:
+            if not scaler._enabled or scaler._scale is None:
+                continue
+            states = scaler._per_optimizer_states
+            done = any(getattr(states[o]["stage"], "value", 0) > 0 for o in owners if o in states)
+            if getattr(scaler, "_paceline_doctor_scaled", False) and not done:
+                return float(scaler._scale)
+        return None
+
+    def scale(self, original: Any) -> Any:
+        def scale(scaler: Any, *args: Any, **options: Any) -> Any:
+            if all(scaler is not known for known in self._scalers):
+                self._scalers.append(scaler)
+            scaler._paceline_doctor_scaled = True
+            return original(scaler, *args, **options)
+
+        return scale
+
+    def update(self, original: Any) -> Any:
+        def update(scaler: Any, *args: Any, **options: Any) -> Any:
+            scaler._paceline_doctor_scaled = False
+            return original(scaler, *args, **options)
+
+        return update
+
+
+def _parameters(optimizer: Any) -> Any:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _schedule(scheduler: Any) -> dict[str, Any]:
+    """What a scheduler says of itself; horizon: the length that it counts in its own steps, where it has one."""
+    kind = type(scheduler).__name__
+    name = {"CosineAnnealingLR": "T_max", "StepLR": "step_size"}.get(kind, "")
+    horizon = getattr(scheduler, name, None) if name else None
+    if kind == "MultiStepLR":
+        name, horizon = "last milestone", max(scheduler.milestones, default=None)
+    base = _number(next(iter(getattr(scheduler, "base_lrs", [])), None))
+    number = scheduler.__dict__.get("_paceline_doctor")
+    return {"sched": number, "type": kind, "horizon": horizon, "name": name, "base": base}
+
+
+def divided(root: torch.Tensor) -> str:
+    """What a loss is. "mean": a mean that was not divided; "divided": it was, or multiplied by a number below 1;
+    "other": neither can be said of it."""
+    node = root.grad_fn
+    for _ in range(12):
+        if node is None:
+            return "other"
+        name = node.name()
+        if name in _MEANS or (name in _LOSSES and getattr(node, "_saved_reduction", 1) == 1):
+            return "mean"
+        if name == "DivBackward0":
+            return "divided"
+        if name == "MulBackward0":
+            factor = getattr(node, "_saved_other", None)
+            if factor is None:
+                factor = getattr(node, "_saved_self", None)
+            if factor is not None and factor.numel() == 1 and 0 < abs(float(factor)) < 1:
+                return "divided"
+        elif name == "AddBackward0":
+            kinds = {divided_node(child) for child, _ in node.next_functions if child is not None}
+            return "divided" if "divided" in kinds else "mean" if kinds == {"mean"} else "other"
+        elif name not in _PASSED:
+            return "other"
+        node = next((child for child, _ in node.next_functions if child is not None), None)
+    return "other"
+
+
+def divided_node(node: Any) -> str:
+    return divided(_Root(node))  # type: ignore[arg-type]
+
+
+class _Root:
+    """A node of the graph, where a tensor is expected."""
+
+    def __init__(self, node: Any) -> None:
+        self.grad_fn = node
+
+
+def watch(book: Notebook) -> None:
+    training = _Training(book, book.models)
+    put(torch.autograd, "backward", training.backward)
+    put(Optimizer, "__init__", training.optimizer)
+    register_optimizer_step_pre_hook(training.before)
+    register_optimizer_step_post_hook(training.after)
+    schedulers = [cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type)]
+    for cls in schedulers:
+        if issubclass(cls, (LRScheduler, ReduceLROnPlateau)):
+            training.schedule(cls)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        put(clip_grad, name, training.clip)
+        setattr(torch.nn.utils, name, getattr(clip_grad, name))
+    put(torch.amp.GradScaler, "scale", training.scale)
+    put(torch.amp.GradScaler, "update", training.update)

@@ -1,0 +1,89 @@
+"""Calls that make the host wait for the device, or give its memory back; threads and cores."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from paceline.doctor.watch.notebook import Notebook, put
+
+_READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
+
+
+class _Waiting:
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+        self._inside = False
+
+    def call(self, kind: str) -> Any:
+        def make(original: Any) -> Any:
+            def function(*args: Any, **options: Any) -> Any:
+                if torch.compiler.is_compiling() or not self.book.watching or self._inside:
+                    return original(*args, **options)
+                self._inside = True
+                began = self.book.clock()
+                try:
+                    return original(*args, **options)
+                finally:
+                    self._inside = False
+                    at = self.book.at()
+                    if at:
+                        self.book.note("wait", at=at, kind=kind, seconds=self.book.clock() - began)
+
+            return function
+
+        return make
+
+    def read(self, name: str) -> Any:
+        """A tensor's value is asked for: on a device this waits for all that is queued."""
+
+        def make(original: Any) -> Any:
+            def method(tensor: Any, *args: Any, **options: Any) -> Any:
+                if torch.compiler.is_compiling() or tensor.device.type in ("cpu", "meta"):
+                    return original(tensor, *args, **options)
+                return waited(tensor, *args, **options)
+
+            waited = self.call(f".{name}()")(original)
+            return method
+
+        return make
+
+
+def watch(book: Notebook) -> None:
+    waiting = _Waiting(book)
+    for owner, name, kind in (
+        (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+        (torch.cpu, "synchronize", "torch.cpu.synchronize"),
+        (torch.accelerator, "synchronize", "torch.accelerator.synchronize"),
+        (torch.cuda, "empty_cache", "torch.cuda.empty_cache"),
+        (getattr(torch.accelerator, "memory", None), "empty_cache", "torch.accelerator.empty_cache"),
+    ):
+        if owner is not None and hasattr(owner, name):
+            put(owner, name, waiting.call(kind))
+    if torch.accelerator.is_available():
+        for name in _READS:
+            put(torch.Tensor, name, waiting.read(name))
+
+
+def machine() -> dict[str, Any]:
+    """Of this process: threads, cores, seconds that it stood ready and was not run, devices with memory in use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), "cores": cores, "queued": _queued()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        used = [torch.cuda.memory_allocated(d) for d in range(torch.cuda.device_count())]
+        found |= {"devices": used, "current": torch.cuda.current_device()}
+    return found
+
+
+def _queued() -> float | None:
+    """Of all threads of this process."""
+    total = 0.0
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/schedstat") as file:
+                total += int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+    return total

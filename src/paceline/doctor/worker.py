@@ -1,0 +1,35 @@
+"""What each process of `paceline doctor` runs: the watchers take their places when torch is imported, and then the
+script runs as under `paceline run` (launcher/worker.py).
+
+    python -m paceline.doctor.worker script FILE args...
+
+Nothing is imported earlier than the script would: what it puts into the environment before `import torch` counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import ModuleType
+
+from paceline.doctor.watch.imports import after_import
+from paceline.launcher import worker
+from paceline.world import DOCTOR
+
+
+def main() -> None:
+    kind, script = sys.argv[1:3]
+    order = json.loads(os.environ.pop(DOCTOR))  # processes that the script starts are not watched
+
+    def watch(_: ModuleType) -> None:
+        from paceline.doctor.watch import install
+
+        install(order, kind, script)
+
+    after_import("torch", watch)
+    worker.main()
+
+
+if __name__ == "__main__":
+    main()

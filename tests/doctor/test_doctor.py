@@ -1,0 +1,204 @@
+"""paceline doctor: each planted fault is found as what it is; nothing that changes the model on a healthy script."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from tests.doctor.planted import HEALTHY, PLANTED, SCRIPTS, Planted
+
+from paceline.cli import main
+from paceline.doctor.findings import CAUSES, Finding
+from paceline.doctor.runner import diagnose
+
+ROOT = Path(__file__).parents[2]
+TOGETHER = Path(__file__).with_name("together.py")
+CUT = {"no sampler", "no set_epoch", "padded sums", "clipped before unscaling", "the same size, another order",
+       "Paceline: a metric of a shard"}  # fmt: skip
+
+
+def command(*args: str, cwd: Path, seconds: float = 90.0, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds
+    )
+
+
+def together(
+    folder: Path, scripts: dict[str, str], failing: set[str], processes: int, bf16: bool
+) -> dict[str, list[Finding]]:
+    """What is found in each of the scripts (name -> text), which run in one launch."""
+    for name, text in scripts.items():
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "script.py").write_text(text)
+    options = ["--bf16"] if bf16 else []
+    done = command(
+        "run", "--nproc", str(processes), str(TOGETHER), str(folder / "runs"), *options, cwd=ROOT, seconds=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in scripts:
+        errors = [path.read_text() for path in (folder / "runs" / name).glob("error-*")]
+        assert not errors or name in failing, f"{name}: {errors[0]}"
+    found = {}
+    for name in scripts:
+        run, found[name] = diagnose(str(folder / "runs" / name), processes)
+        trouble = [(e["text"], e["at"]) for e in run.all("trouble")]
+        assert not trouble, f"{name}: {trouble[:3]}"
+    return found
+
+
+def model_changing(found: list[Finding]) -> list[tuple[str, str, str]]:
+    return [(f.cause, f.at, f.evidence) for f in found if CAUSES[f.cause].kind == "model"]
+
+
+def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, processes: int, bf16: bool) -> None:
+    scripts = {name: (SCRIPTS / f"{name}.py").read_text() for name in healthy}
+    scripts |= {p.name: p.source() for p in planted}
+    found = together(folder, scripts, {p.name for p in planted if p.fails}, processes, bf16)
+    problems = [f"{name}, healthy: {model_changing(found[name])}" for name in healthy if model_changing(found[name])]
+    for p in planted:
+        causes = [f.cause for f in found[p.name]]
+        others = [c for c, _, _ in model_changing(found[p.name]) if c != p.cause]
+        if p.cause not in causes or others:
+            problems.append(f"{p.name}: {p.cause} planted, found {[(f.cause, f.evidence) for f in found[p.name]]}")
+        else:
+            at = next(f.at for f in found[p.name] if f.cause == p.cause)
+            if "script.py:" not in at:
+                problems.append(f"{p.name}: no line of the script, but {at!r}")
+    assert not problems, "\n".join(problems)
+
+
+def test_faults_are_found_and_twins_are_clean(tmp_path: Path) -> None:
+    check([p for p in PLANTED if p.name in CUT], ("imagenet", "with_paceline"), tmp_path, 2, False)
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_the_whole_table(processes: int, bf16: bool, tmp_path: Path) -> None:
+    check([p for p in PLANTED if not p.hangs], HEALTHY, tmp_path, processes, bf16)
+
+
+def test_every_cause_is_planted() -> None:
+    assert {p.cause for p in PLANTED} == set(CAUSES)
+    assert {p.twin for p in PLANTED} <= set(HEALTHY)
+
+
+def doctor(folder: Path, text: str, *options: str, processes: int = 2) -> tuple[Any, Any]:
+    """(the command's end, what its JSON says)."""
+    (folder / "script.py").write_text(text)
+    done = command("doctor", "--nproc", str(processes), "--json", "found.json", *options, "script.py", cwd=folder)
+    return done, json.loads((folder / "found.json").read_text())
+
+
+def hanging(name: str, folder: Path, processes: int) -> None:
+    p = next(p for p in PLANTED if p.name == name)
+    done, document = doctor(folder, p.source(), processes=processes)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [f["cause"] for f in document["findings"] if f["changes_model"]] == ["collectives"], done.stdout
+    first = document["findings"][0]
+    assert Path(first["file"]).name == "script.py"
+    planted = next(new for _, new in p.lines if new).splitlines()
+    assert p.source().splitlines()[first["line"] - 1].strip() in "\n".join(planted) or "train(" in planted[1]
+
+
+def test_a_collective_of_one_rank_ends_the_run(tmp_path: Path) -> None:
+    hanging("a call of rank 0", tmp_path, 2)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", [p.name for p in PLANTED if p.hangs])
+def test_collectives_that_do_not_match(name: str, tmp_path: Path) -> None:
+    hanging(name, tmp_path, 3)
+
+
+def test_the_command_on_a_healthy_script(tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / "imagenet.py", tmp_path / "script.py")
+    done = command(
+        "doctor", "--nproc", "2", "--steps", "12", "--json", "f.json", "script.py", "--epochs", "9", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "f.json").read_text())
+    assert document["steps"] == 12
+    assert document["exit_code"] == 0
+    assert not [f for f in document["findings"] if f["changes_model"]]
+    assert done.stdout.index("epoch 0:") < done.stdout.index("paceline doctor: watched 12 steps on 2 processes")
+    assert not {"f.json", "script.py", "checkpoint.pt"} ^ {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
+    text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nraise ValueError('of its own')\n"
+    done, document = doctor(tmp_path, text)
+    assert done.returncode == 2
+    assert "ValueError: of its own" in done.stderr
+    assert "paceline/doctor" not in done.stderr
+    assert "the script failed" in document["not_watched"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["nowhere.py"], "There is no script 'nowhere.py'"),
+        (["--steps", "0", __file__], "--steps 0: give the number of optimizer steps"),
+        (["--deadline", "0", __file__], "--deadline 0: give seconds"),
+        (["--nproc", "two", __file__], "--nproc two"),
+        (["--json", "nowhere/found.json", __file__], "--json nowhere/found.json: there is no folder"),
+    ],
+    ids=["script", "steps", "deadline", "nproc", "json"],
+)
+def test_bad_arguments_are_refused(args: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["doctor", *args])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+ENDLESS = """import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    print("stepped", flush=True)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.conformance
+def test_ctrl_c_ends_it_with_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDLESS)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    args = [sys.executable, "-m", "paceline", "doctor", "script.py"]
+    process = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "stepped" in line:
+            break
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; all ranks have ended" in err
+    assert "Traceback" not in err
+    assert "[batch_norm: changes the model]" in out
+
+
+@pytest.mark.conformance
+def test_a_deadline_ends_it_with_what_was_found(tmp_path: Path) -> None:
+    done, document = doctor(tmp_path, ENDLESS, "--deadline", "25")
+    assert done.returncode == 1, done.stderr
+    assert "25 seconds have passed" in done.stderr
+    assert [f["cause"] for f in document["findings"] if f["changes_model"]] == ["batch_norm"]
+    assert document["not_watched"] is None

@@ -1,0 +1,174 @@
+"""What is judged, on written records: thresholds, the parts that only a device has, collectives."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.doctor.judge import costs
+from paceline.doctor.judge.calls import Lookout
+from paceline.doctor.judge.record import Event, Run
+from paceline.doctor.watch.notebook import Statement, statement_at
+
+AT = ["train.py", 7]
+
+
+def steps(inside: list[Event], count: int = 14, seconds: float = 1.0, **machine: Any) -> list[Event]:
+    """The events of one rank: `inside` in each of its steps."""
+    events: list[Event] = [{"k": "optimizer", "opt": 0, "at": AT, "t": 0.0}]
+    for number in range(count):
+        events += inside
+        events.append({"k": "step", "opt": 0, "step": number + 1, "t": number * seconds, "at": AT, "machine": machine})
+    return events
+
+
+def causes(*ranks: list[Event]) -> list[str]:
+    return [finding.cause for finding in costs.findings(Run(ranks))]
+
+
+@pytest.mark.parametrize(("kind", "cause"), [("torch.cuda.empty_cache", "empty_cache"), (".item()", "synchronises")])
+def test_waiting_for_the_device(kind: str, cause: str) -> None:
+    def wait(seconds: float) -> list[Event]:
+        return steps([{"k": "wait", "kind": kind, "seconds": seconds, "at": AT}])
+
+    assert causes(wait(0.06), wait(0.06)) == [cause]
+    assert causes(wait(0.04), wait(0.04)) == []  # below 5% of a step
+    assert causes(wait(0.06)[:8], wait(0.06)[:8]) == []  # too few steps to say
+
+
+def test_one_call_in_ten_steps_is_no_habit() -> None:
+    rare = steps([])
+    rare[5:5] = [{"k": "wait", "kind": ".item()", "seconds": 0.9, "at": AT}]
+    assert causes(rare, rare) == []
+
+
+def test_all_ranks_on_the_first_device() -> None:
+    both = [steps([], threads=1, cores=8, queued=0.0, devices=[100, 0]) for _ in range(2)]
+    assert causes(*both) == ["one_device"]
+    each = [steps([], threads=1, cores=8, queued=0.0, devices=d) for d in ([100, 0], [0, 100])]
+    assert causes(*each) == []
+    context = [steps([], threads=1, cores=8, queued=0.0, devices=d) for d in ([100, 0], [30, 100])]
+    assert causes(*context) == ["one_device"]
+
+
+def test_threads() -> None:
+    def ranks(threads: int, share: float) -> list[list[Event]]:
+        events = steps([], threads=threads, cores=8, queued=0.0)
+        for e in events[1:]:
+            e["machine"] = {"threads": threads, "cores": 8, "queued": share * e["t"]}
+        return [events, events]
+
+    assert causes(*ranks(8, 0.2)) == ["threads"]
+    assert causes(*ranks(8, 0.01)) == []
+    assert causes(*ranks(4, 0.2)) == []  # each its share: the machine is busy with something else
+
+
+def test_pinned_memory_where_there_is_a_device() -> None:
+    inside = [{"k": "yield", "loader": 0, "n": 1, "waited": 0.4, "at": AT}, {"k": "backward", "at": AT}]
+    loader = {"k": "loader", "loader": 0, "workers": 4, "pinned": False, "at": AT}
+    begin = {"k": "pass", "loader": 0, "n": 1, "at": AT}
+    plain = [loader, begin, *steps(inside, threads=1, cores=8, queued=None)]
+    assert causes(plain, plain) == ["loader_starves"]
+    device = [loader, begin, *steps(inside, threads=1, cores=8, queued=None, devices=[1])]
+    assert causes(device, device) == ["loader_starves", "no_pinned_memory"]
+
+
+def write(folder: Path, *ranks: list[dict[str, Any]], ended: bool = True) -> Lookout:
+    for rank, calls in enumerate(ranks):
+        entries = [
+            {"b": n, "g": "0", "ranks": [0, 1], "at": ["train.py", 10 + rank], **call} for n, call in enumerate(calls)
+        ]
+        lines = [json.dumps(line) for entry in entries for line in (entry, {"e": entry["b"]})]
+        (folder / f"calls-{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        (folder / f"rank-{rank}.jsonl").write_text('{"k": "end", "failed": false}\n' if ended else "{}\n")
+    return Lookout(str(folder), len(ranks))
+
+
+SUM = {"op": "all_reduce", "n": 4, "d": "float32", "by": "SUM"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**SUM, "n": 5},
+        {**SUM, "d": "float64"},
+        {**SUM, "by": "MAX"},
+        {"op": "broadcast", "n": 4, "d": "float32", "root": 0},
+    ],
+)
+def test_calls_that_do_not_match(other: dict[str, Any], tmp_path: Path) -> None:
+    lookout = write(tmp_path, [SUM, SUM], [SUM, other])
+    assert lookout.look()
+    finding = lookout.finding()
+    assert finding is not None
+    assert "collective 2" in finding.evidence
+
+
+def test_calls_that_match_and_calls_that_never_come(tmp_path: Path) -> None:
+    assert write(tmp_path, [SUM, SUM], [SUM, SUM]).finding() is None
+    finding = write(tmp_path, [SUM, SUM], [SUM]).finding()
+    assert finding is not None
+    assert finding.at == "train.py:10"
+    assert write(tmp_path, [SUM, SUM], [SUM], ended=False).finding() is None  # it failed, and might have called it
+
+
+def crossing(*ways: dict[str, Any], **call: Any) -> list[dict[str, Any]]:
+    return [{**SUM, **call, "way": way} for way in ways]
+
+
+A, B = {"the line": "train.py:3", "name": "loss"}, {"the line": "train.py:3", "name": "accuracy"}
+
+
+def test_calls_that_look_alike_and_cross(tmp_path: Path) -> None:
+    finding = write(tmp_path, crossing(A, A, B), crossing(A, B, A)).finding()
+    assert finding is not None
+    assert finding.at == "train.py:11"
+    assert "name is 'accuracy' and 'loss'" in finding.evidence or "name is 'loss' and 'accuracy'" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (crossing(A, B, A), crossing(A, B, A)),
+        (crossing(A, A, A), crossing(B, B, B)),  # `if rank == 0`, another name on each rank: never crossed
+        (crossing(A) + crossing(B, n=9), crossing(B) + crossing(A, n=9)),  # not interchangeable
+        (crossing(A, branches={"7": True}) + crossing(B, branches={"7": False}), crossing(B, A)),  # one, or the other
+        (crossing(A, B, op="barrier"), crossing(B, A, op="barrier")),  # nothing is sent
+    ],
+    ids=["equal", "never", "sizes", "turns", "barriers"],
+)
+def test_calls_that_do_not_cross(first: Any, second: Any, tmp_path: Path) -> None:
+    assert write(tmp_path, first, second).finding() is None
+
+
+TEXT = """for turn in range(world):
+    if rank == turn:
+        all_reduce(mine)
+    else:
+        all_reduce(
+            other)
+for name, value in sums.items():
+    if value is not None:
+        all_reduce(value)
+all_reduce(sums[name])
+all_reduce(torch.tensor(count))
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "sent", "names", "indices", "branches"),
+    [
+        (3, "mine", {"all_reduce", "mine"}, set(), {2: True}),
+        (6, "other", {"all_reduce", "other"}, set(), {2: False}),
+        (9, "value", {"all_reduce", "value", "name"}, set(), {8: True}),
+        (10, "sums[name]", {"all_reduce", "sums", "name"}, {"name"}, {}),
+        (11, "torch.tensor(count)", {"all_reduce", "torch", "count"}, set(), {}),
+        (7, "", set(), set(), {}),
+    ],
+)
+def test_what_a_call_is_chosen_by(line: int, sent: str, names: Any, indices: Any, branches: Any) -> None:
+    assert statement_at(ast.parse(TEXT), line) == Statement(sent, frozenset(names), frozenset(indices), branches)
