@@ -14,7 +14,7 @@ help:  ## this list
 
 setup: $(READY)  ## create the environment (the targets below do it by themselves)
 
-demo: $(READY)  ## train on real digits with 1 process and with 2, and compare the two models
+demo: $(READY)  ## train on real digits with 1 process and with 2, and compare the models and their steps
 	@$(BIN)/python examples/demo.py
 
 # Test files that run at once. Many wait for processes that they have started, so that two keep two cores busy.

@@ -1,4 +1,4 @@
-"""`make demo`: trains examples/digits.py on one process and on two, and compares the two models."""
+"""`make demo`: trains examples/digits.py on one process and on two, and compares the models, and then each step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ than 1e-6 where this was written. What is wrong shows: a gradient 1% too small m
 batch by 3e-2, batch norm over each process's own examples by 5e-2. The bound lies between."""
 
 
+def run(command: str, processes: int, options: list[str], arguments: list[str]) -> int:
+    """`paceline COMMAND` with the example and its arguments. Returns the exit code."""
+    paceline, script = Path(sys.executable).with_name("paceline"), Path(__file__).with_name("digits.py")
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # so that a process stands for a device of fixed speed
+    called = [str(paceline), command, "--nproc", str(processes), *options, str(script), *arguments]
+    return subprocess.run(called, env=one_thread).returncode
+
+
 def train(processes: int, folder: Path, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the example on so many processes. Returns its results and its weights."""
     out = folder / f"{processes}.safetensors"
-    command = [str(Path(sys.executable).with_name("paceline")), "run", "--nproc", str(processes)]
-    script = Path(__file__).with_name("digits.py")
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # so that a process stands for a device of fixed speed
-    done = subprocess.run([*command, str(script), *arguments, "--out", str(out)], env=one_thread)
-    if done.returncode:
-        sys.exit(
-            f"demo: training with --nproc {processes} ended with exit code {done.returncode}; see the message above."
-        )
+    code = run("run", processes, [], [*arguments, "--out", str(out)])
+    if code:
+        sys.exit(f"demo: training with --nproc {processes} ended with exit code {code}; see the message above.")
     return json.loads(out.with_suffix(".json").read_text()), load_file(out)
 
 
@@ -58,6 +61,8 @@ def main() -> None:
     if one.keys() != two.keys() or not difference <= BOUND:
         console.print(f"These are not the same model.\n{WHY}")
         sys.exit(1)
+    console.rule("step by step: paceline verify")
+    sys.exit(run("verify", 2, ["--steps", "5"], sys.argv[1:]))
 
 
 if __name__ == "__main__":

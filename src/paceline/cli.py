@@ -183,6 +183,40 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
         raise click.UsageError(str(error)) from None
 
 
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option("--nproc", "--nproc-per-node", default="2", show_default=True, metavar="N", help="As for paceline run.")
+@click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="The one in question; otherwise the script's own.")
+@click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or bf16-params.")
+@click.option("--steps", type=int, default=20, show_default=True, metavar="N", help="How many are compared.")
+@click.option(
+    "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A longer run is ended."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write what was found there.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("--device", metavar="NAME", help="As for paceline run; so are the next three.")
+@click.option("--seed", type=int, metavar="N")
+@click.option("--batch-norm", metavar="NAME")
+@click.option("--config", metavar="FILE")
+@click.argument("script", type=click.Path())
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def verify(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
+    """Is SCRIPT's model the same on N processes as on one? If not, where it differs first, and why.
+
+    Exit code: 0 the same, 1 different, 2 could not tell. All that follows SCRIPT is passed on to it, untouched.
+    """
+    from paceline.tools import verify as tool
+    from paceline.tools.runs import Question
+    from paceline.tools.trials import Script
+
+    shared = {name: options.pop(name) for name in ("device", "seed", "batch_norm", "config")}
+    given = {name: value for name, value in shared.items() if value is not None}
+    try:
+        context.exit(tool.verify(Question(Script(script, args, module, given), **options)))
+    except PacelineError as error:
+        raise click.UsageError(str(error)) from None
+
+
 @main.command()
 def env() -> None:
     """Print what a bug report needs: versions, devices, backends, environment variables."""

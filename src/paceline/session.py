@@ -20,6 +20,7 @@ from paceline.run import Run
 from paceline.train.hooks import explain_uncaught
 from paceline.trial.order import Order
 from paceline.trial.probe import Probe
+from paceline.trial.recorder import Recorder
 from paceline.world import World
 
 _open: list[Run] = []
@@ -120,7 +121,7 @@ def start(
     atexit.register(_close_all)  # before the process group ends, which was made earlier
     run = Run(world, settings, where)
     if order is not None:
-        Probe(run, order)
+        (Probe if order.records is None else Recorder)(run, order)
     _open.append(run)
     return run
 

@@ -90,12 +90,7 @@ class Exchange:
     @staticmethod
     def _pool(channel: Channel, window: Window, elapsed: float, note: Any, done: float) -> Result:
         """Where ranks are not in step they add their sums to a store, from which rank 0 takes what has come."""
-        host, parts = window.triples(window.keys)
-        pairs = [(host[3 * i] + host[3 * i + 2], host[3 * i + 1]) for i in range(len(window.keys))]
-        for place, sums in parts.items():
-            top, bottom, rest = sums.tolist()
-            pairs[place] = pairs[place][0] + (top + rest), pairs[place][1] + bottom
-        channel.pool({**dict(zip(window.keys, pairs, strict=True)), _DONE: (done, 0.0)}, take=False)
+        channel.pool({**window.totals(), _DONE: (done, 0.0)}, take=False)
         return Result({}, elapsed, note)
 
     @property

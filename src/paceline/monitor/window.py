@@ -78,6 +78,17 @@ class Window:
                 device[place] = sums.device
         return host, device
 
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """(sum, weight) by key, of this process. Waits for the device."""
+        host, device = self.triples(self.keys)
+        found = {}
+        for place, key in enumerate(self.keys):
+            top, weight, rest = host[3 * place : 3 * place + 3]
+            if place in device:
+                top, weight, rest = (a + b for a, b in zip((top, weight, rest), device[place].tolist(), strict=True))
+            found[key] = top + rest, weight
+        return found
+
 
 def means(sums: Mapping[str, Sequence[float]]) -> tuple[float | None, dict[str, float]]:
     """Of (sum, weight) by key: the loss, which is the sum over the backward calls of their means (None where there was

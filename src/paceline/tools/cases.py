@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -81,6 +81,21 @@ def read_batches(text: str | None) -> list[int | None]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
+def devices(device: str, nproc: int, count: Callable[[], int]) -> list[str]:
+    """So many for a strategy of one process: the first accelerators, or the CPU again and again where there is none, or
+    where it is what `device` ("": not given) names. count: of the accelerators."""
+    kind = device.partition(":")[0]
+    accelerators = 0 if kind == "cpu" else count()
+    if not accelerators:
+        return ["cpu"] * nproc
+    if not kind:
+        import torch
+
+        accelerator = torch.accelerator.current_accelerator()
+        kind = accelerator.type if accelerator is not None else "cuda"
+    return [f"{kind}:{i}" for i in range(nproc)]
+
+
 def make_cases(
     specs: Sequence[StrategySpec],
     precisions: Sequence[str | None],
@@ -96,12 +111,12 @@ def make_cases(
     for spec, precision, batch in itertools.product(specs, precisions, batches):
         spec = StrategySpec(spec.name, {**_FOR_A_TRIAL.get(spec.name, {}), **spec.options})
         parts = [str(spec), precision if len(precisions) > 1 else None, str(batch) if len(batches) > 1 else None]
-        laid_out, processes, servers = _laid_out(spec, nproc, devices)
-        cases.append(Case(" ".join(filter(None, parts)), laid_out, processes, precision, batch, servers))
+        placed, processes, servers = laid_out(spec, nproc, devices)
+        cases.append(Case(" ".join(filter(None, parts)), placed, processes, precision, batch, servers))
     return cases
 
 
-def _laid_out(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tuple[StrategySpec, int, int]:
+def laid_out(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tuple[StrategySpec, int, int]:
     """(the strategy with the options that it needs on this machine, how many processes it runs in, how many of
     these are servers): `nproc` replicas, wherever they are; servers come on top."""
     if spec.name == BASELINE:

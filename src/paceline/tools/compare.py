@@ -10,9 +10,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-import math
-import os
 import platform
 import shlex
 import sys
@@ -26,6 +23,7 @@ from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.plan import available_cores, count_processes
 from paceline.tools import cases as of
 from paceline.tools.cases import Case
+from paceline.tools.files import check_writable, write_json
 from paceline.tools.results import examples_per_second, figures, loss_difference
 from paceline.tools.table import number, table
 from paceline.tools.trials import Length, Record, Script, check, check_script, run_trial
@@ -63,7 +61,7 @@ def compare(question: Question) -> int:
     asked = _cases(question, nproc)
     check(question.script, asked, length, named=question.strategies is not None)
     for path in filter(None, (question.json_file, question.html_file)):
-        _check_writable(path)
+        check_writable(path)
     if question.html_file is not None:
         from paceline.tools.page import check_plotly
 
@@ -79,8 +77,7 @@ def compare(question: Question) -> int:
         sys.stdout.write(f"\n{document['verdict']['sentence']}\n")
     sys.stdout.flush()
     if question.json_file is not None:
-        with open(question.json_file, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+        write_json(question.json_file, document)
     if question.html_file is not None:
         from paceline.tools.page import page
 
@@ -99,21 +96,12 @@ def _length(question: Question) -> Length:
 
 
 def _cases(question: Question, nproc: int) -> list[Case]:
-    device = str(question.script.settings.get("device") or "")
-    kind = device.partition(":")[0]
-    accelerators = 0 if kind == "cpu" else _device_count()
-    if accelerators:
-        import torch
-
-        accelerator = torch.accelerator.current_accelerator()
-        kind = kind or (accelerator.type if accelerator is not None else "cuda")
-    places = [f"{kind}:{i}" for i in range(nproc)] if accelerators else ["cpu"] * nproc
     return of.make_cases(
         of.read_strategies(question.strategies),
         of.read_precisions(question.precision),
         of.read_batches(question.global_batch),
         nproc,
-        places,
+        of.devices(str(question.script.settings.get("device") or ""), nproc, _device_count),
     )
 
 
@@ -121,16 +109,6 @@ def _device_count() -> int:
     from paceline.launcher.supervise import device_count
 
     return device_count()
-
-
-def _check_writable(path: str) -> None:
-    directory = os.path.dirname(os.path.abspath(path))
-    if (
-        os.path.isdir(path)
-        or not os.access(directory, os.W_OK)
-        or (os.path.exists(path) and not os.access(path, os.W_OK))
-    ):
-        raise SettingError(f"{path!r} cannot be written. Name a file in a directory that you may write to.")
 
 
 def _trials(question: Question, asked: Sequence[Case], length: Length, interrupts: Interrupts) -> list[Row]:
@@ -241,12 +219,3 @@ def _row(row: Row, reference: Case) -> dict[str, Any]:
         "loss_difference_from": reference.name,
         "losses": [{"epoch": epoch, "step": step, "loss": loss} for (epoch, step), loss in f.losses.items()],
     }
-
-
-def _finite(value: Any) -> Any:
-    """With null for what is not finite, which JSON has no word for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -9,9 +9,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline import strategies
+from paceline.config import StrategySpec
 from paceline.errors import PacelineError
 from paceline.launcher import checks
 from paceline.launcher.interrupts import Interrupts
@@ -47,13 +48,25 @@ class Length:
     seconds: float
 
 
-def plan(script: Script, case: Case, length: Length, strategy: bool = True) -> Plan:
-    """Raises LaunchError or SettingError for what can be seen before anything starts. strategy: look at that too."""
-    own = {"strategy": str(case.spec), "precision": case.precision}
+class Start(NamedTuple):
+    """How a trial is started. strategy, precision: None where the script's own stand."""
+
+    strategy: StrategySpec | None
+    processes: int
+    precision: str | None = None
+
+
+def plan(script: Script, start: Start, length: Length, look: bool = True) -> Plan:
+    """Raises LaunchError or SettingError for what can be seen before anything starts. look: at the strategy too."""
+    own = {"strategy": None if start.strategy is None else str(start.strategy), "precision": start.precision}
     settings = {**script.settings, **{key: value for key, value in own.items() if value is not None}}
     rest: dict[str, Any] = {"kind": "module" if script.module else "script", "timeout_seconds": length.seconds}
-    look = strategies.check if strategy else None
-    return make_plan(script.path, script.args, case.processes, settings, look, **rest)
+    check_strategy = strategies.check if look else None
+    return make_plan(script.path, script.args, start.processes, settings, check_strategy, **rest)
+
+
+def _start(case: Case) -> Start:
+    return Start(case.spec, case.processes, case.precision)
 
 
 def run_trial(script: Script, case: Case, length: Length, interrupts: Interrupts) -> list[Record] | str:
@@ -61,9 +74,7 @@ def run_trial(script: Script, case: Case, length: Length, interrupts: Interrupts
 
     Raises Stopped: a signal came; no process is left.
     """
-    from paceline.launcher.supervise import supervise
-
-    with _output() as output:
+    with quiet_output() as output:
         order = {
             "directory": output.private,
             "steps": length.steps,
@@ -71,20 +82,40 @@ def run_trial(script: Script, case: Case, length: Length, interrupts: Interrupts
             "began": time.time(),
             "global_batch": case.global_batch,
         }
-        try:
-            planned = replace(plan(script, case, length), variables={TRIAL: json.dumps(order)})
-            outcome = supervise(planned, interrupts, output)
-        except PacelineError as error:
-            return _one_line(str(error))
-        finally:
-            interrupts.deferred = False  # nothing runs
-        if outcome.exit_code != 0:
-            return reason(outcome.story)
-        return _read(output.private, case.processes, length)
+        failed = launch(script, _start(case), length, order, interrupts, output)
+        return _read(output.private, case.processes, length) if failed is None else failed
+
+
+def launch(
+    script: Script,
+    start: Start,
+    length: Length,
+    order: Mapping[str, Any],
+    interrupts: Interrupts,
+    output: Output,
+    tidy: bool = False,
+) -> str | None:
+    """Runs one trial to its end. None, or why it failed, in one line. order: of trial/order.py. tidy: modules that lie
+    beside the script leave no compiled files there.
+
+    Raises Stopped: a signal came; no process is left.
+    """
+    from paceline.launcher.supervise import supervise
+
+    own = {TRIAL: json.dumps(order)} | ({"PYTHONDONTWRITEBYTECODE": "1"} if tidy else {})
+    planned = replace(plan(script, start, length), variables=own)
+    try:
+        outcome = supervise(planned, interrupts, output)
+    except PacelineError as error:
+        return _one_line(str(error))
+    finally:
+        interrupts.deferred = False  # nothing runs
+    return reason(outcome.story) if outcome.exit_code != 0 else None
 
 
 @contextlib.contextmanager
-def _output() -> Iterator[Output]:
+def quiet_output() -> Iterator[Output]:
+    """What the ranks print is not shown; its private directory is gone at the end."""
     output = Output(None, frozenset(), silent=True)
     try:
         yield output
@@ -138,4 +169,4 @@ def check(script: Script, cases: Sequence[Case], length: Length, named: bool) ->
     """Raises LaunchError or SettingError where a setting cannot work. named: the strategies are those that were asked
     for; else one that cannot work here is a row that says so."""
     for case in cases:
-        plan(script, case, length, strategy=named)
+        plan(script, _start(case), length, look=named)

@@ -1,7 +1,11 @@
-"""A run that is a trial of `paceline compare`, in its worker: what is measured of it, and where it ends.
+"""A run that is a trial of `paceline compare` or `verify`, in its worker: what is measured of it, and where it ends.
 
 order.py      what the worker is asked to do, from the environment
 probe.py      takes the place of some of a run's methods: measures its steps, keeps it from writing, ends it
+recorder.py   likewise, for `paceline verify`: keeps what its steps compute
+collated.py   digests of the examples; batches in reverse order
+plain.py      dropout off; what is seen of a script through torch's functions
+kept.py       the recorder's files
 resources.py  peak memory, and bytes sent over the network
 profiled.py   time in communication, from torch's profiler
 """

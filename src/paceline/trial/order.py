@@ -1,4 +1,4 @@
-"""What `paceline compare` asks of a worker."""
+"""What `paceline compare` and `paceline verify` ask of a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class Order:
 
     directory: where each rank writes `rank-N.json`. steps: how many are made and compared; the first `warmup` of them
     are not timed. began: when the launcher started the workers, in seconds since the epoch. global_batch: in place of
-    the script's own; None: as it is.
+    the script's own; None: as it is. records: of `paceline verify` (recorder.py): where the run in question has left
+    the states that every step starts from, or leaves them (`leads`); None: a trial of `paceline compare`. plain: the
+    model's dropout is off. whole: a global batch is one micro-batch. backwards: its examples come in reverse order.
+    nudged: each weight is the next number up or down, and the loss is scaled in the backward.
     """
 
     directory: str
@@ -26,6 +29,12 @@ class Order:
     warmup: int
     began: float
     global_batch: int | None = None
+    records: str | None = None
+    leads: bool = False
+    plain: bool = False
+    whole: bool = False
+    backwards: bool = False
+    nudged: bool = False
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Order | None:

@@ -242,14 +242,6 @@ class Probe:
         os.replace(path + ".part", path)
 
     def _record(self, step: _Step, timed: bool) -> dict[str, Any]:
-        keys = step.window.keys
-        host, device = step.window.triples(keys)
-        losses = {}
-        for place, key in enumerate(keys):
-            top, weight, rest = host[3 * place : 3 * place + 3]
-            if place in device:
-                top, weight, rest = (a + b for a, b in zip((top, weight, rest), device[place].tolist(), strict=True))
-            losses[key.removeprefix(LOSS)] = [top + rest, weight]
         return {
             "epoch": step.epoch,
             "step": step.number,
@@ -258,5 +250,5 @@ class Probe:
             "timed": timed,
             "seconds": self._seconds(step),
             "waited": step.waited - step.waited_before,
-            "losses": losses,
+            "losses": {key.removeprefix(LOSS): list(pair) for key, pair in step.window.totals().items()},
         }

@@ -1,0 +1,382 @@
+"""Why the sides of `paceline verify` differ: from the records alone, each cause by what only it leaves. Pure.
+
+A is the run in question; B one process that computes the same shards; C one process with whole batches. "plain" is A
+with dropout off, A itself where nothing was drawn. One thing brings about the next: other data give another loss, which
+gives another gradient. So the rules are those of the first quantity that differs, in the first step that has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.tools.evidence import PARALLEL, Cause, Evidence, multiple, span
+from paceline.tools.sides import Side
+
+# --- what the ranks of A show by themselves
+
+
+def of_failed_ranks(records: Sequence[Mapping[str, Any]]) -> Cause | None:
+    """Of a run that failed: whether its ranks were in different layers."""
+    called = {record["rank"]: record["unfinished"] for record in records if record["unfinished"]}
+    for rank, names in called.items():
+        other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
+        if other is not None:
+            return _control(rank, names, other, called[other])
+    return None
+
+
+def _control(rank: int, names: Sequence[str], other: int, theirs: Sequence[str]) -> Cause:
+    name = next(name for name in [*names, *theirs] if (name in names) != (name in theirs))
+    yes, no = (rank, other) if name in names else (other, rank)
+    return Cause(
+        "control-by-rank",
+        f"rank {yes} calls the layer {name} and rank {no} does not: the path through the model depends on the rank",
+        "Let every rank take the same path: nothing in the model or the loss may ask for the rank.",
+        name,
+    )
+
+
+def of_the_ranks(side: Side) -> tuple[int, str, Cause] | None:
+    """(the step, the quantity, the cause)."""
+    if len(side.ranks) < 2:
+        return None
+    late = [name for record in side.ranks for name in record["late"]]
+    if late:
+        cause = Cause(
+            "registered-late",
+            f"the parameter {late[0]} was added to the model after run.prepare, which does not know it: its gradients "
+            "are not combined over the processes",
+            "Add it before run.prepare(model), or prepare the model again.",
+            late[0],
+        )
+        return 0, "gradient", cause
+    norms = tuple(f"{name}." for name in side.ranks[0]["norms"])  # Paceline keeps theirs
+    for step in range(side.steps):
+        for key in ("start", "after"):
+            values = [record[key] for record in side.of(step)]
+            for name in values[0]:
+                if not name.startswith(norms) and len({own[name] for own in values if name in own}) > 1:
+                    quantity = "weights" if name in side.parameters else "buffers"
+                    return step, quantity, _ranks_differ(side, step, name)
+    return None
+
+
+def _ranks_differ(side: Side, step: int, name: str) -> Cause:
+    if name not in side.parameters:
+        return Cause(
+            "buffer-not-synchronised",
+            f"the buffer {name} has other values on the ranks: each updates it from its own part of the batch",
+            "Combine what it is updated with: run.sum of the sum and of the count, or run.mean.",
+            name,
+        )
+    if not step:
+        return Cause(
+            "initialisation-by-rank",
+            f"{name} has other values on the ranks before the first step: it was set after run.prepare, which gives "
+            "all ranks the weights of rank 0, and differently on each",
+            "Initialise the model before run.prepare, or alike on every rank.",
+            name,
+        )
+    outside = [record["rank"] for record, at in zip(side.ranks, side.of(step), strict=False) if name in at["outside"]]
+    return Cause(
+        "changed-outside",
+        f"{name} was changed between two steps, outside the optimizer, on rank {', '.join(map(str, outside)) or '?'}, "
+        "and the ranks differ since",
+        "Make the change on every rank alike, or in the optimizer.",
+        name,
+    )
+
+
+# --- what the sides show together
+
+
+def find(e: Evidence) -> Cause | None:
+    """None where no cause is known that leaves such records."""
+    computed: tuple[Callable[[Evidence], Cause | None], ...] = (
+        _overflow, _stranger, _clipped, _factor, _by_rank, _normalised, _cutting, _randomness,
+    )  # fmt: skip
+    rules: dict[str, tuple[Callable[[Evidence], Cause | None], ...]] = {
+        "initial weights": (_initial,),
+        "examples": (_data,),
+        "data": (_data,),
+        "loss": computed,
+        "gradient": computed,
+        "learning rate": (_learning_rate,),
+        "weights": (_outside,),
+        "buffers": (_buffers,),
+    }
+    return next((cause for rule in rules[e.first] if (cause := rule(e)) is not None), None)
+
+
+def _name(e: Evidence, quantity: str) -> str | None:
+    return next((d.name for d in (*e.cut, *e.spread) if d.quantity == quantity and d.step == e.step), None)
+
+
+def _data(e: Evidence) -> Cause:
+    reference = e.reference
+    ours, theirs = e.plain.seen(e.step, "data"), reference.seen(e.step, "data")
+    if e.first == "data" and (drawn := _drawn(e)) is not None:
+        return Cause(
+            "other-random-numbers",
+            f"the same examples have other values, {drawn}. The data set, or what augments it, draws from a generator "
+            "that is not keyed by the example",
+            "Draw from torch's, NumPy's or Python's global generators, which the loader seeds for each example.",
+        )
+    return Cause(
+        "examples-overlap-or-miss",
+        "the ranks together do not compute the batch that one process computes: "
+        f"{(ours - theirs).total()} of its {ours.total()} examples are others, or the same ones again, and "
+        f"{(theirs - ours).total()} are missing",
+        "Give run.loader the whole data set and one order, alike on every rank: it cuts each batch itself.",
+    )
+
+
+def _drawn(e: Evidence) -> str | None:
+    """What shows that examples of the same index differ by what was drawn for them, and not by what they are: one
+    process reads others when it is run again; or a part of each (a label, an id) is as it was."""
+    values, theirs = e.plain.values(e.step), e.reference.values(e.step)
+    if e.again is not None and e.again.values(e.step) != theirs:
+        return "and when one process reads them again, others again"
+    pairs = [(value.split(), theirs[key].split()) for key, value in values.items() if key in theirs]
+    columns = list(zip(*(own for own, _ in pairs), strict=False))
+    varying = {place for place, column in enumerate(columns) if len(set(column)) > 1}
+    other = [(own, their) for own, their in pairs if own != their]
+    kept = [any(own[i] == their[i] for i in varying if i < min(len(own), len(their))) for own, their in other]
+    if kept and sum(kept) > len(kept) / 2:
+        return f"{len(other)} of {len(pairs)}, of which a part that tells them apart (a label, say) is as it was"
+    return None
+
+
+def _initial(e: Evidence) -> Cause:
+    name = _name(e, "initial weights")
+    return Cause(
+        "initialisation-by-rank",
+        f"{name} begins with other values than with one process: the initialisation depends on the rank, or on the "
+        "number of processes",
+        "Initialise alike on every rank and for every number of processes: paceline.start seeds the generators.",
+        name,
+    )
+
+
+def _learning_rate(e: Evidence) -> Cause | None:
+    reference = e.reference
+    ours = [e.plain.lrs(step) for step in range(e.plain.steps)]
+    theirs = [reference.lrs(step) for step in range(reference.steps)]
+    ratios = [a / b for x, y in zip(ours, theirs, strict=False) for a, b in zip(x, y, strict=False) if b]
+    if ratios and all(abs(ratio - ratios[0]) < 1e-6 * ratios[0] for ratio in ratios):
+        return Cause(
+            "learning-rate-scaled",
+            f"the learning rate is {ratios[0]:.4g} times that of one process in every step"
+            + (f", as there are {e.n} processes" if abs(ratios[0] - e.n) < 1e-6 * e.n else ""),
+            "The global batch does not grow with the processes: leave the learning rate as it is. (To grow both, see "
+            "paceline.scale_lr.)",
+        )
+    yields = e.plain.yields(0) / max(reference.yields(0), 1)
+    moves = [name for name, times in (("process", float(e.n)), ("micro-batch", yields)) if _moves(ours, theirs, times)]
+    return Cause(
+        "scheduler-steps",
+        "the learning rate follows another course than with one process"
+        + (f": the scheduler moves once for each {' or '.join(moves)}, not for each update" if moves else ""),
+        "Prepare the scheduler: run.step then moves it once per update. Count its steps in updates (loader.steps).",
+    )
+
+
+def _moves(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], times: float) -> bool:
+    """Whether `ours` runs along the course of `theirs` so many times as fast."""
+    pairs = [
+        (x, theirs[round(k * times)])
+        for k, x in enumerate(ours)
+        if k and (k * times) % 1 == 0 and k * times < len(theirs)
+    ]
+    return (
+        times != 1
+        and bool(pairs)
+        and all(abs(a - b) <= 1e-6 * abs(b) for x, y in pairs for a, b in zip(x, y, strict=False))
+    )
+
+
+def _outside(e: Evidence) -> Cause | None:
+    name = _name(e, "weights")
+    ours = {n for step in range(e.ours.steps) for n in e.ours.outside(step)}
+    theirs = {n for step in range(e.reference.steps) for n in e.reference.outside(step)}
+    if name not in ours | theirs:
+        return None
+    where = (
+        "otherwise with several processes than with one"
+        if name in ours & theirs
+        else ("with several processes and not with one" if name in ours else "with one process only")
+    )
+    return Cause(
+        "changed-outside",
+        f"{name} is changed between two steps, outside the optimizer, {where}",
+        "Make the change alike on any number of processes, or in the optimizer.",
+        name,
+    )
+
+
+def _buffers(e: Evidence) -> Cause:
+    name = _name(e, "buffers")
+    return Cause(
+        "buffer-not-synchronised",
+        f"the buffer {name} is alike on the ranks, and not that of one process: it is updated from a part of the batch",
+        "Combine what it is updated with: run.sum of the sum and of the count, or run.mean.",
+        name,
+    )
+
+
+def _overflow(e: Evidence) -> Cause | None:
+    for ours, theirs in ((e.plain, e.whole), (e.ours, e.shards)):
+        if theirs is None or theirs.not_finite(e.step) or not (names := ours.not_finite(e.step)):
+            continue
+        bad = sorted({shard for (shard, _, _), loss in ours.apart(e.step).items() if not abs(loss) < float("inf")})
+        where = f" The loss of shard {', '.join(map(str, bad))} alone is not finite" if bad else ""
+        return Cause(
+            "overflow-on-some-ranks",
+            f"the gradient of {names[0]} is not finite, where one process's is." + where,
+            "Numbers leave the range on some ranks only: compute what overflows in fp32 (with autocast off around it), "
+            "or take bf16.",
+            names[0],
+        )
+    return None
+
+
+def _stranger(e: Evidence) -> Cause | None:
+    """A tensor that is trained and is in no model: it differs between ranks, or from one process's."""
+    records = [*e.ours.of(e.step), *e.reference.of(e.step)]
+    for key in records[0]["strangers"]:
+        if len({record["strangers"].get(key) for record in records}) > 1:
+            shape = key.partition("of shape ")[2]
+            return Cause(
+                "not-in-the-model",
+                f"the loss depends on a tensor of shape {shape} that is trained and is in no prepared model: it has "
+                "other values on the ranks, since its gradients are not combined over the processes",
+                "Make it a parameter of a module, and prepare that: run.prepare(model, criterion, optimizer).",
+            )
+    return None
+
+
+def _clipped(e: Evidence) -> Cause | None:
+    early = sum(record["clipped_early"] for record in e.plain.of(e.step))
+    hooked = [name for name in e.reference.ranks[0]["hooked"] if e.cut]
+    if not early and not hooked:
+        return None
+    how = (
+        f"gradients are clipped {early} times in a step while its last micro-batch is still to come"
+        if early
+        else f"a hook on the gradient of {hooked[0]} acts on each shard's part of it"
+    )
+    return Cause(
+        "clipped-early",
+        f"{how}: before they are whole and combined over the processes",
+        "run.step(optimizer, max_grad_norm=...) clips at the right time; or clip after the last run.backward of the "
+        "global batch, where .grad is the mean over it.",
+        hooked[0] if hooked and not early else None,
+    )
+
+
+def _factor(e: Evidence) -> Cause | None:
+    n = e.n
+    for ours, theirs, cut in ((e.plain, e.whole, True), (e.ours, e.shards, False)):
+        ratio = None if theirs is None else multiple(ours.gradients(e.step, 0), theirs.gradients(e.step, 0))
+        if ratio is None or abs(ratio - 1) < PARALLEL:
+            continue
+        size = f"{n}" if abs(ratio / n - 1) < 0.02 else f"1/{n}" if abs(ratio * n - 1) < 0.02 else f"{ratio:.4g}"
+        every = f"every gradient is {size} times that of one process"
+        if cut and not e.spread and e.shards is not None:
+            return _sum_or_mean("mean-for-sum" if ratio > 1 else "sum-for-mean", every)
+        return Cause(
+            "scaled-by-processes",
+            f"{every}, and not where one process computes the same shards: the loss or the gradient is "
+            + ("multiplied" if ratio > 1 else "divided")
+            + " by the number of processes",
+            "Paceline weighs each shard's loss by its examples: take the factor out of the script.",
+        )
+    return None
+
+
+def _by_rank(e: Evidence) -> Cause | None:
+    """The same shards, the same weights, no random numbers, and something else comes out."""
+    if not e.spread or e.shards is None or (e.ours.drew and not e.cut):
+        return None
+    called = dict(enumerate(e.ours.modules(e.step)))
+    for rank, names in called.items():
+        other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
+        if other is not None:
+            return _control(rank, names, other, called[other])
+    ours, theirs = e.ours.apart(e.step), e.shards.apart(e.step)
+    tolerance = next((d.tolerance for d in e.spread if d.quantity == "loss"), 0.0) * e.n
+    bad = sorted({key[0] for key in ours.keys() & theirs.keys() if not abs(ours[key] - theirs[key]) <= tolerance})
+    which = (
+        f"the loss of shard {', '.join(map(str, bad))} is another than where one process computes the same shard"
+        if bad
+        else "one process that computes the same shards has the same losses, and other gradients"
+    )
+    return Cause(
+        "control-by-rank",
+        f"{which}: something between the data and the gradient depends on the rank or on the number of processes",
+        "Let every rank do the same: nothing in the model or the loss may ask for the rank or the number of processes.",
+    )
+
+
+def _normalised(e: Evidence) -> Cause | None:
+    record = e.ours.ranks[0]
+    if not (e.cut and record["normalised"] and record["batch_norm"] == "shard"):
+        return None
+    return Cause(
+        "batch-norm-per-shard",
+        f"batch norm ({record['norms'][0]}) takes its statistics from each shard alone (batch_norm='shard')",
+        "Leave out batch_norm='shard': 'global' takes them over the whole batch.",
+    )
+
+
+def _cutting(e: Evidence) -> Cause | None:
+    """B is as A, and both differ from C: where the batch is cut makes the difference."""
+    if e.whole is None or not e.cut or e.spread or e.parts is None:
+        return None
+    shares = span(e.whole.gradients(e.step, 0), e.parts.parts(e.step))
+    if shares is not None and e.parts.of(e.step)[0]["counted"]:
+        return _sum_or_mean("mean-for-sum", "what the parts of a batch give as sums do not add up to the whole's")
+    if shares is not None:
+        return _weights(shares, e.parts.parts_of(e.step))
+    return Cause(
+        "in-batch-loss",
+        "the whole batch's gradient is no combination of its parts' gradients: the loss or a layer compares the "
+        "examples of a batch with each other, and sees those of its own part only",
+        "Gather what is compared: run.gather(features), which is differentiable.",
+    )
+
+
+def _weights(shares: Sequence[float], examples: Sequence[int]) -> Cause:
+    """shares: with which a batch's parts, weighed by their examples, are the whole. examples: of each part."""
+    total = sum(examples)
+    by_number = [share * count / total for share, count in zip(shares, examples, strict=False)]
+    if len(by_number) == len(shares) and all(abs(factor - 1) < 0.02 for factor in by_number):
+        return _sum_or_mean("sum-for-mean", "the whole batch's gradient is that of its parts, not weighed by examples")
+    return Cause(
+        "mean-of-means",
+        "the whole batch's gradient is that of its parts with other weights ("
+        + ", ".join(f"{share:.3g}" for share in shares)
+        + " times those by examples): the loss is a mean over something of which they have unequally many",
+        "Say over how many: paceline.Total(sum, count), or run.backward(loss, count=...).",
+    )
+
+
+def _sum_or_mean(kind: str, evidence: str) -> Cause:
+    what = "a sum over the examples is taken for their mean" if kind == "sum-for-mean" else "a mean is taken for a sum"
+    return Cause(
+        kind,
+        f"{evidence}, also where one process computes the shards: {what}",
+        "Return a mean, or say what it is: paceline.Total(sum, count), run.backward(total=..., count=...).",
+    )
+
+
+def _randomness(e: Evidence) -> Cause | None:
+    if e.ours.drew and e.spread and not e.cut:
+        return Cause(
+            "other-random-numbers",
+            "the runs are the same with dropout off, and differ with it on: the model draws other numbers than one "
+            "process that computes the same shards",
+            "Draw from torch's default generator, which is seeded for each shard of each step.",
+        )
+    return None

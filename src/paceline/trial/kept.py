@@ -1,0 +1,86 @@
+"""The files of a side of `paceline verify`: named tensors and whole states, as safetensors; what a rank is."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.run import Run
+from paceline.train import tree
+
+
+def named(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Models' state by name; that of a second model is marked "1/", and so on."""
+    found: dict[str, Tensor] = {}
+    for number, state in enumerate(models):
+        prefix = f"{number}/" if number else ""
+        found |= {prefix + name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return found
+
+
+def save(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
+    """Whole, or not at all. Tensors without memory are left out."""
+    kept = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items() if not tensor.is_meta}
+    save_file(kept, path + ".part", metadata=metadata)
+    os.replace(path + ".part", path)
+
+
+def save_state(state: Mapping[str, Any], path: str) -> None:
+    """Models and optimizers."""
+    document, tensors = tree.encode({key: state[key] for key in ("models", "optimizers")})
+    save(tensors, path, {"document": json.dumps(document)})
+
+
+def load_state(path: str) -> dict[str, Any] | None:
+    """None where there is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            document = json.loads(file.metadata()["document"])
+            state: dict[str, Any] = tree.decode(document, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            return state
+    except FileNotFoundError:
+        return None
+
+
+def load_gradients(folder: str, step: int, update: int) -> dict[str, Tensor]:
+    """What the ranks have left of them together; those that several have, of the first."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"grad-{step}-{update}-r*.safetensors"))):
+        found = {**load_file(path), **found}
+    return found
+
+
+def about(run: Run, replicated: bool) -> dict[str, Any]:
+    """What a rank's record says beside its steps. replicated: each rank holds a whole model."""
+    layout, spec = run._strategy.layout, run.settings.strategy
+    options = {} if spec is None else spec.options
+    known = dict.fromkeys(run._stepper.names.values())
+    now: dict[str, nn.Parameter] = {}
+    norms: list[str] = []
+    for number, model in enumerate(run._models):
+        prefix = f"{number}/" if number else ""
+        now |= {prefix + name: p for name, p in model.named_parameters()}
+        norms += [prefix + name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    return {
+        "rank": run.world.rank,
+        "strategy": None if spec is None else str(spec),
+        "lossy": any(options.get(key, "none") != "none" for key in ("codec", "mixed")),
+        "batch_norm": run.settings.batch_norm,
+        "norms": norms,
+        "precision": run.settings.precision,
+        "tf32": bool(run.settings.tf32) and run.device.type == "cuda",
+        "shards": layout.shards,
+        "local": layout.local,
+        "dealt": layout.dealt,
+        "parameters": list(known),
+        "hooked": [name for p, name in run._stepper.names.items() if p._backward_hooks],
+        "late": [name for name in now if replicated and name not in known],
+    }

@@ -1,0 +1,389 @@
+"""A run that is one side of `paceline verify`: what each step computes is kept, and each starts from a given state.
+
+Like the Probe it takes the place of some of a run's methods. A step is one global batch, from the first yield of a
+training loader to the last update that acts on it.
+
+1. When a step begins, the run in question (`leads`) writes its whole state. The others take it over, and so make the
+   same step anew; of an optimizer's options, such as the learning rate, a side of whole batches keeps its own.
+2. Before each update the gradients are kept. Sides of one process then take over those of the run in question, so that
+   what an update makes of a gradient is compared apart from the gradient.
+3. After it weights and buffers are.
+
+Replicas that train apart (`layout.local`) have no state between two steps that is the run's: only the first is taken
+over, and the last one kept.
+
+Each rank writes `rank-N.json`. Tensors are in safetensors files: `state-K`, and `start-K` of the models alone (before
+step K); `own-K` (what a side had there before it took over, of what was changed since the last update);
+`grad-K-U-rN` (before update U of step K); `after-K-U` (weights and buffers after it); `part-K-M` (gradients so far when
+yield M of the step begins, where one process computes all shards in turns); `initial` and `end`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.comm import slices
+from paceline.errors import ModelError
+from paceline.monitor.window import LOSS, Window
+from paceline.run import Run
+from paceline.train import randomness
+from paceline.train.loader import Loader
+from paceline.train.loss import terms_of
+from paceline.trial import kept, plain
+from paceline.trial.collated import Collated
+from paceline.trial.order import Order
+from paceline.trial.probe import TrialEnded
+
+
+def _fresh(epoch: int, number: int) -> dict[str, Any]:
+    """The record of a step. ids, data: [loader or shard, ..., values] for each part of a yield. losses: by backward
+    call, [sum, weight]. apart: [shard, micro-batch, call, loss]. strangers: digests of tensors with gradients that are
+    in no model. modules: in the order in which they were called first."""
+    lists: dict[str, Any] = {key: [] for key in ("ids", "data", "lrs", "outside", "apart", "modules", "not_finite")}
+    empty: dict[str, Any] = {"losses": {}, "start": {}, "after": {}, "strangers": {}}
+    counts = {"updates": 0, "yields": 0, "clipped_early": 0, "drew": False, "scaled": False, "counted": False}
+    return {"epoch": epoch, "step": number, **lists, **empty, **counts}
+
+
+class Recorder:
+    """Attached to a run when it is made."""
+
+    def __init__(self, run: Run, order: Order) -> None:
+        assert order.records is not None
+        self._run, self._order, self._folder = run, order, order.records
+        self._steps: list[dict[str, Any]] = []
+        self._now: dict[str, Any] | None = None
+        self._window = Window(run.device)
+        self._drawn: list[Tensor] = []  # the generators' states when the yield began
+        self._collated: dict[Loader, Collated] = {}
+        self._leaves: list[Tensor] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._normalised = False  # a batch norm was training
+        self._written = False
+        self._path = os.path.join(order.directory, f"rank-{run.world.rank}.json")
+        if os.path.exists(self._path):  # of an earlier run of the script
+            raise TrialEnded(0)
+        layout = run._strategy.layout
+        self._replicated = run._strategy.parts is None and not layout.together
+        self._traced = self._replicated and not layout.opaque
+        self._hooked: set[nn.Module] = set()
+        run._stepper.losses = []
+        own: dict[str, Callable[..., Any]] = {
+            "prepare": self._prepare,
+            "loader": self._loader,
+            "_on_yield": self._on_yield,
+            "forward_backward": self._forward_backward,
+            "backward": self._backward,
+            "step": self._step,
+            "save": lambda directory, **_: Path(directory) / f"step-{self._run.steps:08d}",
+            "restore": lambda *_, **__: False,
+            "export": lambda *_, **__: None,
+            "add_tracker": lambda *_, **__: None,
+            "close": self._close,
+        }
+        self._runs: dict[str, Callable[..., Any]] = {name: getattr(run, name) for name in own}
+        for name, method in own.items():
+            setattr(run, name, method)
+        self._update_of = run._stepper._update
+        run._stepper._update = self._update  # type: ignore[method-assign]
+        self._patches = plain.Patches()
+        plain.watch_clipping(self._patches, self._clips)
+        if order.plain:
+            plain.dropout_off(self._patches)
+        if order.nudged:
+            run._stepper.precision = plain.Scaled(run._stepper.precision, self._scales)  # type: ignore[assignment]
+
+    # --- in place of the run's methods
+
+    def _prepare(self, *objects: Any) -> Any:
+        made = self._runs["prepare"](*objects)
+        for number, model in enumerate(self._run._models):
+            if self._order.plain:
+                plain.recurrent_dropout_off(model)
+            compiled = self._run.settings.compile  # whose graphs hooks would break
+            self._normalised |= compiled and any(isinstance(module, _BatchNorm) for module in model.modules())
+            for name, module in model.named_modules() if self._replicated and not compiled else ():
+                if module not in self._hooked and not list(module.children()):
+                    self._hooked.add(module)
+                    module.register_forward_pre_hook(self._calls(f"{number}/{name}" if number else name))
+        return made
+
+    def _scales(self) -> bool:
+        """Whether the loss is scaled in the backward: not where something else would see it."""
+        seen = bool(self._leaves) or any(parameter._backward_hooks for parameter in self._run._stepper.names)
+        if self._now is not None:
+            self._now["scaled"] = not seen
+        return not seen
+
+    def _calls(self, name: str) -> Callable[..., None]:
+        def called(module: nn.Module, *_: Any) -> None:
+            if self._now is not None and name not in self._now["modules"]:
+                self._now["modules"].append(name)
+            self._normalised |= isinstance(module, _BatchNorm) and module.training
+
+        return called
+
+    def _clips(self) -> None:
+        current = self._run.latest.current if self._run.latest is not None else None
+        if self._now is not None and current is not None and not current.final:
+            self._now["clipped_early"] += 1
+
+    def _loader(self, dataset: Any, **options: Any) -> Loader:
+        if not options.get("train", True):
+            loader: Loader = self._runs["loader"](dataset, **options)
+            return loader
+        if self._order.whole:
+            options["micro_batch"] = None
+        collated = Collated.of(options, self._order.backwards)
+        loader = self._runs["loader"](dataset, **options)
+        self._collated[loader] = collated
+        loader._source.probing = False  # the data of all ranks are compared afterwards, and a difference is a finding
+        return loader
+
+    def _on_yield(self, loader: Loader) -> None:
+        request = loader.current
+        assert request is not None
+        turns = self._run._strategy.layout.turns
+        if loader.train and request.micro == 0 and (self._now is None or self._now["updates"]):
+            self._begin(request.epoch, request.step)
+        elif loader.train and turns and request.micro:
+            self._write(f"part-{len(self._steps)}-{request.micro}", self._gradients())
+            for buffer, value in self._buffers if request.micro * turns % request.micros == 0 else ():
+                buffer.copy_(value)  # as every process of several has them when it begins
+        self._runs["_on_yield"](loader)
+        now = self._now
+        if not loader.train or now is None:
+            return
+        now["yields"] += 1
+        parts, drew = self._collated[loader].take(request)
+        now["drew"] |= drew
+        for part, digests in parts:
+            if part.indices:
+                now["ids"].append([loader.name, part.shard, part.micro, list(part.indices)])
+                now["data"].append([loader.name, part.shard, part.micro, digests])
+        self._drawn = self._generators()
+        if self._run._strategy.layout.opaque:  # it seeds them for each piece anew
+            keys = [loader.streams.torch_key(request, part.shard, part.micro) for part in request.parts]
+            self._drawn += [torch.Generator().manual_seed(key).get_state() for key in keys]
+
+    def _generators(self) -> list[Tensor]:
+        state = randomness.get_state(self._run.device)
+        return [state["torch"], *([state["device"]] if "device" in state else [])]
+
+    def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:
+        def seen(model: Any, batch: Any) -> Any:
+            loss = loss_fn(model, batch)
+            self._trace([term.value for term in terms_of(loss)])
+            return loss
+
+        made: Tensor = self._runs["forward_backward"](seen if self._traced else loss_fn, *args, **options)
+        self._drew()
+        return made
+
+    def _backward(self, loss: Tensor | None = None, **options: Any) -> None:
+        roots = [root for root in (loss, options.get("total")) if isinstance(root, Tensor)]
+        if self._traced:
+            self._trace(roots)
+        self._runs["backward"](loss, **options)
+        self._drew()
+
+    def _drew(self) -> None:
+        if self._now is not None and self._drawn:
+            states = self._generators()
+            known = {plain.digest(state) for state in self._drawn}
+            self._now["drew"] |= any(plain.digest(state) not in known for state in states)
+
+    def _trace(self, roots: Sequence[Tensor]) -> None:
+        """Notes tensors with gradients that are in no model, and stay: an input is another one at each step."""
+        names = self._run._stepper.names
+        if self._now is None or slices.any_sharded(names):
+            return
+        found = plain.strangers(roots, names)
+        stay = [leaf for leaf in found if any(leaf is other for other in self._leaves)]
+        self._now["strangers"] |= {f"{i}, of shape {tuple(x.shape)}": plain.digest(x) for i, x in enumerate(stay)}
+        self._leaves = found
+
+    def _step(self, *args: Any, **options: Any) -> bool:
+        acted: bool = self._runs["step"](*args, **options)
+        now = self._now
+        if acted and now is not None:
+            self._take_losses(now)
+            if not self._run._strategy.layout.local:
+                state = self._state()
+                if self._run.world.rank == 0 and state is not None:
+                    self._write(f"after-{len(self._steps)}-{now['updates']}", kept.named(state["models"]))
+            now["updates"] += 1
+            now["after"] = self._digests()
+            self._drawn = self._generators()  # the update has seeded them anew
+        return acted
+
+    def _take_losses(self, now: dict[str, Any]) -> None:
+        losses = self._run._stepper.losses
+        if losses:
+            self._window.add_losses(losses)
+            for call, value, count, request, _, _ in losses:
+                now["counted"] |= count is not None
+                if request.examples and len(request.parts) == 1:
+                    now["apart"].append([request.parts[0].shard, request.parts[0].micro, call, float(value)])
+            losses.clear()
+
+    def _update(self, optimizer: Any, graded: list[Tensor], max_grad_norm: float | None) -> bool:
+        now = self._now
+        if now is not None:
+            now["lrs"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            gradients, place = self._gradients(), f"{len(self._steps)}-{now['updates']}"
+            if self._run.world.rank == 0 or not self._replicated:
+                self._write(f"grad-{place}-r{self._run.world.rank}", gradients)
+            now["not_finite"] += [name for name, g in gradients.items() if not bool(g.isfinite().all())]
+            if not self._order.leads and self._run.world.size == 1 and not self._apart():
+                graded = self._take_gradients(optimizer, now["updates"])
+        return self._update_of(optimizer, graded, max_grad_norm)
+
+    def _take_gradients(self, optimizer: Any, update: int) -> list[Tensor]:
+        """Those of the run in question in place of the own ones; where it keeps none, these."""
+        found = kept.load_gradients(self._folder, len(self._steps), update)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters if found else ():
+            given = found.get(self._run._stepper.names[p])
+            p.grad = None if given is None else given.to(p.device, p.dtype if p.grad is None else p.grad.dtype)
+        return [p for p in parameters if p.grad is not None]
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._finish()
+        self._patches.undo()
+        self._runs["close"]()
+
+    # --- steps
+
+    def _begin(self, epoch: int, number: int) -> None:
+        self._complete()
+        layout, step = self._run._strategy.layout, len(self._steps)
+        if layout.dealt:
+            self._end()
+        if step == self._order.steps:
+            if layout.local or self._apart():
+                self._keep_end()
+            self._end()
+        now = _fresh(epoch, number)
+        now["start"] = self._digests()
+        last = self._steps[-1]["after"] if self._steps else None
+        now["outside"] = [name for name, made in now["start"].items() if last and last.get(name, made) != made]
+        if not step or not (layout.local or self._apart()):
+            state = self._state()
+            if state is None:  # the ranks' weights differ; this step's record says which, and by whom they were changed
+                self._steps.append(now)
+                self._end()
+            self._meet(state, now["outside"])
+        if layout.turns:
+            buffers = [buffer for model in self._run._models for buffer in model.buffers()]
+            self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        self._window = Window(self._run.device)
+        self._now = now
+
+    def _meet(self, state: dict[str, Any], outside: Sequence[str]) -> None:
+        """The run in question leaves its state; the others take it over."""
+        step, main = len(self._steps), self._run.world.rank == 0
+        path = os.path.join(self._folder, f"state-{step}.safetensors")
+        if self._order.leads:
+            if main:
+                kept.save_state(state, path)
+                self._write(f"start-{step}", kept.named(state["models"]))
+                if self._run._strategy.layout.local:
+                    Path(self._folder, "apart").touch()
+            return
+        own = kept.named(state["models"])
+        if main and not step:
+            self._write("initial", own)
+        if main and outside:
+            self._write(f"own-{step}", {name: own[name] for name in outside})
+        if (given := kept.load_state(path)) is None:  # the run in question made no more steps
+            self._end()
+        if self._order.whole:
+            _keep_options(state, given)
+        if self._order.nudged:
+            plain.nudge(given["models"], set(self._run._stepper.names.values()), seed=step)
+        self._run._strategy.load_state_dict(given)
+
+    def _apart(self) -> bool:
+        """Whether the run in question has replicas that train apart."""
+        return not self._order.leads and os.path.exists(os.path.join(self._folder, "apart"))
+
+    def _keep_end(self) -> None:
+        state = self._state()
+        if self._run.world.rank == 0 and state is not None:
+            self._write("end", kept.named(state["models"]))
+
+    def _end(self) -> NoReturn:
+        self._finish()
+        raise TrialEnded(0)
+
+    def _state(self) -> dict[str, Any] | None:
+        """None where a strategy refuses, on all ranks alike: their weights are not the same."""
+        try:
+            return self._run._strategy.state_dict()
+        except ModelError:
+            return None
+
+    def _complete(self) -> None:
+        now, self._now = self._now, None
+        if now is None or not now["updates"]:
+            return
+        now["losses"] |= {key.removeprefix(LOSS): list(pair) for key, pair in self._window.totals().items()}
+        self._steps.append(now)
+
+    # --- what is kept
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """By name, whole (collective where they are sharded)."""
+        found = {}
+        for parameter, name in self._run._stepper.names.items():
+            grad = parameter.grad
+            if grad is not None:
+                found[name] = grad.full_tensor() if slices.is_sharded(grad) else grad  # type: ignore[attr-defined]
+        return found
+
+    def _digests(self) -> dict[str, str]:
+        """Of this rank's own weights and buffers, where it has them whole."""
+        if not self._replicated:
+            return {}
+        values = kept.named([model.state_dict() for model in self._run._models])
+        return {name: plain.digest(value) for name, value in values.items() if not slices.is_sharded(value)}
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        kept.save(tensors, os.path.join(self._order.directory, f"{name}.safetensors"))
+
+    def _finish(self) -> None:
+        if self._written:
+            return
+        self._written = True
+        unfinished = self._now["modules"] if self._now is not None and not self._now["updates"] else []
+        self._complete()
+        record = {
+            **kept.about(self._run, self._replicated),
+            "steps": self._steps,
+            "unfinished": unfinished,
+            "normalised": self._normalised,
+        }
+        with open(self._path + ".part", "w") as file:
+            json.dump(record, file)
+        os.replace(self._path + ".part", self._path)
+
+
+def _keep_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:
+    """Into a state that is to be taken over: each group's options as they were."""
+    for mine, theirs in zip(own["optimizers"], given["optimizers"], strict=True):
+        by_name = {name: group for group in mine["groups"] for name in group["params"][:1]}
+        theirs["groups"] = [
+            {**by_name.get((group["params"] or [""])[0], group), "params": group["params"]}
+            for group in theirs["groups"]
+        ]

@@ -1,0 +1,249 @@
+"""A training script with one fault planted in user code, or its healthy twin: planted.py FAULT [healthy].
+
+How each is planted, since run.prepare and the loader prevent many by themselves. A name is that of the cause to be
+found, with a variant behind a stroke.
+
+batch-norm-per-shard              batch_norm="shard"                        | the default, "global"
+sum-for-mean                      the loss is a sum, returned as a mean     | paceline.Total(sum, count)
+mean-for-sum                      paceline.Total(mean, count)               | paceline.Total(sum, count)
+scaled-by-processes               the loss times the number of processes    | the loss
+scaled-by-processes/gradient      .grad divided by it after the backward    | .grad as it is
+mean-of-means                     a mean over unequally many numbers        | paceline.Total(sum, count)
+in-batch-loss                     the loss centres outputs over its shard   | over the examples one by one
+learning-rate-scaled              lr times the number of processes          | lr
+scheduler-steps                   a scheduler moved once for each process   | once for each update
+scheduler-steps/micro-batch       moved in every turn of the loop           | once for each update
+clipped-early                     clipped after each micro-batch's backward | by run.step(max_grad_norm=)
+clipped-early/hook                a hook clamps each shard's gradient       | clamped after the last backward
+buffer-not-synchronised           a buffer is the mean of its shard         | of run.mean of it
+buffer-not-synchronised/first     of the first shard, on every rank         | of run.mean of it
+registered-late                   a parameter added to the model afterwards | added before
+not-in-the-model                  a trained tensor beside the model         | a parameter of a prepared module
+initialisation-by-rank            weights scaled by the rank after prepare  | before, alike
+initialisation-by-rank/size       before it, by the number of processes     | as torch made them
+changed-outside                   rank 0 alone shrinks weights              | every rank does
+changed-outside/size              all do, the more the more there are       | by a tenth
+examples-overlap-or-miss          the data set is rolled by the rank        | as it is
+examples-overlap-or-miss/sampler  the sampler begins elsewhere on each rank | at the first
+other-random-numbers              the data set's noise is from an unseeded generator of its own | from torch's
+other-random-numbers/model        the forward seeds torch by the rank, and drops out | drops out
+control-by-rank                   rank 1 leaves a layer out                 | no rank does
+control-by-rank/later             it does so from the second step on        | no rank does
+control-by-rank/loss              rank 1 adds a penalty                     | every rank does
+overflow-on-some-ranks            the last rank's numbers leave the range   | no rank's do
+not-deterministic                 the model's noise is from an unseeded generator of its own | no noise
+
+And what is no fault, or cannot be told: order (the loss weighs examples by their place in a pair), chaos (the model
+enlarges rounding), noise (from torch's generator), alone (fails on one process), memory (fails on large batches),
+no-turns (fails where one process computes the shards, and drops out), nan, path (a layer is left out later, by all).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ExponentialLR
+
+import paceline
+
+FAULT, BAD = sys.argv[1], "healthy" not in sys.argv[2:]
+ROWS, GLOBAL_BATCH = 40, 16
+
+
+def on(name: str) -> bool:
+    return name == FAULT and BAD
+
+
+class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Rows, targets, and how many of each row's numbers count."""
+
+    def __init__(self, rank: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 4, generator=generator)
+        self.lengths = torch.randint(1, 5, (ROWS,), generator=generator)
+        if on("examples-overlap-or-miss"):
+            self.x, self.y, self.lengths = (z.roll(7 * rank, 0) for z in (self.x, self.y, self.lengths))
+        self.own = torch.Generator()
+        self.own.seed()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        if FAULT != "other-random-numbers":
+            return self.x[i], self.y[i], self.lengths[i]
+        noise = torch.randn(6, generator=self.own) if BAD else torch.randn(6)
+        return self.x[i] + noise, self.y[i], self.lengths[i]
+
+
+class Rolled:
+    """A sampler."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(i + self.by) % ROWS for i in range(ROWS)])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(8) if FAULT == "batch-norm-per-shard" else nn.Identity()
+        self.drop = nn.Dropout(0.3) if FAULT in ("other-random-numbers/model", "no-turns") else nn.Identity()
+        self.leave_out = False
+        self.seed: int | None = None
+        self.own = torch.Generator()
+        self.own.seed()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        if FAULT == "noise":
+            x = x + torch.randn_like(x)
+        if FAULT == "chaos":
+            x = torch.sin(1e6 * self.first.weight.square().sum() * x)
+        if on("not-deterministic"):
+            x = x + torch.randn(x.shape, generator=self.own)
+        x = self.drop(torch.tanh(self.norm(self.first(x))))
+        return self.third(x if self.leave_out else x + torch.tanh(self.second(x)))
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    x, y, lengths = batch
+    out = model(x)
+    if FAULT in ("sum-for-mean", "mean-for-sum"):
+        total = ((out - y) ** 2).sum()
+        if BAD:
+            return total if FAULT == "sum-for-mean" else paceline.Total(total / out.numel(), out.numel())
+        return paceline.Total(total, out.numel())
+    if FAULT == "mean-of-means":
+        mask = torch.arange(4) < lengths[:, None]
+        total = (((out - y) ** 2) * mask).sum()
+        return total / mask.sum() if BAD else paceline.Total(total, mask.sum())
+    if FAULT == "order":
+        return (((out - y) ** 2).mean(1) * (1 + torch.arange(len(x)) % 2)).mean()
+    if FAULT == "nan":
+        return F.mse_loss(out, y) * float("nan")
+    if FAULT == "memory" and len(x) > GLOBAL_BATCH // 2:
+        raise RuntimeError("out of memory")
+    if on("in-batch-loss"):
+        out = (out - out.mean(0)) / (out.std(0) + 0.1)
+    if hasattr(model, "late"):
+        out = out + model.late
+    return F.mse_loss(out, y)
+
+
+def main() -> None:
+    overflow = FAULT == "overflow-on-some-ranks"
+    run = paceline.start(
+        batch_norm="shard" if on("batch-norm-per-shard") else "global",
+        nonfinite="skip" if overflow else "stop",
+        seed=0,
+    )
+    rank, size = run.world.rank, run.world.size
+    if (FAULT == "alone" and size == 1) or (FAULT == "no-turns" and "shards" in str(run.settings.strategy)):
+        raise RuntimeError("not here")
+    model = Net()
+    if FAULT == "registered-late" and not BAD:
+        model.late = nn.Parameter(torch.zeros(4))
+    if on("initialisation-by-rank/size"):
+        with torch.no_grad():
+            model.first.weight.mul_(size)
+    optimizer: Any = torch.optim.SGD(
+        model.parameters(), lr=0.1 * (size if on("learning-rate-scaled") else 1), momentum=0.9
+    )
+    schedule = ExponentialLR(optimizer, 0.9)
+    model, optimizer = run.prepare(model, optimizer)
+    beside = Beside(run) if FAULT == "not-in-the-model" else None
+    if on("registered-late"):
+        model.late = nn.Parameter(torch.zeros(4))
+    if on("initialisation-by-rank"):
+        with torch.no_grad():
+            model.first.weight.mul_(1 + rank)
+    model.seed = rank if on("other-random-numbers/model") else None
+    if on("clipped-early/hook"):
+        model.first.weight.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+    micro = 4 if FAULT in ("clipped-early", "scheduler-steps/micro-batch") else None
+    order: dict[str, Any] = {"shuffle": True}
+    if FAULT == "examples-overlap-or-miss/sampler":
+        order = {"sampler": Rolled(3 * rank if BAD else 0)}
+    loader = run.loader(Data(rank), global_batch=GLOBAL_BATCH, micro_batch=micro, **order)
+
+    def loss_of_this_rank(model: Any, batch: Any) -> Any:
+        loss = loss_fn(model, batch)
+        if FAULT == "control-by-rank/loss" and (rank == 1 or not BAD):
+            loss = loss + 0.1 * model.third.weight.square().sum()
+        if on("overflow-on-some-ranks") and size > 1 and rank == size - 1 and loader.step == 1:
+            loss = loss * torch.tensor(1e30) * 1e30
+        if beside is not None:
+            loss = loss + (beside.scale * batch[0][:, 0] - 1).square().mean()
+        return loss * size if on("scaled-by-processes") else loss
+
+    for _ in run.epochs(3):
+        for batch in loader:
+            model.leave_out = rank == 1 and (on("control-by-rank") or (on("control-by-rank/later") and loader.step > 0))
+            model.leave_out |= FAULT == "path" and loader.step > 0
+            if FAULT == "clipped-early":
+                run.backward(F.mse_loss(model(batch[0]), batch[1]))
+                if BAD:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+                acted = run.step(optimizer, max_grad_norm=None if BAD else 0.02)
+            else:
+                run.forward_backward(loss_of_this_rank, model, batch)
+                if on("scaled-by-processes/gradient"):
+                    for parameter in model.parameters():
+                        parameter.grad.div_(size)
+                if FAULT == "clipped-early/hook" and not BAD:
+                    nn.utils.clip_grad_value_(model.first.weight, 0.02)
+                acted = run.step(optimizer)
+                if beside is not None:
+                    beside.step(run)
+            if FAULT == "buffer-not-synchronised" and loader.examples:
+                mean = batch[0].mean(0)
+                with torch.no_grad():
+                    model.seen.copy_(mean if BAD else torch.tensor([run.mean(batch[0][:, i]) for i in range(6)]))
+            if FAULT == "buffer-not-synchronised/first":
+                mean = batch[0].mean(0)
+                model.seen.copy_(run.gather(mean[None])[0] if BAD else torch.tensor([run.mean(x) for x in batch[0].T]))
+            if FAULT.startswith("changed-outside") and acted:
+                by_rank = 0.9 if rank == 0 or not BAD else 1.0
+                with torch.no_grad():
+                    model.first.weight.mul_(1 - 0.1 * size if on("changed-outside/size") else by_rank)
+            if FAULT == "scheduler-steps" and acted:
+                for _ in range(size if BAD else 1):
+                    schedule.step()
+            if FAULT == "scheduler-steps/micro-batch" and (acted or BAD):
+                schedule.step()
+
+
+class Beside:
+    """A tensor that is trained beside the model: by itself, or prepared as a module's."""
+
+    def __init__(self, run: Any) -> None:
+        module = nn.Module()
+        module.scale = nn.Parameter(torch.ones(1))
+        self.scale, self.optimizer = module.scale, torch.optim.SGD(module.parameters(), lr=0.5)
+        if not BAD:
+            run.prepare(module, self.optimizer)
+
+    def step(self, run: Any) -> None:
+        if not BAD:
+            run.step(self.optimizer)
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()

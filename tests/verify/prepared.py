@@ -1,0 +1,88 @@
+"""Questions of `paceline verify` whose runs are made in processes that are there (tests/ranks.py), many in one call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import run_ranks
+
+from paceline.config import StrategySpec, parse_strategy
+from paceline.tools.judge import judge
+from paceline.tools.runs import Answer, Question, Runs
+from paceline.tools.trials import Script, Start
+
+PLANTED = Path(__file__).with_name("planted.py")
+Case = tuple[str, str]  # fault and twin
+
+
+class Prepared(Runs):
+    """Runs that are made when they are asked for, or were made beforehand. made: why these failed, or None, by name."""
+
+    def __init__(self, folder: Path, case: Case, processes: int, strategy: str | None, precision: str, steps: int):
+        script = Script(str(PLANTED), case, False, {"device": "cpu"})
+        super().__init__(Question(script, processes, strategy, precision, steps), processes, str(folder), int)
+        self.made: dict[str, str | None] = {}
+        self.planned: list[tuple[int, dict[str, Any]]] | None = None
+
+    def run(self, name: str, strategy: StrategySpec | None = None, **how: bool) -> str | None:
+        return self.made[name] if name in self.made else super().run(name, strategy, **how)
+
+    def plan(self, name: str, strategy: StrategySpec | None = None, **how: bool) -> list[tuple[int, dict[str, Any]]]:
+        """What `run` would run, in how many processes."""
+        self.planned = planned = []
+        self.run(name, strategy, **how)
+        self.planned = None
+        return planned
+
+    def launched(self, name: str, start: Start, order: Mapping[str, Any]) -> str | None:
+        given = {"strategy": start.strategy and str(start.strategy), "precision": start.precision}
+        settings = self.question.script.settings | {key: value for key, value in given.items() if value is not None}
+        script, called = self.question.script, self.folder(name)
+        work = {"name": called, "script": script.path, "args": script.args, "settings": settings, "order": order}
+        if self.planned is not None:
+            self.planned.append((start.processes, work))
+            return None
+        return together([(start.processes, work)]).get(called)
+
+
+def together(work: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, str]:
+    """Runs of as many processes each, one after the other. Why they failed, by folder."""
+    try:
+        found = run_ranks(work[0][0], "tests.verify.job:run", json.dumps([one for _, one in work]), deadline=240)
+    except AssertionError as error:  # of a run alone, whose ranks went apart
+        return {one["name"]: str(error) for _, one in work}
+    return {name: why for rank in found for name, why in rank.items()}
+
+
+def answers(folder: Path, cases: Sequence[Case], processes: int, precision: str, steps: int = 4) -> dict[Case, Answer]:
+    """The runs that every question needs are made for all of them together; the others when they are asked for."""
+    asked: dict[Case, Prepared] = {}
+    for number, case in enumerate(cases):
+        (folder / str(number)).mkdir()
+        asked[case] = Prepared(folder / str(number), case, processes, None, precision, steps)
+    alike = [
+        runs for (fault, _), runs in asked.items() if fault != "control-by-rank/later"
+    ]  # its ranks end in an error
+    for kind in ("A",), ("C", "C2", "B"):
+        work = [one for runs in alike for name in kind for one in runs.plan(name, **_as_judged(name, runs))]
+        failed = together(work) if work else {}
+        for runs in alike:
+            runs.made |= {name: failed.get(runs.folder(name)) for name in kind}
+    return {case: judge(runs) for case, runs in asked.items()}
+
+
+def _as_judged(name: str, runs: Prepared) -> dict[str, Any]:
+    """As judge.py asks for it."""
+    if name == "A":
+        return {}
+    if name == "B":
+        of_all = runs.question.script.args[0] == "batch-norm-per-shard" and runs.question.script.args[1] == "healthy"
+        devices = ",".join(["cpu"] * runs.nproc)
+        return {
+            "strategy": parse_strategy(f"data_parallel:devices={devices}" if of_all else f"single:shards={runs.nproc}")
+        }
+    twice = {"backwards": True, "nudged": True} if name == "C2" else {}
+    return {"strategy": StrategySpec("single"), "plain": True, "whole": True, **twice}
