@@ -113,6 +113,21 @@ def run(context: click.Context, script: str, args: tuple[str, ...], **options: A
         raise click.UsageError(str(error)) from None
 
 
+def _of_a_trial(command: Callable[..., None]) -> Callable[..., None]:
+    """The script, and the settings that trials of it share."""
+    for add in (
+        click.argument("args", nargs=-1, type=click.UNPROCESSED),
+        click.argument("script", type=click.Path()),
+        click.option("--config", metavar="FILE"),
+        click.option("--batch-norm", metavar="NAME"),
+        click.option("--seed", type=int, metavar="N"),
+        click.option("--device", metavar="NAME", help="As for paceline run; so are the next three."),
+        click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
+    ):
+        command = add(command)
+    return command
+
+
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "--nproc",
@@ -132,13 +147,7 @@ def run(context: click.Context, script: str, args: tuple[str, ...], **options: A
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures there.")
 @click.option("--html", "html_file", metavar="FILE", help="Write them there as a page with charts.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
-@click.option("--device", metavar="NAME", help="As for paceline run; so are the next three.")
-@click.option("--seed", type=int, metavar="N")
-@click.option("--batch-norm", metavar="NAME")
-@click.option("--config", metavar="FILE")
-@click.argument("script", type=click.Path())
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@_of_a_trial
 @click.pass_context
 def compare(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
     """Run SCRIPT for a few steps under each strategy, and print one table.
@@ -192,13 +201,7 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
     "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A longer run is ended."
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write what was found there.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
-@click.option("--device", metavar="NAME", help="As for paceline run; so are the next three.")
-@click.option("--seed", type=int, metavar="N")
-@click.option("--batch-norm", metavar="NAME")
-@click.option("--config", metavar="FILE")
-@click.argument("script", type=click.Path())
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@_of_a_trial
 @click.pass_context
 def verify(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
     """Is SCRIPT's model the same on N processes as on one? If not, where it differs first, and why.
