@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -67,6 +68,24 @@ class Norms(nn.Module):
         return self.head(x.mean(dim=(2, 3)))
 
 
+class Normed(nn.Module):
+    """Batch norm over the global batch, in parallel branches of an input that others use too; a weight used twice."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Conv2d(3, 6, 3), nn.Dropout(dropout)
+        self.again = nn.Conv2d(6, 6, 1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(6), nn.BatchNorm2d(6, momentum=None), nn.BatchNorm1d(6)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x.sigmoid() + self.norms[0](self.again(x)).relu() * x.tanh() + self.dropout(x)
+        x = self.norms[1](self.again(x)) + x
+        x = self.norms[2](x.mean(dim=(2, 3)))
+        return self.head(x + self.again(x[:, :, None, None])[:, :, 0, 0])
+
+
 class Words(nn.Module):
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
@@ -80,6 +99,16 @@ class Words(nn.Module):
 
 def image_loss(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mixed_loss(model: nn.Module, batch: Any) -> Any:
+    """Two accounts, and numbers of NumPy's, before and after batch norm."""
+    first = float(np.random.rand())
+    out = model(batch[0] * (0.5 + first)).float()
+    out = out * (0.5 + float(np.random.rand()))
+    kept = batch[1] != 3
+    total = F.cross_entropy(out[kept], batch[1][kept], reduction="sum")
+    return paceline.Total(total, kept.sum()), F.cross_entropy(out, batch[1])
 
 
 def text_loss(model: nn.Module, batch: Any) -> Any:
@@ -105,15 +134,17 @@ class Losses:
     """A tracker that keeps the losses, on rank 0."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[int, str]] = []
+        self.seen: list[tuple[int | str, ...]] = []
 
     def begin(self, config: Any, step: int) -> None: ...
 
     def log(self, values: Any, step: int, epoch: int) -> None:
-        self.seen.append((step, float(values["loss"]).hex()))
+        self.seen.append((step, *[float(values[key]).hex() for key in ("loss", "logged")]))
 
     def close(self) -> None: ...
 
+
+LOSSES = {"texts": text_loss, "global": mixed_loss}
 
 Kind = tuple[str, int, str, int | None]
 """(the net, V, precision, micro_batch)"""
@@ -127,7 +158,7 @@ def train(kind: Kind, until: int, folder: Path | None = None, save: bool = False
     run = paceline.start(reproducible=shards, precision=precision, **own)
     losses = losses or Losses()
     run.add_tracker(losses)
-    model: nn.Module = {"images": Net, "texts": Words, "norms": Norms}[net]()
+    model: nn.Module = {"images": Net, "texts": Words, "norms": Norms, "global": Normed}[net]()
     if net != "texts":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     else:
@@ -139,7 +170,8 @@ def train(kind: Kind, until: int, folder: Path | None = None, save: bool = False
         run.restore(folder, missing_ok=True)
     for _ in run.epochs(10):
         for batch in loader:
-            run.forward_backward(text_loss if net == "texts" else image_loss, model, batch)
+            loss = run.forward_backward(LOSSES.get(net, image_loss), model, batch)
+            run.log(logged=loss)
             if not run.step(max_grad_norm=0.5):
                 continue
             if run.steps == until:
@@ -157,17 +189,20 @@ KINDS: list[Kind] = [
     ("images", 4, "fp32", None),
     ("texts", 4, "bf16", 2),
     ("norms", 5, "fp32", 2),
+    ("global", 5, "bf16", None),
+    ("global", 6, "fp32", None),
     # The fuller matrix:
     ("images", 5, "bf16", 1),
     ("norms", 16, "bf16", None),
     ("texts", 4, "fp16", 1),
     ("texts", 6, "fp32", None),
+    ("global", 16, "fp16", None),
     ("images", 16, "fp32", None),  # more shards than examples
 ]
 STEPS = 7
 
 
-FEW = 3  # of these in every test
+FEW = 5  # of these in every test
 
 
 def few() -> list[str]:

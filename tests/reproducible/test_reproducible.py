@@ -17,6 +17,7 @@ from tests.reproducible.checks import (
     STEPS,
     Images,
     Net,
+    Normed,
     Norms,
     Texts,
     Words,
@@ -152,6 +153,59 @@ def test_it_is_what_plain_pytorch_computes(net: type[Net] | type[Words]) -> None
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def test_batch_norm_over_the_global_batch_is_what_plain_pytorch_computes() -> None:
+    """Weights and running statistics of several steps, to rounding. The last global batch has three examples, and so
+    an empty shard."""
+    run = paceline.start(reproducible=4, device="cpu", seed=3, progress="off")
+    model, plain = Normed(dropout=0.0).double(), Normed(dropout=0.0).double()
+    plain.load_state_dict(model.state_dict())
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    data = [(images.double(), label) for images, label in map(Images().__getitem__, range(2 * BATCH + 3))]
+    for batch in run.loader(data, global_batch=BATCH):
+        for optimizers in (None, optimizer):  # two calls a batch
+            run.forward_backward(image_loss, model, batch, optimizer=optimizers)
+        run.step(max_grad_norm=0.5)
+        model.head.weight.data = model.head.weight.data.clone()  # elsewhere: the shards' copies follow
+    run.close()
+    for start in range(0, len(data), BATCH):
+        batch = default_collate(data[start : start + BATCH])
+        for _ in range(2):
+            image_loss(plain, batch).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+    for name, mine in model.state_dict().items():
+        torch.testing.assert_close(
+            mine, plain.state_dict()[name], rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_a_gradient_penalty_through_batch_norm_of_all_shards() -> None:
+    """autograd.grad with create_graph=True within the closure."""
+
+    def penalty(model: nn.Module, batch: Tensor) -> Tensor:
+        x = batch.detach().clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return grad.square().sum(1).mean() if len(x) else grad.sum()
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    model, plain = net(), net()
+    data = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double()
+    run = paceline.start(reproducible=3, device="cpu", progress="off")
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.loader(list(data), global_batch=7):
+        run.forward_backward(penalty, model, batch)
+        run.step()
+    run.close()
+    penalty(plain, data).backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, its - 0.1 * (0 if its.grad is None else its.grad), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("settings", [{"reproducible": 4}, {"strategy": "single:shards=4"}], ids=str)
 def test_batch_norm_of_each_shard_is_what_processes_of_their_own_compute(settings: dict[str, Any]) -> None:
     """Each shard goes on from the running statistics before the step; what remains is their mean. The fourth step has
@@ -214,8 +268,28 @@ class Counting(nn.Linear):
 
 
 def test_what_cannot_be_made_reproducible_is_refused() -> None:
-    with pytest.raises(ModelError, match="GroupNorm"):
-        loop(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), usual)
+    normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(UsageError, match=r"run.forward_backward\(loss_fn, model, batch\)"):
+        loop(normed, usual)
+
+    def from_outside(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+        run.forward_backward(lambda own, x: own(x).mean() + normed[0].weight.square().sum(), model, batch)
+
+    with pytest.raises(UsageError, match="use the `model` of loss_fn"):
+        loop(normed, from_outside)
+
+    def late(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+        run.prepare(normed)
+
+    with pytest.raises(ModelError, match="before the loop"):
+        loop(nn.Linear(2, 2), late)
+
+    def small(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
+        for _ in run.loader([torch.ones(2)] * 8, global_batch=8, micro_batch=2, name="small"):
+            pass
+
+    with pytest.raises(ModelError, match="2 micro-batches"):
+        loop(normed, small)
     with pytest.raises(ModelError, match=r"Counting.*changes a buffer"):
         loop(Counting(), usual)
     loop(Counting().eval(), usual)

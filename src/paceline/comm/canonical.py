@@ -29,6 +29,7 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.comm.sums import NativeSums
+from paceline.comm.threads import Meeting, ThreadReplicas
 
 T = TypeVar("T")
 Node = tuple[int, int]
@@ -206,13 +207,52 @@ class CanonicalSums:
 
     def numbers(self, rows: dict[int, Tensor], columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The sum (columns,) of a few numbers that each shard has: rows of this process's shards, by their number.
-        They are gathered (each element has one addend that is not 0), and added by every process."""
-        table = torch.zeros(self.shards, columns, device=device, dtype=dtype)
+        They are gathered, and added by every process."""
+        leaves = {(i, i + 1): row for i, row in enumerate(self.table(rows, columns, device, dtype).unbind())}
+        return complete((0, self.shards), leaves, torch.add)
+
+    def table(self, rows: dict[int, Tensor], columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """(shards, columns): all shards' rows. Each element of the sum has one addend that is not missing."""
+        table = torch.full((self.shards, columns), MISSING, device=device, dtype=dtype)
         for shard, row in rows.items():
             table[shard] = row
-        collectives.all_reduce(table)
-        leaves = {(i, i + 1): row for i, row in enumerate(table.unbind())}
-        return complete((0, self.shards), leaves, torch.add)
+        if self._native is not None:
+            collectives.all_reduce(table, group=self._native.group)
+        return table
+
+
+class ShardReplicas(ThreadReplicas):
+    """The shard of one thread of this process, among all V. All processes' threads call `sum` and `rows` alike."""
+
+    def __init__(self, meeting: Meeting, place: int, sums: CanonicalSums) -> None:
+        super().__init__(meeting, place)
+        self._place, self._sums = place, sums
+
+    @property
+    def size(self) -> int:
+        return self._sums.shards
+
+    @property
+    def rank(self) -> int:
+        return self._sums.mine[self._place]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._meeting.meet(self._place, tensor.detach(), self._added)
+
+    def rows(self, row: Tensor) -> Tensor:
+        return self._meeting.meet(self._place, row.detach(), self._gathered)
+
+    def _added(self, tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]
+        return self._sums.numbers(self._flat(tensors), first.numel(), first.device, first.dtype).view(first.shape)
+
+    def _gathered(self, tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]
+        table = self._sums.table(self._flat(tensors), first.numel(), first.device, first.dtype)
+        return table.view(-1, *first.shape)
+
+    def _flat(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        return dict(zip(self._sums.mine, (tensor.reshape(-1) for tensor in tensors), strict=True))
 
 
 def _messages(layout: Sequence[bool], like: Sequence[Tensor]) -> list[list[int]]:

@@ -3,6 +3,7 @@
     Alone             one replica: nothing to add
     ProcessReplicas   one replica in each process of a process group
     ThreadReplicas    several replicas in this process, each on a thread (`threads.py`)
+    ShardReplicas     likewise, which are shards of a reproducible run beside those of other processes (`canonical.py`)
 
 A layer asks `current()` and calls `sum`. All replicas call it equally often and in the same order: in lock-step.
 """
@@ -39,6 +40,12 @@ class Replicas(ABC):
 
         Not differentiable; for that see `differentiable_sum`.
         """
+
+    def rows(self, row: Tensor) -> Tensor:
+        """(size, ...): all replicas' tensors (of one shape and dtype), in their order, the same on each."""
+        table = row.new_zeros(self.size, *row.shape)
+        table[self.rank] = row
+        return self.sum(table)
 
 
 class Alone(Replicas):

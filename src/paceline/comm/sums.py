@@ -36,26 +36,26 @@ class NativeSums:
     """The backend's all_reduce, all_gather and all_to_all."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group()
-        self.size = collectives.size_of(self._group)
+        self.group = dist.new_group()
+        self.size = collectives.size_of(self.group)
 
     def add(self, flat: Tensor) -> None:
         if flat.numel():
-            collectives.all_reduce(flat, group=self._group)
+            collectives.all_reduce(flat, group=self.group)
 
     def gather(self, flat: Tensor) -> Tensor:
         if not flat.numel():
             return flat.expand(self.size, 0)
-        sent = flat.contiguous().view(torch.uint8).to(collectives.device_of(self._group, flat.device))
+        sent = flat.contiguous().view(torch.uint8).to(collectives.device_of(self.group, flat.device))
         received = sent.new_empty(self.size * sent.numel())
-        _all_gather(received, sent, group=self._group)
+        _all_gather(received, sent, group=self.group)
         forks.keep(sent, received)
         return received.to(flat.device).view(flat.dtype).view(self.size, -1)
 
     def add_rounded(self, flat: Tensor, rounding: Rounding, scale: Tensor | None) -> Tensor:
         """Each replica adds up one piece: what a ring sends, 2 (n - 1) / n of the 16-bit values. It rounds what it
         sends of the other pieces, and in its own the sum."""
-        n, rank, length = self.size, collectives.rank_of(self._group), -(-flat.numel() // self.size)
+        n, rank, length = self.size, collectives.rank_of(self.group), -(-flat.numel() // self.size)
         pieces = torch.nn.functional.pad(flat, (0, n * length - flat.numel())).view(n, length)
 
         # Phase 1: a piece's addends to the replica that adds them up.
@@ -75,12 +75,12 @@ class NativeSums:
         """Piece i, flat, to replica i; from each its piece for this one, of so many elements."""
         some = [piece for piece in pieces if piece.numel()]
         flat = some[0] if len(some) == 1 else torch.cat(list(pieces))
-        sent = flat.view(torch.uint8).to(collectives.device_of(self._group, flat.device))
+        sent = flat.view(torch.uint8).to(collectives.device_of(self.group, flat.device))
         size = flat.element_size()
         received = sent.new_empty(size * sum(lengths))
         outwards, inwards = [piece.numel() * size for piece in pieces], [length * size for length in lengths]
         if any(outwards) or any(inwards):
-            dist.all_to_all_single(received, sent, inwards, outwards, group=self._group)
+            dist.all_to_all_single(received, sent, inwards, outwards, group=self.group)
             forks.keep(sent, received)
         return list(received.to(flat.device).view(flat.dtype).split(list(lengths)))
 

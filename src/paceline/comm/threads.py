@@ -6,8 +6,9 @@ a copy. With `take_turns` only the replica that holds the baton runs:
     replica 0 runs to its first sum and hands the baton to 1, ... the last one adds, hands it to 0, which goes on
 
 This is for replicas that share the CPU, whose default random generator belongs to the process and not to the thread:
-with the baton, the generator's state is put away for the one who stops and brought back for the one who goes on, so
-each replica draws its own stream as if it were a process.
+with the baton, the state of the generators (and Python's and NumPy's) is put away for the one who stops and brought
+back for the one who goes on, so each replica draws its own stream as if it were a process. Several replicas on one GPU
+take turns for the same reason.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm import collectives, generators
 from paceline.comm.replicas import Replicas, set_default, use
 from paceline.errors import ModelError, SettingError, UsageError
 
@@ -35,11 +36,11 @@ T = TypeVar("T")
 class ThreadReplicas(Replicas):
     """One replica of a `ThreadTeam`, which makes these.
 
-    On CUDA each replica needs a device of its own (autograd has one thread a device, and it would wait for itself in a
-    backward) and uses that device's default stream.
+    On CUDA autograd has one thread a device, which would wait for itself where several replicas of a device meet in a
+    backward: each then runs its own within `torch.autograd.set_multithreading_enabled(False)`.
     """
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
 
     @property
@@ -51,7 +52,14 @@ class ThreadReplicas(Replicas):
         return self._rank
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._meeting.sum(self._rank, tensor.detach())
+        return self._meeting.meet(self._rank, tensor.detach(), _add)
+
+
+def _add(tensors: Sequence[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor.to(total.device)
+    return total
 
 
 class _Nobody(Replicas):
@@ -81,14 +89,14 @@ class _AbandonedError(RuntimeError):
     """Ends a replica's thread because another one failed; the other's error is what the caller gets."""
 
 
-class _Meeting:
+class Meeting:
     """Where the threads of a team meet, and the baton. All state is guarded by one condition.
 
-    A run begins with `begin`; each replica then calls `enter`, any number of `sum`s, and `leave` or `abandon`.
+    A run begins with `begin`; each replica then calls `enter`, any number of `meet`s, and `leave` or `abandon`.
     """
 
-    def __init__(self, size: int, take_turns: bool) -> None:
-        self.size, self.take_turns = size, take_turns
+    def __init__(self, size: int, take_turns: bool, device: torch.device | None) -> None:
+        self.size, self.take_turns, self._device = size, take_turns and size > 1, device
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self.begin()
@@ -100,13 +108,12 @@ class _Meeting:
         self._round = 0
         self._left = 0
         self._turn = 0
-        generator_state = torch.default_generator.get_state() if self.take_turns else torch.empty(0)
-        self._generator_states = [generator_state] * self.size
+        self._generator_states = [generators.get_state(self._device) if self.take_turns else {}] * self.size
 
     def end(self) -> BaseException | None:
-        """What failed first, if anything. The caller goes on with the generator as replica 0 left it."""
+        """What failed first, if anything. The caller goes on with the generators as replica 0 left them."""
         if self.take_turns:
-            torch.default_generator.set_state(self._generator_states[0])
+            generators.set_state(self._generator_states[0], self._device)
         error, self.error = self.error, None
         self._deposits, self._total, self._generator_states = {}, None, []
         return error
@@ -115,13 +122,14 @@ class _Meeting:
         with self._changed:
             self._wait(rank, self._round)
 
-    def sum(self, rank: int, tensor: Tensor) -> Tensor:
+    def meet(self, rank: int, tensor: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """A copy of what `combine` makes of all replicas' tensors, in their order. The last to come calls it."""
         with self._changed:
             self._check(rank)
             awaited = self._round + 1
             self._deposits[rank] = tensor
             if len(self._deposits) == self.size:
-                self._total = self._add()
+                self._total = combine(self._collected())
                 self._deposits = {}
                 self._round = awaited
             self._pass_on(rank)
@@ -160,7 +168,7 @@ class _Meeting:
             f"the batch than for another. Call it equally often for every shard, or use batch_norm='shard'."
         )
 
-    def _add(self) -> Tensor:
+    def _collected(self) -> list[Tensor]:
         by_rank = [self._deposits[rank] for rank in range(self.size)]
         if any(tensor.shape != by_rank[0].shape for tensor in by_rank):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in by_rank)
@@ -168,15 +176,12 @@ class _Meeting:
                 f"The replicas are out of step: the tensors of one sum over replicas have the shapes {shapes}. "
                 f"The model takes another path for one shard of the batch than for another; make it take the same."
             )
-        total = by_rank[0].clone()
-        for tensor in by_rank[1:]:
-            total += tensor.to(total.device)
-        return total
+        return by_rank
 
     def _pass_on(self, rank: int) -> None:
         """Give up the baton. The round is complete or the next in order is due: either way that is rank + 1."""
         if self.take_turns:
-            self._generator_states[rank] = torch.default_generator.get_state()
+            self._generator_states[rank] = generators.get_state(self._device)
             self._turn = (rank + 1) % self.size
         self._changed.notify_all()
 
@@ -190,7 +195,7 @@ class _Meeting:
         if self.error is not None:
             raise _AbandonedError("This replica was stopped because another one failed.")
         if self.take_turns:
-            torch.default_generator.set_state(self._generator_states[rank])
+            generators.set_state(self._generator_states[rank], self._device)
 
 
 @dataclass(frozen=True)
@@ -201,10 +206,12 @@ class _Surroundings:
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     autocast_cache: bool
+    threads: int
 
     @classmethod
     def here(cls) -> _Surroundings:
         return cls(
+            threads=torch.get_num_threads(),
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
@@ -221,6 +228,8 @@ class _Surroundings:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            if torch.get_num_threads() != self.threads:  # a thread keeps what was set when it computed first
+                torch.set_num_threads(self.threads)
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
             yield
@@ -245,15 +254,23 @@ class ThreadTeam:
     """Threads that compute as replicas of one global batch. They are started once, and end with `close`.
 
     `replicas[i]` is what `current()` gives in thread i. `take_turns`: only one runs at any time (see the module's
-    docstring); needed where replicas share the CPU, and wrong where they are to overlap on several GPUs.
+    docstring); needed where replicas share a device, and wrong where they are to overlap on several GPUs. device: whose
+    generator the replicas share too. member: makes a replica for the thread of that number.
     """
 
-    def __init__(self, size: int, *, take_turns: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        take_turns: bool = False,
+        device: torch.device | None = None,
+        member: Callable[[Meeting, int], ThreadReplicas] = ThreadReplicas,
+    ) -> None:
         if size < 1:
             raise SettingError(f"ThreadTeam(size={size}): a team has at least one replica.")
         self.size = size
-        self._meeting = _Meeting(size, take_turns)
-        self.replicas = [ThreadReplicas(self._meeting, rank) for rank in range(size)]
+        self._meeting = Meeting(size, take_turns, device)
+        self.replicas = [member(self._meeting, rank) for rank in range(size)]
         self._busy = threading.Lock()
         self._queues: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(size)]
         self._threads = [
@@ -269,7 +286,7 @@ class ThreadTeam:
 
         The threads see the caller's grad mode, inference mode, autocast and context variables. When one raises, the
         others raise at their next sum, and the first error is raised here. With `take_turns` every replica begins with
-        the state that torch's default CPU generator has here, and it is left as replica 0 leaves it.
+        the states that the generators have here, and they are left as replica 0 leaves them.
         """
         if len(functions) != self.size:
             raise UsageError(

@@ -17,6 +17,7 @@ from paceline.fitting.history import Best, Checkpoints, History
 from paceline.run import Run
 from paceline.train.evaluation import Average, share
 from paceline.train.loader import Loader
+from paceline.train.loss import parts_of
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,8 @@ class Fitting:
 
     def saw(self, loss: Tensor) -> None:
         self.loss = loss
-        count = getattr(loss, "loss_count", None)
-        self._mean.add_mean(loss, self.loader.examples if count is None else count)
+        for part, count in parts_of(loss):
+            self._mean.add_mean(part, self.loader.examples if count is None else count)
 
     def mean_loss(self) -> float:
         """Over all examples (or what the loss counts) of the epoch, on all processes."""

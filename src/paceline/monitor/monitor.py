@@ -34,6 +34,7 @@ from paceline.monitor.exchange import NOW, Exchange, Result
 from paceline.monitor.trackers import Recorder, Tracker, cannot_track
 from paceline.monitor.window import Window, checked, means
 from paceline.train.loader import Loader
+from paceline.train.loss import parts_of
 from paceline.train.step import Stepper
 from paceline.train.sums import FOLD_AT
 from paceline.world import World
@@ -226,13 +227,8 @@ class Monitor:
         inside = loader is not None and loader.current is not None
         window = Window(self._device) if not inside else self._window if loader.train else self._pass  # type: ignore[union-attr]
         for key, value in logged.items():
-            weight = getattr(value, "loss_count", None)
-            if not inside:
-                window.add(key, value, 1)
-            elif weight is None:
-                window.add(key, value, loader.examples)  # type: ignore[union-attr]
-            else:
-                window.add(key, value, weight)
+            for part, weight in parts_of(value) if inside else [(value, 1)]:
+                window.add(key, part, loader.examples if weight is None else weight)  # type: ignore[union-attr]
         if not inside:
             self._write_now(window)
 

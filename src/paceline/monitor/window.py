@@ -113,10 +113,10 @@ def checked(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[
                     f"run.log({key}=...): a tensor of shape {tuple(value.shape)} and {value.dtype} is not one number. "
                     "Log its mean: value.mean()."
                 )
-            count = getattr(value, "loss_count", None)
-            value = value.detach()
-            if count is not None:
-                value.loss_count = count  # type: ignore[attr-defined]  # as the loss of forward_backward has it
+            own, value = value, value.detach()
+            for name in ("loss_count", "loss_parts"):  # as the loss of forward_backward has them
+                if hasattr(own, name):
+                    setattr(value, name, getattr(own, name))
         elif not isinstance(value, numbers.Real):
             raise UsageError(f"run.log({key}={value!r}): a number or a 0-dim tensor is needed.")
         else:

@@ -66,7 +66,8 @@ class Layout:
     shards: how many shards a global batch is cut into. mine: those that this process computes. together: whether a
     yield of the loader holds all micro-batches of a shard at once (a pipeline) or one (everything else). turns: in how
     many turns a process yields its shards, one after the other; a process with fewer shards yields zero-length batches
-    in their place, so that all yield equally often. 0: a yield holds a micro-batch of each of them. local:
+    in their place, so that all yield equally often. 0: a yield holds a micro-batch of each of them. bundled: whether
+    it does so also on a process that has one, so that a script is the same on all. local:
     whether replicas train apart: a gradient is then the mean over the process's own shard, batch norm sees that shard
     alone, a gradient that is not finite stops or skips one replica, and nothing is asked of the others for any of it.
     dealt, dealer: into how many parts a global batch is cut, and who hands them out, where it is not known beforehand
@@ -80,6 +81,7 @@ class Layout:
     mine: tuple[int, ...]
     together: bool = False
     turns: int = 0
+    bundled: bool = False
     local: bool = False
     dealt: int = 0
     dealer: Dealer | None = None
@@ -88,7 +90,7 @@ class Layout:
     @property
     def opaque(self) -> bool:
         """Whether a yield holds several collated batches, so that only a closure can compute it."""
-        return self.together or (len(self.mine) != 1 and not self.turns)
+        return self.together or self.bundled or (len(self.mine) != 1 and not self.turns)
 
 
 @dataclass(slots=True)

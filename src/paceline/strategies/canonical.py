@@ -2,6 +2,9 @@
 
 Phase 1, forward and backward: each global batch is cut into V shards. A process computes its own one after the other,
   with the randomness of the shard; nothing travels.
+  Batch norm over the global batch needs the statistics of all shards in the middle of a forward, and sums over them in
+  the backward. The shards of a process are then replicas on one device (replicas.py), which take turns from one batch
+  norm to the next; between processes a row for each shard travels there, in both directions.
 Phase 2: the gradient of each shard is a leaf of a binary tree over the V shards, which says in which order they are
   added, wherever they were computed (comm/canonical.py). After the last shard the processes complete the tree.
 Phase 3, step: each replica makes the same update.
@@ -10,7 +13,8 @@ Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n a st
 else up to 2 log2(V / n) + 2 times as many in the first half; after the backward and not during it. With them a number
 for each parameter says which have a gradient; reading that waits for the device, once a step.
 Memory per replica: parameters and optimizer state once; gradients twice, before and after they travel, and once more
-for each level of the tree that waits (about log2(V / n)); and a few messages of 32 MB.
+for each level of the tree that waits (about log2(V / n)); and a few messages of 32 MB. With batch norm over the global
+batch the activations of all V / n shards, as of one large batch, and V / n gradients and copies of the buffers.
 
 It follows torch.nn.parallel.DistributedDataParallel in what it computes, and not in its order of additions. The tree is
 pairwise summation (Higham 1993, "The accuracy of floating point summation").
@@ -27,8 +31,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.canonical import CanonicalSums, ranges
 from paceline.errors import ModelError, SettingError
-from paceline.strategies.base import Layout, Weight, as_gradient
+from paceline.strategies.base import Layout, Term, Weight, Work, as_gradient
 from paceline.strategies.ddp import DDP
+from paceline.strategies.replicas import ReplicaSet
 from paceline.world import World
 
 
@@ -51,6 +56,9 @@ class Canonical(DDP):
         self.sums = CanonicalSums(shards)
         turns = max(stop - start for start, stop in owned) if shards > 1 else 0
         self.layout = Layout(shards=shards, mine=self.sums.mine, turns=turns)
+        self._replicas: ReplicaSet | None = None  # where the layout is bundled
+        self._copies: list[dict[Tensor, Tensor]] = []
+        self.copies = self._copies
         self._hooks: list[Any] = []
         self._began = False
 
@@ -61,11 +69,23 @@ class Canonical(DDP):
             return
         for model in models:
             for name, module in model.named_modules():
-                # Batch norm's, where that is allowed, are set anew for each shard (train/normalisation.py).
+                # Batch norm's are alike on all shards, or set anew for each of them (train/normalisation.py).
                 if next(module.buffers(recurse=False), None) is not None and not isinstance(module, _BatchNorm):
                     watch = _Watch(name or type(module).__name__)
                     self._hooks.append(module.register_forward_pre_hook(watch.before))
                     self._hooks.append(module.register_forward_hook(watch.after))
+        if self.layout.bundled:
+            if self._replicas is None:
+                self._replicas = ReplicaSet([self.device] * len(self.layout.mine), sums=self.sums)
+                self._replicas.copies, self.closure_only = self._copies, True
+            self._replicas.setup(models)
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        if self._replicas is None:
+            return super().forward_backward(work)
+        self._compare_once()
+        self._replicas.follow(work.call)
+        return self._replicas.forward_backward(work, lambda: None)
 
     def backward(
         self,
@@ -77,14 +97,20 @@ class Canonical(DDP):
         inputs: Sequence[Tensor] | None = None,
         retain_graph: bool = False,
     ) -> None:
-        if final and not self._began and self.world.size > 1:
-            self._began = True
-            self._check_at_start()
+        if final:
+            self._compare_once()
         gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
         torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
 
+    def _compare_once(self) -> None:
+        if not self._began and self.world.size > 1:
+            self._began = True
+            self._check_at_start()
+
     def close(self) -> None:
         self._remove_hooks()
+        if self._replicas is not None:
+            self._replicas.close()
         super().close()
 
     def _remove_hooks(self) -> None:

@@ -1,7 +1,8 @@
 """Copies of the user's models on further devices, and what is followed in them (replicas.py).
 
 A copy is copy.deepcopy's, with its parameters and buffers made directly on its device. Pairs are found as deepcopy goes
-along, so that tied parameters and models that share layers stay so.
+along, so that tied parameters and models that share layers stay so. On the same device a copy's parameters may share
+the memory of the user's: it then has gradients and buffers of its own, and no weights.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from paceline.errors import ModelError
 
 
 def copied(
-    models: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device
+    models: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device, shared: bool = False
 ) -> tuple[dict[nn.Module, nn.Module], dict[Tensor, Tensor]]:
     """The user's modules -> a device's, and parameters likewise. Tensors go there directly, without a second copy on
-    the first device. Raises ModelError for a model that copy.deepcopy does not copy whole."""
+    the first device. shared: parameters share the memory of the user's. Raises ModelError for a model that
+    copy.deepcopy does not copy whole."""
     memo: dict[int, Any] = {}
     copies = {}
     for p in parameters:
-        copies[p] = memo[id(p)] = _copied_parameter(p, device)
+        copies[p] = memo[id(p)] = _copied_parameter(p, device, shared)
     for model in models:
         for buffer in model.buffers():
             if id(buffer) not in memo:
@@ -55,12 +57,13 @@ def copied(
     return modules, copies
 
 
-def _copied_parameter(own: Tensor, device: torch.device) -> Tensor:
+def _copied_parameter(own: Tensor, device: torch.device, shared: bool) -> Tensor:
     if type(own) is nn.Parameter:
-        its: Tensor = nn.Parameter(own.detach().to(device, copy=True), requires_grad=own.requires_grad)
+        data = own.detach() if shared else own.detach().to(device, copy=True)
+        its: Tensor = nn.Parameter(data, requires_grad=own.requires_grad)
     else:
         its = copy.deepcopy(own)
-        its.data = its.data.to(device)
+        its.data = own.data if shared else its.data.to(device)
     vars(its).update(vars(own))  # marks that optimizers look at
     follow_flags(own, its)
     return its

@@ -1,4 +1,5 @@
-"""Several replicas in one process: what data_parallel, mirrored and central_storage share.
+"""Several replicas in one process: what data_parallel, mirrored, central_storage and a reproducible run with batch norm
+share.
 
 The user's own models are the first replica's; each further device has a copy of them. A global batch goes through four
 phases here:
@@ -14,7 +15,9 @@ phases here:
 Buffers that a forward moves stay each replica's own, as they stay each rank's own under ddp. Only the statistics of
 batch norms that were computed by shard become their mean over the replicas, before an update.
 
-Replicas on CPUs share one random generator and so take turns: they compute what as many devices would, no faster.
+Replicas on CPUs share one random generator and so take turns: they compute what as many devices would, no faster. So do
+the shards of a reproducible run (canonical.py), which are replicas on one device of any kind. Their parameters are the
+same memory, seen by several leaves of autograd, each with a gradient of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.canonical import CanonicalSums, ShardReplicas
 from paceline.comm.devices import add_tensors, copy_tensors
+from paceline.comm.replicas import Replicas, current
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import UsageError
 from paceline.strategies.base import Layout, Piece, Term, Weight, Work, as_gradient
@@ -46,19 +51,28 @@ class ReplicaSet:
     copies: for each further replica, the user's parameter -> its own; the same list always. ended: whether the last
     backward call was one of a last micro-batch. keep_weights: whether each
     replica updates its own weights, so that they travel only where the script has written to them. Else they are sent
-    when `stale` was called, and when a global batch begins.
+    when `stale` was called, and when a global batch begins. sums: the replicas are this process's shards of a
+    reproducible run, all on one device; they share the memory of their parameters.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, keep_weights: bool = False) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], *, keep_weights: bool = False, sums: CanonicalSums | None = None
+    ) -> None:
         self.devices = devices
         self.layout = Layout(shards=len(devices), mine=tuple(range(len(devices))))
         self.models: list[nn.Module] = []
         self.copies: list[dict[Tensor, Tensor]] = []
-        self.team = ThreadTeam(len(devices), take_turns=devices[0].type == "cpu")
+        self._shared = sums is not None
+        if sums is None:
+            self.team = ThreadTeam(len(devices), take_turns=devices[0].type == "cpu")
+        else:
+            member = partial(ShardReplicas, sums=sums)
+            self.team = ThreadTeam(len(devices), take_turns=True, device=devices[0], member=member)
         self._keep_weights, self._stale = keep_weights, True
         self._modules: list[dict[nn.Module, nn.Module]] = []
         self._records: list[Record] = []
         self._stamps: dict[Tensor, Stamp] = {}
+        self._guards: list[Any] = []  # handles of hooks
         self._call, self.ended = -1, True  # of the last backward call: its number, whether it was a last micro-batch's
 
     def setup(self, models: Sequence[nn.Module]) -> None:
@@ -81,6 +95,7 @@ class ReplicaSet:
 
     def close(self) -> None:
         self.team.close()
+        self._remove_guards()
         self.copies.clear()
         self._modules, self._records, self._stamps, self.models = [], [], {}, []
 
@@ -93,13 +108,14 @@ class ReplicaSet:
         if not all(record.holds() for record in self._records):
             self._copy()
             return begins
-        everything = not self._keep_weights and (begins or self._stale)
+        everything = not self._keep_weights and (begins or self._stale or self._shared)
         parameters = list(self._stamps)
         sent = parameters if everything else self.changed(parameters)
-        if any(p.shape != q.shape or p.dtype != q.dtype for p in sent for q in self._of(p)):
+        if not all(self._alike(p, q) for p in sent for q in self._of(p)):
             self._copy()
             return begins
-        self._send(sent)
+        if not self._shared:
+            self._send(sent)
         for copies in self.copies:
             for p, its in copies.items():
                 follow_flags(p, its)
@@ -122,6 +138,11 @@ class ReplicaSet:
             copy_tensors([p.detach() for p in parameters], [copies[p].detach() for p in parameters])
         self.remember(parameters)
 
+    def _alike(self, own: Tensor, its: Tensor) -> bool:
+        """Whether a copy of a parameter can take its values; or, where memory is shared, still has them."""
+        alike = own.shape == its.shape and own.dtype == its.dtype
+        return alike and (not self._shared or own.data_ptr() == its.data_ptr())
+
     def _of(self, parameter: Tensor) -> Iterator[Tensor]:
         return (copies[parameter] for copies in self.copies)
 
@@ -129,9 +150,13 @@ class ReplicaSet:
         """Copies all models anew. What they share they go on sharing, and gradients of a global batch stay."""
         before = list(self.copies)
         parameters = list(parameter_names(self.models))
+        self._remove_guards()
+        if self._shared:
+            own = _OnlyInItsThread(parameters, self.team.replicas[0])
+            self._guards += [p.register_post_accumulate_grad_hook(own) for p in parameters if p.requires_grad]
         self._modules, made = [], []
         for number, device in enumerate(self.devices[1:]):
-            counterparts, copies = copied(self.models, parameters, device)
+            counterparts, copies = copied(self.models, parameters, device, self._shared)
             for p, its in copies.items():
                 if before and p in before[number] and before[number][p].shape == its.shape:
                     its.grad = before[number][p].grad
@@ -144,6 +169,10 @@ class ReplicaSet:
         self.remember(parameters)
         self._stale = False
 
+    def _remove_guards(self) -> None:
+        while self._guards:
+            self._guards.pop().remove()
+
     # --- phases 2 to 4
 
     def forward_backward(self, work: Work, combine: Callable[[], None]) -> list[list[Term]]:
@@ -154,7 +183,10 @@ class ReplicaSet:
         trees = [self._swapped(work.model, number) for number in range(len(self.devices))]
         at = list(zip(self.devices, streams, strict=True))
         terms = self.team.run(
-            [partial(_forward, work, *each) for each in zip(trees, work.pieces, range(len(at)), at, strict=True)]
+            [
+                partial(_forward, work, *each, self._shared)
+                for each in zip(trees, work.pieces, range(len(at)), at, strict=True)
+            ]
         )
         for record in self._records:
             record.note_buffers()
@@ -163,7 +195,7 @@ class ReplicaSet:
         for weights, retain_graph in work.passes([[_counted_on(term, first) for term in of_one] for of_one in terms]):
             self.team.run(
                 [
-                    partial(_backward, *each, retain_graph)
+                    partial(_backward, *each, retain_graph, self._shared)
                     for each in zip(terms, weights, inputs, range(len(at)), at, strict=True)
                 ]
             )
@@ -234,6 +266,25 @@ def norms_of(parameters: Sequence[Tensor]) -> Tensor:
 
 # --- in a replica's thread
 
+
+class _OnlyInItsThread:
+    """Refuses gradients of other shards that arrive at the first one's parameters, which are the user's own. Copies
+    have this hook too."""
+
+    def __init__(self, parameters: Sequence[Tensor], replica: Replicas) -> None:
+        self._parameters, self._replica = set(parameters), replica
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter in self._parameters and current() is not self._replica:
+            raise UsageError(REACHED_FROM_OUTSIDE)
+
+
+REACHED_FROM_OUTSIDE = (
+    "reproducible: the loss function uses parameters of a prepared model that it has not got from its first argument. "
+    "With batch norm over the global batch each shard has a model of its own: use the `model` of loss_fn(model, "
+    "batch), and hand several as a tuple or dict, run.forward_backward(loss_fn, (model, other), batch)."
+)
+
 _At = tuple[torch.device, Any]
 
 
@@ -260,7 +311,9 @@ def _on(number: int, at: _At) -> Iterator[None]:
         raise
 
 
-def _forward(work: Work, model: Any, piece: Piece, number: int, at: _At) -> list[Term]:
+def _forward(work: Work, model: Any, piece: Piece, number: int, at: _At, shared: bool) -> list[Term]:
+    if shared:  # the cache is the process's: whoever ends first empties it, and a weight used again is cast again
+        torch.set_autocast_cache_enabled(False)
     with _on(number, at):
         return work.compute(model, replace(piece, batch=move(piece.batch, at[0])), at[0])
 
@@ -272,9 +325,12 @@ def _backward(
     number: int,
     at: _At,
     retain_graph: bool,
+    alone: bool,
 ) -> None:
+    """alone: within this thread, and not in one that autograd has for all replicas of a GPU, where they would wait for
+    each other for ever. The order of additions is then that of the shard's own graph."""
     pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
-    with _on(number, at):
+    with _on(number, at), torch.autograd.set_multithreading_enabled(False) if alone else nullcontext():
         torch.autograd.backward(
             [value for value, _ in pairs],
             [as_gradient(weight, value) for value, weight in pairs],

@@ -73,12 +73,11 @@ def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, T
     """
     channels = x.size(1)
     exact = torch.float32 if x.device.type == "mps" else torch.float64
-    table = torch.zeros(replicas.size, 1 + 2 * channels, dtype=exact, device=x.device)  # (R, 1 + 2C)
     if x.numel() > 0:
-        row = table[replicas.rank]
-        row[0] = x.numel() // channels
-        row[1:] = torch.cat(_moments(x))
-    counts, means, m2s = replicas.sum(table).split((1, channels, channels), dim=1)
+        row = torch.cat((torch.full((1,), x.numel() // channels, dtype=exact, device=x.device), *_moments(x)))
+    else:
+        row = torch.zeros(1 + 2 * channels, dtype=exact, device=x.device)
+    counts, means, m2s = replicas.rows(row).split((1, channels, channels), dim=1)
     count = counts.sum()
     shares = counts / count  # (R, 1)
     mean = (shares * means).sum(0)

@@ -6,6 +6,7 @@ power of two nearest to the examples of the global batch, on all micro-batches a
 is multiplied by P / C, C the counts of all shards added in the same tree. Accounts are added in the order of the calls.
 
 A shard without examples, and the zero-length batches of a process that has fewer shards than others, have no leaf.
+Where batch norm lets the shards of a process compute together, each has its replica's gradients for a leaf.
 """
 
 from __future__ import annotations
@@ -43,32 +44,32 @@ class InTurn:
         self._counts: dict[Key, dict[int, Tensor]] = {}
 
     def passes(
-        self, terms: Sequence[Term], request: Request, call: int, retain: bool, scale: float, updated: bool
+        self, terms: list[list[Term]], request: Request, call: int, retain: bool, scale: float, updated: bool
     ) -> Iterator[tuple[Weights, bool]]:
         """As Stepper._passes. updated: whether this yield has had an update."""
-        if updated and self._layout.shards > 1:
+        shards, parts = self._layout.shards, request.parts
+        if updated and self._layout.turns:
             raise UsageError(UPDATED_BETWEEN)
-        part = request.parts[0]
-        empty = (
-            part.shard >= self._layout.shards or len(range(*cut(request.total, self._layout.shards, part.shard))) == 0
-        )
+        empty = [p.shard >= shards or len(range(*cut(request.total, shards, p.shard))) == 0 for p in parts]
+        examples = [len(part.indices) for part in parts]
         power = 2.0 ** round(math.log2(max(request.total, 1)))
-        keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms)))
+        keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
         for key in keys:
             if request.micro == 0:
                 self._counts.pop(key, None)
-            if key[1] != MEANS and not empty:
-                self._count(key, part.shard, terms[key[1]].count)
+            for part, its, nothing in zip(parts, terms, empty, strict=True):
+                if key[1] != MEANS and not nothing:
+                    self._count(key, part.shard, its[key[1]].count)
+        last = parts[0].micro == micros_of_a_shard(request, self._layout) - 1
         for number, key in enumerate(keys):
             self._accounts.hold(key)
-            yield (
-                weigh([list(terms)], [len(part.indices)], request.total, scale, {key[1]: 1 / power}, only=key[1]),
-                retain or number < len(keys) - 1,
-            )
-            if part.micro == micros_of_a_shard(request, self._layout) - 1 and part.shard < self._layout.shards:
-                self._leaf(key, part.shard, empty)
-            elif empty:
-                self._take()
+            weights = weigh(terms, examples, request.total, scale, {key[1]: 1 / power}, only=key[1])
+            yield weights, retain or number < len(keys) - 1
+            for place, (part, nothing) in enumerate(zip(parts, empty, strict=True)):
+                if last and part.shard < shards:
+                    self._leaf(key, part.shard, place, nothing)
+                elif nothing:
+                    self._take(place)
             self._accounts.note(key)
         if request.final:
             self._complete(keys, power, scale)
@@ -79,9 +80,12 @@ class InTurn:
         mine = self._counts.setdefault(key, {})
         mine[shard] = mine[shard] + value if shard in mine else value
 
-    def _take(self) -> list[Tensor | None]:
-        """What `.grad` holds, which is then empty."""
+    def _take(self, place: int) -> list[Tensor | None]:
+        """What `.grad` of a replica holds, which is then empty."""
         parameters = self._accounts.parameters
+        if place:
+            copies = self._accounts.copies[place - 1]
+            parameters = [copies[p] for p in parameters]
         grads = [p.grad for p in parameters]
         for p, grad in zip(parameters, grads, strict=True):
             p.grad = None
@@ -92,8 +96,8 @@ class InTurn:
                 )
         return grads
 
-    def _leaf(self, key: Key, shard: int, empty: bool) -> None:
-        grads = self._take()
+    def _leaf(self, key: Key, shard: int, place: int, empty: bool) -> None:
+        grads = self._take(place)
         tree = self._accounts.trees.get(key)
         if tree is None:
             tree = self._accounts.trees[key] = self._sums.tree()

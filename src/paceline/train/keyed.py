@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from paceline.comm import generators
 from paceline.train import randomness
 from paceline.train.randomness import mix
 
@@ -85,10 +86,10 @@ class Keyed:
         self._set(self._outside)
 
     def _get(self) -> tuple[Any, list[Any]]:
-        return randomness.get_state(), [handle.get() for handle in self._held]
+        return generators.get_state(), [handle.get() for handle in self._held]
 
     def _set(self, states: tuple[Any, list[Any]]) -> None:
-        randomness.set_state(states[0])
+        generators.set_state(states[0])
         for handle, state in zip(self._held, states[1], strict=True):
             handle.set(state)
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from paceline.comm import collectives, engine
+from paceline.comm import collectives, engine, generators
 from paceline.errors import UsageError
 from paceline.strategies.base import Piece
 from paceline.strategies.placement import move
 from paceline.train import randomness
 from paceline.train.fetch import Fetched
+from paceline.train.messages import CANNOT_BE_UNPACKED
 from paceline.train.order import Request
 from paceline.train.sources import ADDED_LATER, Source
 
@@ -31,16 +32,18 @@ class Bundle:
         self.pieces = pieces
 
     def _refuse(self, *_: Any) -> Any:
-        raise UsageError(
-            f"this batch holds {len(self.pieces)} collated batches, since the chosen strategy computes several shards "
-            "or micro-batches at once: it cannot be unpacked in the loop. Move the loss into a function,\n"
-            "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
-            "and call\n"
-            "    loss = run.forward_backward(loss_fn, model, batch)\n"
-            "in place of the forward and run.backward; or choose a strategy with one replica a process, such as ddp."
-        )
+        raise UsageError(CANNOT_BE_UNPACKED)
 
     __iter__ = __getitem__ = __len__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise UsageError(CANNOT_BE_UNPACKED)
 
 
 class Loader:
@@ -154,7 +157,7 @@ class Loader:
 
     def _evaluating(self) -> Iterator[Any]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
-        before = randomness.get_state(self._device)
+        before = generators.get_state(self._device)
         engine.enter("evaluating", meet=True)
         if engine.channel() is not None:  # whose members may be fewer than when the loader was made
             self._source.layout.shards = collectives.size_of()
@@ -166,7 +169,7 @@ class Loader:
         finally:
             engine.enter("between")
             self.current = None
-            randomness.set_state(before, self._device)
+            generators.set_state(before, self._device)
         self._on_end(self, True)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:

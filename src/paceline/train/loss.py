@@ -76,11 +76,19 @@ def _check_count(count: Any) -> None:
         raise UsageError(f"count={count!r}: a number from 0 on, or a 0-dim tensor, is needed.")
 
 
-def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int]) -> Tensor:
+def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: bool = False) -> Tensor:
     """This process's loss, detached: the sum over terms of a mean over its pieces.
 
-    `loss_count` on the tensor says what it is a mean over, where that is not examples, for `run.mean`.
+    `loss_count` on the tensor says what it is a mean over, where that is not examples, for `run.mean`. apart: several
+    pieces' own losses are kept too (`parts_of`), for sums whose bits do not depend on which process has which.
     """
+    if apart and len(terms) > 1:
+        loss = local_loss(terms, examples)
+        each = [local_loss([its], [n]) for its, n in zip(terms, examples, strict=True)]
+        loss.loss_parts = [  # type: ignore[attr-defined]
+            (part, getattr(part, "loss_count", n)) for part, n in zip(each, examples, strict=True)
+        ]
+        return loss
     if len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
         return terms[0][0].value
     with torch.no_grad():
@@ -104,3 +112,9 @@ def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int]) -> Tens
         if len(parts) == 1 and terms[0][0].count is not None:
             loss.loss_count = whole  # type: ignore[attr-defined]
         return loss
+
+
+def parts_of(value: Any) -> list[tuple[Any, Weight | None]]:
+    """A number, and what it is a mean over (None: over examples); of a loss that knows its parts, these."""
+    parts: list[tuple[Any, Weight | None]] | None = getattr(value, "loss_parts", None)
+    return [(value, getattr(value, "loss_count", None))] if parts is None else parts

@@ -34,7 +34,18 @@ CLOSURE_NEEDED = (
     "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
     "    for batch in loader:\n"
     "        loss = run.forward_backward(loss_fn, model, batch)\n"
-    "or choose a strategy with one replica a process, such as ddp."
+    "or choose a strategy with one replica a process, such as ddp, without `reproducible`."
+)
+
+CANNOT_BE_UNPACKED = (
+    "this batch holds several collated batches, since the chosen strategy computes several shards or micro-batches at "
+    "once (with `reproducible`, where the model has batch norm over the global batch): it cannot be unpacked in the "
+    "loop. Move the loss into a function,\n"
+    "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
+    "and call\n"
+    "    loss = run.forward_backward(loss_fn, model, batch)\n"
+    "in place of the forward and run.backward; or choose a strategy with one replica a process, such as ddp, without "
+    "`reproducible`."
 )
 
 LOST_BETWEEN_UPDATES = (

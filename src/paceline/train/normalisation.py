@@ -27,14 +27,19 @@ class Normalisation:
         self._choice = "shard" if self._layout.local else choice
         self._found: list[nn.Module] = []
         self._turns = _Turns(self._layout.shards, strategy.sums)
+        self._reproducible, self._began = strategy.sums is not None, False
 
     def convert(self, model: nn.Module) -> None:
-        """`global`: its batch norms take their statistics over all replicas. `shard`: they stay as they are, but for
-        an empty shard."""
+        """`global`: its batch norms take their statistics over all replicas, which compute together. `shard`: they stay
+        as they are, but for an empty shard."""
         known = set(self._found)  # of an earlier `prepare`
         present = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in known]
         if present and self._choice == "global" and self._layout.shards > 1:
             batchnorm.convert(model)
+            if self._reproducible and not self._layout.bundled:
+                if self._began:
+                    raise ModelError(PREPARED_LATE)
+                self._layout.turns, self._layout.bundled = 0, True
         elif self._layout.shards > 1:
             for module in present:
                 module.register_forward_pre_hook(_pass_over_empty)
@@ -44,7 +49,7 @@ class Normalisation:
     def on_yield(self, loader: Loader) -> None:
         """A training loader yields. Raises ModelError where `global` would not be what it says: statistics of
         micro-batches depend on how many replicas share the work."""
-        request = loader.current
+        request, self._began = loader.current, True
         if request is None or not any(module.training for module in self._found):
             return
         if self._choice != "global":
@@ -55,8 +60,8 @@ class Normalisation:
             raise ModelError(
                 f"this process computes {self._layout.shards} shards one after the other, and the model has batch "
                 "norm, whose statistics are to be those of all shards together. Use a normalisation within the example "
-                "(GroupNorm, LayerNorm); or batch_norm='shard', which changes the model; or, without `reproducible`, "
-                "--strategy data_parallel:devices=cpu,cpu (a device for each shard)."
+                "(GroupNorm, LayerNorm); or batch_norm='shard', which changes the model; or --strategy "
+                "data_parallel:devices=cpu,cpu (a device for each shard)."
             )
         micros = micros_of_a_shard(request, self._layout)
         if micros > 1:
@@ -88,6 +93,13 @@ class Normalisation:
             mean = collectives.all_reduce(flat) / collectives.size_of()
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
+
+
+PREPARED_LATE = (
+    "reproducible: a model with batch norm was prepared after the first training batch. All shards of a process "
+    "compute such a model together, and so they must from the start: prepare it before the loop, or set "
+    "batch_norm='shard', which changes the model."
+)
 
 
 class _Turns:

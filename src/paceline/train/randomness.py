@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,25 +56,3 @@ def seed_all(key: int, device: torch.device | None = None) -> None:
     """Keys every generator that a data set, a collate function or a model draws from."""
     seed_torch(key, device)
     seed_python(key)
-
-
-def get_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of all generators, as a tree that checkpoints can hold."""
-    state: dict[str, Any] = {
-        "torch": torch.default_generator.get_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-    }
-    if device is not None and device.type == "cuda":
-        state["device"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Puts back what `get_state` returned."""
-    torch.default_generator.set_state(state["torch"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    if "device" in state and device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["device"], device)

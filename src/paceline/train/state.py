@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
+from paceline.comm import collectives, generators
 from paceline.errors import CheckpointError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
-from paceline.train import checkpoint, randomness
+from paceline.train import checkpoint
 from paceline.train.circumstances import agree, circumstances, compare
 from paceline.train.loader import Loader
 from paceline.train.snapshot import SnapshotBuffers
@@ -75,7 +75,7 @@ class State:
     def save(self, directory: str | Path, step: int, keep: int | None, run: dict[str, Any]) -> Path:
         """Writes a checkpoint. All processes call it; rank 0 writes, and all return when it stands on the disk."""
         state = self.strategy.state_dict()
-        streams = collectives.gather_objects(randomness.get_state(self._device))
+        streams = collectives.gather_objects(generators.get_state(self._device))
         failure, path = None, ""
         if collectives.rank_of() == 0:
             parts: dict[str, Any] = {}
@@ -202,7 +202,7 @@ class State:
         self.strategy.load_state_dict({**parts.get("strategy", {}), **named})
         self._put_back_others(schedulers, run, parts["tracked"])
         if len(run["streams"]) == collectives.size_of():
-            randomness.set_state(run["streams"][collectives.rank_of()], self._device)
+            generators.set_state(run["streams"][collectives.rank_of()], self._device)
         return run
 
     def _put_back_others(self, schedulers: list[Any], run: dict[str, Any], tracked: dict[str, Any]) -> None:

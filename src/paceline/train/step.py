@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
-from paceline.errors import EmptyShardError, UsageError, WorldError
-from paceline.strategies.base import Piece, Strategy, Term, Weight, Weights, Work
+from paceline.errors import UsageError, WorldError
+from paceline.strategies.base import Strategy, Term, Weight, Weights, Work
 from paceline.train.canonical import in_turn
+from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
-from paceline.train.loader import Bundle, Loader
-from paceline.train.loss import local_loss, mean_term, sum_term, terms_of
-from paceline.train.messages import CLOSURE_NEEDED, LOST_BETWEEN_UPDATES, empty_message, without_backward
+from paceline.train.loader import Loader
+from paceline.train.loss import local_loss, mean_term, parts_of, sum_term
+from paceline.train.messages import CLOSURE_NEEDED, LOST_BETWEEN_UPDATES, without_backward
 from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.preparable import strange_parameters
@@ -109,30 +110,15 @@ class Stepper:
         of: Loader | None,
     ) -> Tensor:
         loader, request = self._loader_of(of, "forward_backward")
-        if isinstance(batch, Bundle):
-            pieces = batch.pieces
-        else:
-            part = request.parts[0]
-            pieces = [Piece(part.shard, part.micro, len(part.indices), batch)]
-        several = len(pieces) > 1
-
-        def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:
-            if several:
-                seed_torch(loader.streams.torch_key(request, piece.shard, piece.micro), device)
-            with self.precision.autocast():
-                try:
-                    return terms_of(loss_fn(replica, piece.batch))
-                except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-                    if piece.count:
-                        raise
-                    raise EmptyShardError(empty_message(error)) from error
-
+        pieces = pieces_of(batch, request)
+        counts = [piece.count for piece in pieces]
+        seeded = len(pieces) == 1 and not self.strategy.layout.bundled
         call = self._opened(loader)
         work = Work(
             model,
             pieces,
-            compute,
-            lambda terms: self._passes(terms, [piece.count for piece in pieces], request, call, False),
+            computing(loss_fn, self.precision, loader, request, seeded),
+            lambda terms: self._passes(terms, counts, request, call, False),
             request.final,
             call,
             self._inputs(optimizer),
@@ -141,11 +127,11 @@ class Stepper:
         # Stages of a pipeline run outside the closure, and belong under autocast with it.
         with self.precision.autocast() if self.strategy.layout.together else nullcontext():
             terms = self.strategy.forward_backward(work)
-        loss = local_loss(terms, [piece.count for piece in pieces])
+        loss = local_loss(terms, counts, apart=self._turns is not None)
         self._saw(terms[0][0].count, request, call)
         self._watch.saw(loss, request)
         if self.losses is not None:
-            self.losses.append((call, loss, getattr(loss, "loss_count", None), request, False, loss._version))
+            self.losses += [(call, part, n, request, False, part._version) for part, n in parts_of(loss)]
         return loss
 
     def backward(
@@ -203,7 +189,7 @@ class Stepper:
         """The weights of each backward pass, with the accounts before and after it in order (gradients.py)."""
         scale = self.precision.loss_scale
         if self._turns is not None:
-            yield from self._turns.passes(terms[0], request, call, retain, scale, any(x.stepped for x in self._open))
+            yield from self._turns.passes(terms, request, call, retain, scale, any(x.stepped for x in self._open))
             return
         if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
             # What most steps are, without the lists: this runs between a forward and its backward.

@@ -31,11 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.comm import slices
+from paceline.comm import generators, slices
 from paceline.errors import ModelError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
-from paceline.train import randomness
 from paceline.train.loader import Loader
 from paceline.train.loss import terms_of
 from paceline.trial import kept, plain
@@ -176,7 +175,7 @@ class Recorder:
             self._drawn += [torch.Generator().manual_seed(key).get_state() for key in keys]
 
     def _generators(self) -> list[Tensor]:
-        state = randomness.get_state(self._run.device)
+        state = generators.get_state(self._run.device)
         return [state["torch"], *([state["device"]] if "device" in state else [])]
 
     def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:

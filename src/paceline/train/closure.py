@@ -1,0 +1,44 @@
+"""The user's closure on one micro-batch of one shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.errors import EmptyShardError
+from paceline.strategies.base import Piece, Term
+from paceline.train.loader import Bundle, Loader
+from paceline.train.loss import terms_of
+from paceline.train.messages import empty_message
+from paceline.train.order import Request
+from paceline.train.precision import Precision
+from paceline.train.randomness import seed_torch
+
+
+def pieces_of(batch: Any, request: Request) -> list[Piece]:
+    """What a loader yielded."""
+    if isinstance(batch, Bundle):
+        return batch.pieces
+    part = request.parts[0]
+    return [Piece(part.shard, part.micro, len(part.indices), batch)]
+
+
+def computing(
+    loss_fn: Callable[[Any, Any], Any], precision: Precision, loader: Loader, request: Request, seeded: bool
+) -> Callable[[Any, Piece, torch.device], list[Term]]:
+    """Work.compute. seeded: torch's generators are still as the loader has keyed them, for the only piece."""
+
+    def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:
+        if not seeded:
+            seed_torch(loader.streams.torch_key(request, piece.shard, piece.micro), device)
+        with precision.autocast():
+            try:
+                return terms_of(loss_fn(replica, piece.batch))
+            except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+                if piece.count:
+                    raise
+                raise EmptyShardError(empty_message(error)) from error
+
+    return compute
