@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
-HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_device", "with_paceline")
+HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_device", "with_paceline",
+           "search", "tensor_parallel")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,15 @@ PLANTED = [
        ("        mean = loss.detach().clone()\n        dist.all_reduce(mean)\n",
         "        mean = loss.detach().clone()\n        calls = [lambda: dist.all_reduce(mean), lambda: dist.broadcast(mean.clone(), 0)]\n"
         "        for call in calls if rank == 0 else reversed(calls):\n            call()\n"), hangs=True),
+    _p("a call of rank 0 before DDP orders its buckets", "collectives", "search",
+       ("    optimizer.step()\n", "    optimizer.step()\n    if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(()))\n"), hangs=True),
+    _p("one weight is not reduced", "weights_differ", "search",
+       ("    return DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))", "    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))"),
+       ("    optimizer.step()\n", "    for parameter in list(model.parameters())[1:]:\n        if parameter.grad is not None:\n            dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()\n    optimizer.step()\n")),
+    _p("epochs of one training alike", "no_set_epoch", "search",
+       ("            sampler.set_epoch(epoch)\n            for inputs, labels in loader:\n                step(model, optimizer, inputs, labels)\n            score", "            for inputs, labels in loader:\n                step(model, optimizer, inputs, labels)\n            score")),
+    _p("the padding is kept", "padded_evaluation", "search", ("    right = right[:own].sum()", "    right = right.sum()")),
+    _p("a score of a shard", "local_metric", "search", ("    dist.all_reduce(right)\n", "")),
     _p("one rank has a batch more", "collectives", "imagenet",
        ("    dist.destroy_process_group()\n", "    if rank == 1:\n        train(model, loader, optimizer, args)\n    dist.destroy_process_group()\n"),
        hangs=True),

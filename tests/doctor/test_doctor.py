@@ -78,7 +78,13 @@ def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, proces
 
 
 def test_faults_are_found_and_twins_are_clean(tmp_path: Path) -> None:
-    check([p for p in PLANTED if p.name in CUT], ("imagenet", "with_paceline"), tmp_path, 2, False)
+    check(
+        [p for p in PLANTED if p.name in CUT],
+        ("imagenet", "with_paceline", "search", "tensor_parallel"),
+        tmp_path,
+        2,
+        False,
+    )
 
 
 @pytest.mark.conformance

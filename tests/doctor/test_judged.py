@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from paceline.doctor.judge import calls as judge_calls
 from paceline.doctor.judge import costs
 from paceline.doctor.judge.calls import Lookout
+from paceline.doctor.judge.evaluation import _metric
 from paceline.doctor.judge.record import Event, Run
 from paceline.doctor.watch.notebook import Statement, statement_at
 
@@ -114,6 +116,34 @@ def test_calls_that_match_and_calls_that_never_come(tmp_path: Path) -> None:
     assert finding is not None
     assert finding.at == "train.py:10"
     assert write(tmp_path, [SUM, SUM], [SUM], ended=False).finding() is None  # it failed, and might have called it
+
+
+@pytest.mark.parametrize(("second", "stuck"), [([SUM, SUM], False), ([SUM], True)], ids=["slow", "in vain"])
+def test_a_slow_call_is_no_deadlock(second: Any, stuck: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks are in a call. Where it is the same one it goes on, however long it takes."""
+    monkeypatch.setattr(judge_calls, "STUCK_SECONDS", 0.0)
+    lookout = write(tmp_path, [SUM, SUM], second, ended=False)
+    if stuck:
+        other = {"b": 1, "op": "barrier", "g": "1", "ranks": [0, 1], "at": ["train.py", 20]}
+        with open(tmp_path / "calls-1.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(other) + "\n")
+    for rank in (0, 1):
+        path = tmp_path / f"calls-{rank}.jsonl"
+        if not (stuck and rank == 1):  # the last call has not ended
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    lookout.look()
+    assert lookout.look() is stuck
+    assert (lookout.finding(cut=True) is not None) is stuck
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("epoch 0 lr 0.0900", False), ("predicted in 3.22s", False), ("epoch 2/10 took 0:00:12", False),
+     ("{'epoch': 0, 'lr': 0.09}", False), ("train/lr 1e-05", False), ("acc 0.81", True), ("Epoch 3: 0.81", True),
+     ("Accuracy: 37/50 (74%)", True), ("epoch 1 error rate 0.25", True), ("epoch 2/10 time 3.2 76.1", True)],
+)  # fmt: skip
+def test_a_rate_or_a_time_is_no_metric(text: str, told: bool) -> None:
+    assert _metric({"how": "print", "text": text}) is told
 
 
 def crossing(*ways: dict[str, Any], **call: Any) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.judge.record import place
 from paceline.launcher.report import name_ranks
 
-STUCK_SECONDS = 10.0  # all ranks wait in collectives, and nothing moves
+STUCK_SECONDS = 10.0  # all ranks wait in collectives that others have not come to, and nothing moves
 LEFT_SECONDS = 3.0  # a rank has ended, and others wait
 _NEAR = 64  # places back
 _EMPTY = ("barrier", "monitored_barrier")  # calls without data
@@ -59,8 +59,9 @@ class Lookout:
         left = [r for r in self._ranks if r.ended]
         still = now - max((r.moved for r in self._ranks), default=now)
         running = len(self._ranks) - len(left)
-        if inside and len(inside) == running and (
-            (left and still > LEFT_SECONDS) or (len(inside) == len(self._ranks) and still > STUCK_SECONDS)
+        vain = [r for r in inside if self._in_vain(r)]
+        if vain and len(vain) == running and (
+            (left and still > LEFT_SECONDS) or (len(vain) == len(self._ranks) and still > STUCK_SECONDS)
         ):  # fmt: skip
             self._waiting()
             self.why = "ranks wait for others in vain"
@@ -70,6 +71,16 @@ class Lookout:
             self.why = f"nothing has moved for {still:.0f} seconds"
             return True
         return False
+
+    def _in_vain(self, rank: _Rank) -> bool:
+        """Does this rank wait in a call that some rank of its group has not come to? Where all have, the call is under
+        way, and may be slow: a large model, a busy machine."""
+        assert rank.open is not None
+        of = rank.open["ranks"]
+        if rank.open.get("loose") or any(m >= len(self._ranks) for m in of):
+            return False
+        group = _group(rank.open)
+        return any(len(self._ranks[m].calls[group]) < len(rank.calls[group]) for m in of)
 
     def finding(self, cut: bool = False) -> Finding | None:
         """When the run is over. cut: from outside, so that a rank may lack calls that it would have made."""
@@ -132,7 +143,7 @@ class Lookout:
 
     def _waiting(self) -> None:
         for rank, one in enumerate(self._ranks):
-            if one.open is not None and self._found is None:
+            if one.open is not None and self._found is None and self._in_vain(one):
                 number = len(one.calls[_group(one.open)])
                 others = [
                     f"rank {r} {'has ended' if o.ended else 'is in ' + _say(o.open) if o.open else 'is elsewhere'}"

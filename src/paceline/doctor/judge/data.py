@@ -24,7 +24,7 @@ def _training(run: Run, rank: int, loader: str) -> list[Pass]:
 
 
 def _same_examples(run: Run) -> list[Finding]:
-    if not run.reduces:
+    if not run.reduces or run.shards:
         return []
     for loader in sorted(run.trainers):
         of = [_training(run, rank, loader) for rank in range(run.size)]
@@ -140,11 +140,13 @@ def _first_gradients(events: list[Event]) -> list[Event]:
 
 
 def _no_set_epoch(run: Run) -> list[Finding]:
-    lines = {loader.rpartition(",")[0]: loader for loader in sorted(run.trainers)}  # it may be made anew in each epoch
-    for line, loader in lines.items():
-        about = run.loaders[0].get(loader, {})
-        passes = [p for p in run.passes[0] if p.loader.rpartition(",")[0] == line and p.training and p.yields]
-        if not about.get("set_epoch"):
+    by: dict[tuple[str, frozenset[int]], list[Pass]] = defaultdict(list)  # a loader may be made anew in each epoch
+    for one in run.passes[0]:
+        if one.loader in run.trainers and one.training and one.yields:
+            by[one.loader.rpartition(",")[0], _optimizers(run, one)].append(one)
+    for passes in by.values():
+        about = run.loaders[0].get(passes[0].loader, {})
+        if not about.get("set_epoch") or len({p.epoch for p in passes}) > 1:
             continue
         by_order: dict[tuple[int, ...], list[Pass]] = defaultdict(list)
         for one in passes:
@@ -152,10 +154,26 @@ def _no_set_epoch(run: Run) -> list[Finding]:
             if head and len(head) >= LEAST_SHARED:
                 by_order[tuple(head[:64])].append(one)
         for order, same in by_order.items():
-            if len(same) > 1 and list(order) != sorted(order) and len({p.epoch for p in same}) == 1:
+            same = [same[0], *(p for p in same[1:] if _goes_on(run, same[0], p))]
+            if len(same) > 1 and list(order) != sorted(order):
                 evidence = (
                     f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
                 return [Finding("no_set_epoch", place(same[1].at), evidence)]
     return []
+
+
+def _optimizers(run: Run, one: Pass) -> frozenset[int]:
+    """Those that stepped during a pass: another one trains another model, from its own first epoch."""
+    return frozenset(e["opt"] for e in run.ranks[0][one.begin : one.end] if e["k"] == "before")
+
+
+def _goes_on(run: Run, a: Pass, b: Pass) -> bool:
+    """Is b a later epoch of what a was the first of? Of another loader only where a's is used no more, and the
+    examples look the same: one line may make the loaders of several data sets."""
+    if a.loader == b.loader:
+        return True
+    last = max(p.end for p in run.passes[0] if p.loader == a.loader)
+    ours, theirs = _content(a), _content(b)
+    return last < b.begin and (not ours or not theirs or _alike(set(ours) & set(theirs), ours, theirs))

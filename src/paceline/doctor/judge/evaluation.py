@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,11 @@ from paceline.doctor.judge.record import Event, Pass, Run, place
 
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
+_NO_METRIC = re.compile(  # a rate, a time, a count of epochs, and what is measured in seconds or bytes
+    r"(lr|learning.?rate|time|took|elapsed|eta|epoch|step|iter|iteration|memory|mem)s?\W*[\d.]+(e[+-]?\d+)?(\s*(/|of)\s*\d+)?"
+    r"|\d[\d.]*\s*(s|secs?|seconds|ms|min|minutes|h|hours|it/s|[kmg]i?b)\b|\d+:\d\d(:\d\d)?([.,]\d+)?|\d{4}-\d\d-\d\d",
+    re.IGNORECASE,
+)
 _EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
 
 
@@ -92,6 +98,8 @@ def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
     gathers = [e for e in exchanged if e["op"] not in _SUMS]
     if gathers and total not in values and not all(_takes_all(e) for e in gathers):
         return []
+    if sums and total not in values and not all(_takes_all(e, sums=True) for e in sums):
+        return []
     if sums and values and total not in values and any(_counts(v, unique, total) for v in values):
         return []
     counted = f", and the count that it summed over the ranks is {total}" if total in values else ""
@@ -133,9 +141,9 @@ def _same_data(one: _Round) -> bool:
     return True
 
 
-def _takes_all(call: Event) -> bool:
+def _takes_all(call: Event, sums: bool = False) -> bool:
     """Does the function that gathers use all that it got? Not if it cuts it, or sorts it by index: then it may well
-    have dropped the duplicates."""
+    have dropped the duplicates. Before a sum it can only have cut its own, or have written it to its places."""
     file, line = call["at"] or ("", 0)
     try:
         with open(file, encoding="utf-8") as source:
@@ -151,6 +159,8 @@ def _takes_all(call: Event) -> bool:
         for node in ast.walk(scope):
             if isinstance(node, ast.Slice) and node.upper is not None:
                 return False
+            if sums:
+                continue
             if isinstance(node, (ast.DictComp, ast.SetComp, ast.Dict)):
                 return False
             if isinstance(node, ast.Call) and _called(node) in (
@@ -158,11 +168,23 @@ def _takes_all(call: Event) -> bool:
                 "dict",
                 "set",
                 "narrow",
-                "update",
                 "setdefault",
             ):
                 return False
+            if isinstance(node, ast.Call) and _called(node) == "update" and _merges(node):
+                return False
     return True
+
+
+def _merges(call: ast.Call) -> bool:
+    """Is an `update` that of a dictionary, and not of a metric, which takes (predictions, targets) or a number?"""
+    one = call.args[0] if len(call.args) == 1 else None
+    return isinstance(one, (ast.Name, ast.Subscript)) or (isinstance(one, ast.Call) and _called(one) == "zip")
+
+
+def _metric(said: Event) -> bool:
+    """Does a line that was logged tell more than the rate, the time, the epoch?"""
+    return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
 
 
 def _called(call: ast.Call) -> str:
@@ -180,7 +202,7 @@ def _alone(run: Run, loader: str) -> list[Finding]:
         if one.loader != loader or not one.whole or one.training or not one.indices:
             continue
         events = _until_training(run, 0, one)
-        said = [e for e in events[one.end - one.begin :] if e["k"] == "said"]
+        said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e)]
         if said and not any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             evidence = (
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
@@ -199,7 +221,7 @@ def _local(run: Run, one: _Round) -> list[Finding]:
         if any(e["k"] == "p2p" for e in events):
             return []
     lines = [
-        [e for e in events[p.end - p.begin :] if e["k"] == "said"]
+        [e for e in events[p.end - p.begin :] if e["k"] == "said" and _metric(e)]
         for events, p in zip(one.after, one.passes, strict=True)
     ]
     said = lines[0]

@@ -50,7 +50,7 @@ def _weights(run: Run) -> list[Finding]:
         if any(t is None for t in theirs):
             continue
         events: list[Event] = [t for t in theirs if t is not None]
-        apart = _apart([e["weights"] for e in events])
+        apart = [part for part in _apart([e["weights"] for e in events]) if part[0] not in run.shards]
         if not apart:
             continue
         opt, step, _ = key

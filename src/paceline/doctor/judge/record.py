@@ -81,6 +81,18 @@ class Run:
         return len(counts) == self.size
 
     @cached_property
+    def shards(self) -> set[str]:
+        """Weights that are parts of one model, as in tensor parallelism by hand: not the same at the start, and their
+        gradients never reduced, where those of others are."""
+        of: Iterator[Iterator[Event]] = (self.of(rank, "before") for rank in range(self.size))
+        first: list[dict[str, Any]] = [next((e["weights"] for e in events if e["weights"]), {}) for events in of]
+        sent = [e.get("number") for e in self.of(0, "coll") if e.get("of") == "grad"]
+        if any(self.of(0, "ddp")) or len(list(self.of(0, "optimizer"))) != 1 or not sent or None in sent:
+            return set()
+        numbered = enumerate(first[0].items(), 1)
+        return {name for n, (name, w) in numbered if n not in sent and any(f.get(name) != w for f in first[1:])}
+
+    @cached_property
     def averages_weights(self) -> bool:
         """Are weights themselves reduced in mid-training, as local SGD does?"""
         for events in self.ranks:

@@ -159,7 +159,7 @@ def _accumulation(run: Run) -> list[Finding]:
     calls = [b for backwards in several for b in backwards]
     if not all(b["mean"] == "mean" for b in calls):
         return []
-    if any(e.get("rescaled") for _, e in steps):
+    if any(e.get("rescaled") for e in run.of(0, "before", "step")):
         return []
     synced = sum(bool(b["synced"]) for backwards in several for b in backwards[:-1])
     evidence = f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"

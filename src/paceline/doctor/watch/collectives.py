@@ -115,7 +115,7 @@ class Collectives:
                 told: dict[str, Any] = {}
                 with self.book.aside():
                     tensor, about, told = self._about(op, given)
-                end = self.begin(op, group, told.pop("number", None), **about)
+                end = self.begin(op, group, told.get("number"), **about)
                 try:
                     result = original(*args, **options)
                 finally:
@@ -279,6 +279,9 @@ def watch(book: Notebook) -> None:
                 setattr(dist, name, getattr(c10d, name))
     put(DistributedDataParallel, "__init__", collectives.around("DDP's construction", lambda module: True))
     put(DistributedDataParallel, "_sync_buffers", collectives.around("DDP's buffers", _sends_buffers))
+    if hasattr(DistributedDataParallel, "_pre_forward"):
+        ordering = collectives.around("DDP's buckets", lambda module: book.models.orders_buckets(module))
+        put(DistributedDataParallel, "_pre_forward", ordering)
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.watch.data import _leaves
 from paceline.doctor.watch.notebook import Notebook, put
@@ -29,10 +30,12 @@ class Models:
         self.made = 0
         self.pending: set[int] = set()  # forward passes whose backward will reduce
         self.local: set[int] = set()  # forward passes under no_sync
-        self.members: dict[int, int] = {}  # id(parameter) -> DDP module
+        self.reduced: set[int] = set()  # modules that have reduced, and will order their buckets anew
+        self._ordered: set[int] = set()  # modules that have
+        self.members: Any = WeakIdKeyDictionary()  # parameter -> DDP module
         self.alive: Any = weakref.WeakSet()
         self._forwards = 0
-        self._norms: dict[int, int] = {}  # id(module) -> how often it was noted
+        self._norms: Any = WeakIdKeyDictionary()  # module -> how often it was noted
         self._reached: dict[int, set[int]] = {}  # of modules with find_unused_parameters: parameters reached
 
     def init(self, original: Any) -> Any:
@@ -49,7 +52,7 @@ class Models:
 
     def _describe(self, module: Any, number: int) -> None:
         parameters = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
-        self.members |= {id(p): number for _, p in parameters}
+        self.members.update({p: number for _, p in parameters})
         self.book.note(
             "ddp",
             ddp=number,
@@ -101,6 +104,17 @@ class Models:
 
         return _post_forward
 
+    def orders_buckets(self, module: Any) -> bool:
+        """Does the forward that begins exchange the order of the buckets? The first after a reduction does, in C++."""
+        number = module.__dict__.get("_paceline_doctor")
+        static = bool(getattr(module, "static_graph", False))
+        if not torch.is_grad_enabled() or (module.find_unused_parameters and not static):
+            return False
+        if number not in self.reduced or number in self._ordered:
+            return False
+        self._ordered.add(number)
+        return True
+
     def reached(self, number: int) -> int | None:
         """How many parameters of a module the backward that has just ended reached here; None: it is not known."""
         seen = self._reached.get(number)
@@ -114,13 +128,13 @@ class Models:
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 return original(module, x)
-            times = self._norms.get(id(module), 0)
+            times = self._norms.get(module, 0)
             if module.training and torch.is_grad_enabled() and times < _LOOKS and self.book.watching:
-                self._norms[id(module)] = times + 1
+                self._norms[module] = times + 1
                 with self.book.aside():
                     names = [f"{owner}.{name}" for owner, name in _names_of(module)]
                     weight = module.weight
-                    number = self.members.get(id(weight)) if weight is not None else None
+                    number = self.members.get(weight) if weight is not None else None
                     trained = weight is None or weight.requires_grad
                     self.book.note(
                         "norm", name=min(names, key=len, default=""), size=x.shape[0], trained=trained, ddp=number,
@@ -156,11 +170,11 @@ def roots() -> list[nn.Module]:
     return [m for m in modules if id(m) not in inner and not isinstance(m, wrappers)]
 
 
-def names() -> dict[int, str]:
-    """id(parameter) -> its name in the largest module that has it."""
-    found: dict[int, str] = {}
+def names() -> Any:
+    """parameter -> its name in the largest module that has it."""
+    found: Any = WeakIdKeyDictionary()
     for root in sorted(roots(), key=lambda m: sum(1 for _ in m.parameters())):
-        found |= {id(p): name for name, p in root.named_parameters()}
+        found.update({p: name for name, p in root.named_parameters()})
     return found
 
 

@@ -9,12 +9,13 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.watch.models import Models, names
 from paceline.doctor.watch.notebook import Notebook, put
 from paceline.doctor.watch.waiting import machine
 
-_SAMPLE, _MOST_TENSORS = 6, 2000
+_SAMPLE, _MOST_TENSORS, _MOST_MAGNITUDES = 6, 2000, 120
 _MEANS = {"MeanBackward0", "MeanBackward1"}
 _LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
            "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
@@ -33,8 +34,8 @@ class _Training:
         self._schedulers = 0
         self._inside = 0  # a scheduler that steps others
         self._steps: dict[int, int] = {}  # optimizer -> steps made
-        self._names: dict[int, str] | None = None
-        self._owner: dict[int, int] = {}  # id(parameter) -> id(optimizer)
+        self._names: Any = WeakIdKeyDictionary()  # parameter -> name; a later one may get a dead one's id
+        self._owner: Any = WeakIdKeyDictionary()  # parameter -> id(optimizer)
         self._scalers: list[Any] = []
         self._gradient: float | None = None  # its magnitude after the last backward
         self._share: float | None = None  # of that, what there was when it was clipped
@@ -68,6 +69,7 @@ class _Training:
             seconds = book.clock() - began
             with book.aside():
                 self._gradient, self._share = self._magnitude(), None
+            models.reduced.update(synced)
             reached = {number: models.reached(number) for number in synced}
             book.note("backward", synced=synced, local=local, mean=mean, seconds=seconds, reached=reached)
             return result
@@ -77,7 +79,7 @@ class _Training:
     def _magnitude(self) -> float:
         """Of some gradients, at the first backward passes: were they divided before the step?"""
         self._magnitudes += 1
-        if self._magnitudes > 80:
+        if self._magnitudes > _MOST_MAGNITUDES:
             return 0.0
         some = [p.grad for o in self.book.optimizers for p in list(_parameters(o))[:4] if p.grad is not None]
         return sum(float(g.detach().abs().sum()) for g in some if g.layout is torch.strided)
@@ -90,7 +92,7 @@ class _Training:
 
     def _remaining(self, scaled: bool = False) -> float | None:
         """The magnitude of the gradients now, of that after the last backward. scaled: the loss scale is in them."""
-        if not self._gradient:
+        if not self._gradient or self._magnitudes >= _MOST_MAGNITUDES:
             return None
         scales = [float(s._scale) for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled]
         factor = scales[0] if scales and not scaled else 1.0
@@ -105,7 +107,7 @@ class _Training:
                 number = optimizer.__dict__["_paceline_doctor"] = self._optimizers
                 self._optimizers += 1
                 self.book.optimizers.add(optimizer)
-                self._owner |= {id(p): id(optimizer) for p in _parameters(optimizer)}
+                self._owner.update({p: id(optimizer) for p in _parameters(optimizer)})
                 lrs = [_number(group.get("lr")) for group in optimizer.param_groups]
                 self.book.note("optimizer", opt=number, type=type(optimizer).__name__, lr=lrs)
 
@@ -122,12 +124,13 @@ class _Training:
             raise Enough(0)
         with book.aside():
             parameters = [p for p in _parameters(optimizer) if p.requires_grad]
-            without = [self._name(p) for p in parameters if p.grad is None]
+            without = []
+            if any(p.grad is None for p in parameters):
+                without = [name for name, p in self._named(optimizer) if p.requires_grad and p.grad is None]
             weights = self._weights(optimizer) if made == 0 else None
             lrs = [_number(group.get("lr")) for group in optimizer.param_groups]
             rescaled = self._rescaled()
-            self._gradient = self._share = None
-            outside = sum(id(p) not in self.models.members for p in parameters)
+            outside = sum(p not in self.models.members for p in parameters)
             book.note(
                 "before", opt=number, step=made, lr=lrs, without=without, parameters=len(parameters), weights=weights,
                 outside=outside, rescaled=rescaled, logged=self._logged(),
@@ -144,12 +147,14 @@ class _Training:
             looked = made <= 4 or (made & (made - 1)) == 0 or made % 50 == 0
             weights = self._weights(optimizer) if looked else None
             state = machine() if looked else None
-            self.book.note("step", now=True, opt=number, step=made, weights=weights, machine=state)
+            rescaled = self._rescaled()  # by a hook of the optimizer's, or in its own step
+            self._gradient = self._share = None
+            self.book.note("step", now=True, opt=number, step=made, weights=weights, machine=state, rescaled=rescaled)
 
     def _weights(self, optimizer: Any) -> dict[str, list[float]] | None:
         """name -> [elements, sum of magnitudes, some values]; nothing of parameters that are cut over processes."""
         found: dict[str, list[float]] = {}
-        for p in list(_parameters(optimizer))[:_MOST_TENSORS]:
+        for name, p in self._named(optimizer)[:_MOST_TENSORS]:
             if type(p) is not torch.nn.Parameter and type(p) is not torch.Tensor:
                 return None
             flat = p.detach().reshape(-1)
@@ -157,14 +162,20 @@ class _Training:
                 continue
             taken = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].double()
             size = torch.stack([flat.abs().sum(dtype=torch.float64), flat.sum(dtype=torch.float64)])
-            found[self._name(p)] = [flat.numel(), *torch.cat([size, taken]).tolist()]
+            found[name] = [flat.numel(), *torch.cat([size, taken]).tolist()]
         return found
 
-    def _name(self, p: torch.Tensor) -> str:
-        if self._names is None or id(p) not in self._names:
-            self._names = names()
-            self._names.setdefault(id(p), f"a parameter of shape {tuple(p.shape)}")
-        return self._names[id(p)]
+    def _named(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
+        """Its parameters, each under a name of its own: two models may have the same ones."""
+        found: dict[str, torch.Tensor] = {}
+        for place, p in enumerate(_parameters(optimizer)):
+            if p not in self._names:
+                for q, name in names().items():
+                    self._names.setdefault(q, name)
+                self._names.setdefault(p, f"a parameter of shape {tuple(p.shape)}")
+            name = self._names[p]
+            found[f"{name} (number {place})" if name in found else name] = p
+        return list(found.items())
 
     def _logged(self) -> dict[int, float]:
         """DDP's own measurement of its communication, seconds, where it has made one (some iterations only)."""
@@ -254,7 +265,7 @@ class _Training:
 
     def _scaled(self, parameters: list[torch.Tensor]) -> float | None:
         """The loss scale that is still in these gradients, if one is."""
-        owners = {self._owner.get(id(p)) for p in parameters}
+        owners = {self._owner.get(p) for p in parameters}
         for scaler in self._scalers:
             if not scaler._enabled or scaler._scale is None:
                 continue
