@@ -9,8 +9,12 @@ mean-for-sum                      paceline.Total(mean, count)               | pa
 scaled-by-processes               the loss times the number of processes    | the loss
 scaled-by-processes/gradient      .grad divided by it after the backward    | .grad as it is
 mean-of-means                     a mean over unequally many numbers        | paceline.Total(sum, count)
+mean-of-means/reproducible        the same with reproducible=4, and shards in which nothing counts | as above
 in-batch-loss                     the loss centres outputs over its shard   | over the examples one by one
+in-batch-loss/norm                the loss is divided by a maximum over x   | the loss
+in-batch-loss/gather              gathered, and the own examples compared   | all are
 learning-rate-scaled              lr times the number of processes          | lr
+learning-rate-scaled/of-two       that of the first of two optimizers       | lr
 scheduler-steps                   a scheduler moved once for each process   | once for each update
 scheduler-steps/micro-batch       moved in every turn of the loop           | once for each update
 clipped-early                     clipped after each micro-batch's backward | by run.step(max_grad_norm=)
@@ -23,6 +27,8 @@ initialisation-by-rank            weights scaled by the rank after prepare  | be
 initialisation-by-rank/size       before it, by the number of processes     | as torch made them
 changed-outside                   rank 0 alone shrinks weights              | every rank does
 changed-outside/size              all do, the more the more there are       | by a tenth
+changed-outside/of-two            rank 0 alone, between two updates of a step | every rank
+changed-outside/state             rank 0 alone clears its momentum          | every rank does
 examples-overlap-or-miss          the data set is rolled by the rank        | as it is
 examples-overlap-or-miss/sampler  the sampler begins elsewhere on each rank | at the first
 other-random-numbers              the data set's noise is from an unseeded generator of its own | from torch's
@@ -30,12 +36,15 @@ other-random-numbers/model        the forward seeds torch by the rank, and drops
 control-by-rank                   rank 1 leaves a layer out                 | no rank does
 control-by-rank/later             it does so from the second step on        | no rank does
 control-by-rank/loss              rank 1 adds a penalty                     | every rank does
+control-by-rank/gradient          rank 1 shrinks its .grad                  | every rank does
+control-by-rank/rate              rank 1 shrinks its lr                     | every rank does
 overflow-on-some-ranks            the last rank's numbers leave the range   | no rank's do
 not-deterministic                 the model's noise is from an unseeded generator of its own | no noise
 
 And what is no fault, or cannot be told: order (the loss weighs examples by their place in a pair), chaos (the model
 enlarges rounding), noise (from torch's generator), alone (fails on one process), memory (fails on large batches),
-no-turns (fails where one process computes the shards, and drops out), nan, path (a layer is left out later, by all).
+no-turns (fails where one process computes the shards, and drops out), nan, path (a layer is left out later, by all),
+tied (two layers share a weight), of-two (two updates in a step, and dropout).
 """
 
 from __future__ import annotations
@@ -100,6 +109,8 @@ class Net(nn.Module):
         self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
         self.norm = nn.BatchNorm1d(8) if FAULT == "batch-norm-per-shard" else nn.Identity()
         self.drop = nn.Dropout(0.3) if FAULT in ("other-random-numbers/model", "no-turns") else nn.Identity()
+        if FAULT == "tied":
+            self.second.weight = self.first.weight = nn.Parameter(torch.randn(8, 8) / 3)
         self.leave_out = False
         self.seed: int | None = None
         self.own = torch.Generator()
@@ -115,6 +126,8 @@ class Net(nn.Module):
             x = torch.sin(1e6 * self.first.weight.square().sum() * x)
         if on("not-deterministic"):
             x = x + torch.randn(x.shape, generator=self.own)
+        if FAULT == "tied":
+            x = F.pad(x, (0, 2))
         x = self.drop(torch.tanh(self.norm(self.first(x))))
         return self.third(x if self.leave_out else x + torch.tanh(self.second(x)))
 
@@ -131,6 +144,16 @@ def loss_fn(model: Any, batch: Any) -> Any:
         mask = torch.arange(4) < lengths[:, None]
         total = (((out - y) ** 2) * mask).sum()
         return total / mask.sum() if BAD else paceline.Total(total, mask.sum())
+    if FAULT == "mean-of-means/reproducible":
+        mask = lengths < 3
+        total, count = ((out - y).square().sum(1) * mask).sum(), mask.sum()
+        return total / count.clamp(min=1) if BAD else paceline.Total(total, count)
+    if FAULT == "in-batch-loss/norm":
+        return F.mse_loss(out, y) / (x.pow(4).max() if BAD else 1)
+    if FAULT == "in-batch-loss/gather":
+        run = paceline.session.current()
+        every = run.gather(out)
+        return (out @ out.T if BAD else every @ every.T).square().mean() + 0 * every.sum()
     if FAULT == "order":
         return (((out - y) ** 2).mean(1) * (1 + torch.arange(len(x)) % 2)).mean()
     if FAULT == "nan":
@@ -150,7 +173,11 @@ def main() -> None:
         batch_norm="shard" if on("batch-norm-per-shard") else "global",
         nonfinite="skip" if overflow else "stop",
         seed=0,
+        reproducible=4 if FAULT.endswith("/reproducible") else None,
     )
+    if FAULT.endswith("of-two"):
+        of_two(run)
+        return
     rank, size = run.world.rank, run.world.size
     if (FAULT == "alone" and size == 1) or (FAULT == "no-turns" and "shards" in str(run.settings.strategy)):
         raise RuntimeError("not here")
@@ -206,7 +233,15 @@ def main() -> None:
                         parameter.grad.div_(size)
                 if FAULT == "clipped-early/hook" and not BAD:
                     nn.utils.clip_grad_value_(model.first.weight, 0.02)
+                by_rank = 0.9 if rank == 1 or not BAD else 1.0
+                if FAULT == "control-by-rank/gradient":
+                    model.first.weight.grad.mul_(by_rank)
+                if FAULT == "control-by-rank/rate":
+                    optimizer.param_groups[0]["lr"] *= by_rank
                 acted = run.step(optimizer)
+                if FAULT == "changed-outside/state" and (rank == 0 or not BAD):
+                    for state in optimizer.state.values():
+                        state["momentum_buffer"].zero_()
                 if beside is not None:
                     beside.step(run)
             if FAULT == "buffer-not-synchronised" and loader.examples:
@@ -216,7 +251,7 @@ def main() -> None:
             if FAULT == "buffer-not-synchronised/first":
                 mean = batch[0].mean(0)
                 model.seen.copy_(run.gather(mean[None])[0] if BAD else torch.tensor([run.mean(x) for x in batch[0].T]))
-            if FAULT.startswith("changed-outside") and acted:
+            if FAULT in ("changed-outside", "changed-outside/size") and acted:
                 by_rank = 0.9 if rank == 0 or not BAD else 1.0
                 with torch.no_grad():
                     model.first.weight.mul_(1 - 0.1 * size if on("changed-outside/size") else by_rank)
@@ -225,6 +260,27 @@ def main() -> None:
                     schedule.step()
             if FAULT == "scheduler-steps/micro-batch" and (acted or BAD):
                 schedule.step()
+
+
+def of_two(run: Any) -> None:
+    """Two models and two updates in a step, the second with a loss that goes through the first model."""
+    first, second = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(6, 6)
+    if FAULT == "of-two":
+        first.append(nn.Dropout(0.3))
+    factor = run.world.size if on("learning-rate-scaled/of-two") else 1
+    optimizers = torch.optim.SGD(first.parameters(), lr=0.1 * factor), torch.optim.SGD(second.parameters(), lr=0.1)
+    run.prepare(first, second, *optimizers)
+    loader = run.loader(Data(0), global_batch=GLOBAL_BATCH, shuffle=True)
+    for _ in run.epochs(3):
+        for x, _, _ in loader:
+            made = second(x)
+            run.backward(F.softplus(first(x) - first(made.detach())).mean(), optimizer=optimizers[0])
+            run.step(optimizers[0])
+            if FAULT == "changed-outside/of-two" and (run.main or not BAD):
+                with torch.no_grad():
+                    first[0].weight.clamp_(-0.2, 0.2)
+            run.backward(F.softplus(first(made)).mean(), optimizer=optimizers[1])
+            run.step(optimizers[1])
 
 
 class Beside:

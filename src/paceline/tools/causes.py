@@ -7,94 +7,16 @@ gives another gradient. So the rules are those of the first quantity that differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from paceline.tools.evidence import PARALLEL, Cause, Evidence, multiple, span
-from paceline.tools.sides import Side
-
-# --- what the ranks of A show by themselves
-
-
-def of_failed_ranks(records: Sequence[Mapping[str, Any]]) -> Cause | None:
-    """Of a run that failed: whether its ranks were in different layers."""
-    called = {record["rank"]: record["unfinished"] for record in records if record["unfinished"]}
-    for rank, names in called.items():
-        other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
-        if other is not None:
-            return _control(rank, names, other, called[other])
-    return None
-
-
-def _control(rank: int, names: Sequence[str], other: int, theirs: Sequence[str]) -> Cause:
-    name = next(name for name in [*names, *theirs] if (name in names) != (name in theirs))
-    yes, no = (rank, other) if name in names else (other, rank)
-    return Cause(
-        "control-by-rank",
-        f"rank {yes} calls the layer {name} and rank {no} does not: the path through the model depends on the rank",
-        "Let every rank take the same path: nothing in the model or the loss may ask for the rank.",
-        name,
-    )
-
-
-def of_the_ranks(side: Side) -> tuple[int, str, Cause] | None:
-    """(the step, the quantity, the cause)."""
-    if len(side.ranks) < 2:
-        return None
-    late = [name for record in side.ranks for name in record["late"]]
-    if late:
-        cause = Cause(
-            "registered-late",
-            f"the parameter {late[0]} was added to the model after run.prepare, which does not know it: its gradients "
-            "are not combined over the processes",
-            "Add it before run.prepare(model), or prepare the model again.",
-            late[0],
-        )
-        return 0, "gradient", cause
-    norms = tuple(f"{name}." for name in side.ranks[0]["norms"])  # Paceline keeps theirs
-    for step in range(side.steps):
-        for key in ("start", "after"):
-            values = [record[key] for record in side.of(step)]
-            for name in values[0]:
-                if not name.startswith(norms) and len({own[name] for own in values if name in own}) > 1:
-                    quantity = "weights" if name in side.parameters else "buffers"
-                    return step, quantity, _ranks_differ(side, step, name)
-    return None
-
-
-def _ranks_differ(side: Side, step: int, name: str) -> Cause:
-    if name not in side.parameters:
-        return Cause(
-            "buffer-not-synchronised",
-            f"the buffer {name} has other values on the ranks: each updates it from its own part of the batch",
-            "Combine what it is updated with: run.sum of the sum and of the count, or run.mean.",
-            name,
-        )
-    if not step:
-        return Cause(
-            "initialisation-by-rank",
-            f"{name} has other values on the ranks before the first step: it was set after run.prepare, which gives "
-            "all ranks the weights of rank 0, and differently on each",
-            "Initialise the model before run.prepare, or alike on every rank.",
-            name,
-        )
-    outside = [record["rank"] for record, at in zip(side.ranks, side.of(step), strict=False) if name in at["outside"]]
-    return Cause(
-        "changed-outside",
-        f"{name} was changed between two steps, outside the optimizer, on rank {', '.join(map(str, outside)) or '?'}, "
-        "and the ranks differ since",
-        "Make the change on every rank alike, or in the optimizer.",
-        name,
-    )
-
-
-# --- what the sides show together
+from paceline.tools.evidence import MEAN, PARALLEL, Cause, Evidence, multiple, span
+from paceline.tools.ranks import control
 
 
 def find(e: Evidence) -> Cause | None:
     """None where no cause is known that leaves such records."""
     computed: tuple[Callable[[Evidence], Cause | None], ...] = (
-        _overflow, _stranger, _clipped, _factor, _by_rank, _normalised, _cutting, _randomness,
+        _overflow, _stranger, _clipped, _factor, _by_rank, _normalised, _cutting, _gathered, _randomness,
     )  # fmt: skip
     rules: dict[str, tuple[Callable[[Evidence], Cause | None], ...]] = {
         "initial weights": (_initial,),
@@ -163,12 +85,12 @@ def _learning_rate(e: Evidence) -> Cause | None:
     reference = e.reference
     ours = [e.plain.lrs(step) for step in range(e.plain.steps)]
     theirs = [reference.lrs(step) for step in range(reference.steps)]
-    ratios = [a / b for x, y in zip(ours, theirs, strict=False) for a, b in zip(x, y, strict=False) if b]
-    if ratios and all(abs(ratio - ratios[0]) < 1e-6 * ratios[0] for ratio in ratios):
+    factor = _rates_factor(ours, theirs)
+    if factor is not None:
         return Cause(
             "learning-rate-scaled",
-            f"the learning rate is {ratios[0]:.4g} times that of one process in every step"
-            + (f", as there are {e.n} processes" if abs(ratios[0] - e.n) < 1e-6 * e.n else ""),
+            f"the learning rate is {factor:.4g} times that of one process in every step"
+            + (f", as there are {e.n} processes" if abs(factor - e.n) < 1e-6 * e.n else ""),
             "The global batch does not grow with the processes: leave the learning rate as it is. (To grow both, see "
             "paceline.scale_lr.)",
         )
@@ -180,6 +102,19 @@ def _learning_rate(e: Evidence) -> Cause | None:
         + (f": the scheduler moves once for each {' or '.join(moves)}, not for each update" if moves else ""),
         "Prepare the scheduler: run.step then moves it once per update. Count its steps in updates (loader.steps).",
     )
+
+
+def _rates_factor(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float | None:
+    """By which one learning rate (of a group of parameters, or of one of several optimizers) is larger in every step,
+    where each of the others is by some such factor too, or is the same."""
+    ratios: dict[int, list[float]] = {}
+    for x, y in zip(ours, theirs, strict=False):
+        for place, (a, b) in enumerate(zip(x, y, strict=False)):
+            if b:
+                ratios.setdefault(place, []).append(a / b)
+    if any(abs(ratio - found[0]) > 1e-6 * found[0] for found in ratios.values() for ratio in found):
+        return None
+    return next((found[0] for found in ratios.values() if abs(found[0] - 1) > 1e-6), None)
 
 
 def _moves(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], times: float) -> bool:
@@ -287,7 +222,9 @@ def _factor(e: Evidence) -> Cause | None:
             return _sum_or_mean("mean-for-sum" if ratio > 1 else "sum-for-mean", every)
         return Cause(
             "scaled-by-processes",
-            f"{every}, and not where one process computes the same shards: the loss or the gradient is "
+            every
+            + (", and not where one process computes the same shards" if e.shards is not None else "")
+            + ": the loss or the gradient is "
             + ("multiplied" if ratio > 1 else "divided")
             + " by the number of processes",
             "Paceline weighs each shard's loss by its examples: take the factor out of the script.",
@@ -303,14 +240,14 @@ def _by_rank(e: Evidence) -> Cause | None:
     for rank, names in called.items():
         other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
         if other is not None:
-            return _control(rank, names, other, called[other])
+            return control(rank, names, other, called[other])
     ours, theirs = e.ours.apart(e.step), e.shards.apart(e.step)
     tolerance = next((d.tolerance for d in e.spread if d.quantity == "loss"), 0.0) * e.n
     bad = sorted({key[0] for key in ours.keys() & theirs.keys() if not abs(ours[key] - theirs[key]) <= tolerance})
     which = (
         f"the loss of shard {', '.join(map(str, bad))} is another than where one process computes the same shard"
         if bad
-        else "one process that computes the same shards has the same losses, and other gradients"
+        else "one process that computes the same shards has other gradients"
     )
     return Cause(
         "control-by-rank",
@@ -339,11 +276,23 @@ def _cutting(e: Evidence) -> Cause | None:
         return _sum_or_mean("mean-for-sum", "what the parts of a batch give as sums do not add up to the whole's")
     if shares is not None:
         return _weights(shares, e.parts.parts_of(e.step))
-    return Cause(
-        "in-batch-loss",
+    return _in_batch(
         "the whole batch's gradient is no combination of its parts' gradients: the loss or a layer compares the "
-        "examples of a batch with each other, and sees those of its own part only",
-        "Gather what is compared: run.gather(features), which is differentiable.",
+        "examples of a batch with each other (or pads them to the longest), and sees those of its own part only"
+    )
+
+
+def _in_batch(evidence: str) -> Cause:
+    remedy = "Gather what is compared: run.gather(features), which is differentiable."
+    return Cause("in-batch-loss", evidence, remedy)
+
+
+def _gathered(e: Evidence) -> Cause | None:
+    if not e.cut or not e.ours.gathers:
+        return None
+    return _in_batch(
+        "the loss gathers examples of all ranks (run.gather), and its gradient is still not that of the whole batch: "
+        "what is compared, or the gradient that goes back through it, is that of each rank's own part in some place"
     )
 
 
@@ -353,6 +302,12 @@ def _weights(shares: Sequence[float], examples: Sequence[int]) -> Cause:
     by_number = [share * count / total for share, count in zip(shares, examples, strict=False)]
     if len(by_number) == len(shares) and all(abs(factor - 1) < 0.02 for factor in by_number):
         return _sum_or_mean("sum-for-mean", "the whole batch's gradient is that of its parts, not weighed by examples")
+    if abs(sum(by_number) - 1) > MEAN:
+        return _in_batch(
+            f"the whole batch's gradient is that of its parts times numbers that add up to {sum(by_number):.3g}, not "
+            "to 1 as those of means do: each part is divided, or weighed, by something that is computed from its own "
+            "examples (a norm, a variance, a maximum)"
+        )
     return Cause(
         "mean-of-means",
         "the whole batch's gradient is that of its parts with other weights ("

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.tools.sides import ORDER, Difference, Side
 
 PARALLEL = 1e-2  # of a gradient's norm may lie beside the line, or the plane, that explains it
+MEAN = 5e-2  # by which the weights of a mean, found from gradients, may miss 1
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,6 @@ def span(whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]]) -> 
     columns, target = torch.stack([_joined(part, names) for part in parts], 1), _joined(whole, names)
     if len(target) <= len(parts) + 1 or not (columns.isfinite().all() and target.isfinite().all()):
         return None
-    found = torch.linalg.lstsq(columns, target[:, None]).solution
+    found = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution  # a part may have no gradient
     rest = float((columns @ found - target[:, None]).norm())
     return found.flatten().tolist() if rest < PARALLEL * float(target.norm()) else None

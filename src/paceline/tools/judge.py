@@ -6,13 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from paceline.config import StrategySpec, parse_strategy
-from paceline.tools.causes import find, of_failed_ranks, of_the_ranks
+from paceline.tools.causes import find
 from paceline.tools.evidence import Cause, Evidence
+from paceline.tools.ranks import of_failed_ranks, of_the_ranks
 from paceline.tools.runs import DIFFERENT, SAME, UNKNOWN, Answer, Runs
 from paceline.tools.sides import Difference, Side, Tolerances, before, computed, differences, norm
 
 _DATA = {"examples", "data"}
 _COMPUTED = {"loss", "gradient"}
+_ERRORS = {  # with which a run refuses a fault by itself
+    "UnusedParameterError": "unused-parameters",
+    "NonFiniteError": "not-finite",
+    "that the prepared models did not have": "registered-late",
+    "weights differ between ranks before the first step": "initialisation-by-rank",
+}
 
 
 def judge(runs: Runs) -> Answer:
@@ -52,8 +59,7 @@ def _of_a_failure(runs: Runs, why: str) -> Answer:
         answer = _different([Difference(step, "gradient", cause.name, float("nan"), 0.0)], cause, step)
         answer.notes.append(f"the run ended with: {why}")
         return answer
-    known = {"UnusedParameterError": "unused-parameters", "NonFiniteError": "not-finite"}
-    key = next((key for name, key in known.items() if name in why), None)
+    key = next((key for words, key in _ERRORS.items() if words in why), None)
     return Answer(UNKNOWN, f"could not tell: the run in question failed: {why}", cause=key)
 
 
@@ -109,7 +115,11 @@ class _Case:
         if record["normalised"] and record["batch_norm"] == "global" and self.n > 1:  # of all shards at once
             turns = parse_strategy(f"data_parallel:devices={','.join(runs.devices(self.n))}")
         self.in_turns = turns
-        self.shards, self.why_not_shards = _one(runs, "B", turns)
+        if ours.gathers:
+            made: tuple[Side | None, str | None] = None, "the loss gathers examples of all of them (run.gather)"
+        else:
+            made = _one(runs, "B", turns)
+        self.shards, self.why_not_shards = made
         self.plain: Side | None = ours
         if ours.drew:
             self.plain = _side(runs, "A0", runs.start.processes) if runs.run("A0", plain=True) is None else None
@@ -146,7 +156,8 @@ class _Case:
                 "a batch's loss depends on the order of its examples, which was left as it is for the tolerances"
             )
         if self.shards is None:
-            answer.notes.append(f"B, the same shards in one process, could not be run: {self.why_not_shards}")
+            why = (self.why_not_shards or "").splitlines()[0]
+            answer.notes.append(f"B, the same shards in one process, could not be run: {why}")
         if self.whole is None:
             answer.notes.append(f"C, whole batches in one process, could not be run: {self.why_not_whole}")
         reached = {name for k in range(self.ours.steps) for name in self.ours.gradients(k, 0)}
@@ -191,7 +202,12 @@ class _Case:
         shards = self.shards
         if shards is None:
             return []
-        return self._first(lambda k: computed(self.ours, shards, self.tolerances, k), self.ours, shards)
+        turns = shards.ranks[0]["turns"]  # in which all shards have passed when the first update is made
+        return self._first(
+            lambda k: computed(self.ours, shards, self.tolerances, k, first=turns > 0 and self.ours.updates(k) > 1),
+            self.ours,
+            shards,
+        )
 
     def _first(self, of: Callable[[int], Iterator[Difference]], *sides: Side) -> list[Difference]:
         """The differences in the first step that has any, but for kinks (sides.py)."""
@@ -210,7 +226,7 @@ class _Case:
         if whole is not None and self.plain is not None and not cut:
             if not ours.drew or (shards is not None and not spread):
                 return self._same(whole, spread)
-            if shards is None:
+            if shards is None or self._astray():
                 text = "could not tell: the same with dropout off; with it on there is nothing to compare with."
                 return Answer(UNKNOWN, text)
         if not cut and not spread:
@@ -239,6 +255,14 @@ class _Case:
         assert self.plain is not None or not cut
         sides = (self.shards, self.whole, parts, self.reversed)
         return Evidence(self.ours, self.plain or self.ours, *sides, cut, spread, self.n)
+
+    def _astray(self) -> bool:
+        """Whether one process that computes the shards in turn differs from the run in question also with dropout off,
+        where that is the same as one of whole batches: of a script that does not go by the updates, say."""
+        plain, other = self.plain, _one(self.runs, "B0", self.in_turns, plain=True)[0]
+        if plain is None or other is None:
+            return True
+        return bool(self._first(lambda k: computed(plain, other, self.tolerances, k), plain, other))
 
     def _repeatable_start(self, whole: Side) -> bool:
         other = self.shards

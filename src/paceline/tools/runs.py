@@ -79,6 +79,7 @@ class Runs:
         os.makedirs(self.folder(name))
         start = self.start if strategy is None else Start(strategy, 1, self.question.precision)
         place = {"directory": self.folder(name), "records": self.folder("A"), "leads": name == "A"}
+        place |= {"alone": strategy is not None}
         length = {"steps": self.question.steps, "warmup": 0, "began": 0.0}
         return self.launched(name, start, {**place, **length, **how})
 

@@ -171,6 +171,16 @@ class Side:
     def parameters(self) -> list[str]:
         return list(dict.fromkeys(name for record in self.ranks for name in record["parameters"]))
 
+    @cached_property
+    def weights(self) -> set[str]:
+        """All names of parameters: one that several layers share has several."""
+        return {*self.parameters, *(name for record in self.ranks for name in record["tied"])}
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether its losses see examples of other ranks."""
+        return any(step["gathered"] for record in self.ranks for step in record["steps"])
+
 
 @lru_cache(maxsize=64)
 def _tensors(path: str) -> dict[str, Tensor]:
@@ -213,7 +223,7 @@ class Tolerances:
                     self._moved.setdefault(name, []).append(moved**2)
                     shares.setdefault(name, []).append(moved / size)
         first, second = (side.tensors(f"after-{step}-{whole.updates(step) - 1}") for side in (whole, reversed_))
-        for name in first.keys() & second.keys() - set(whole.parameters):
+        for name in first.keys() & second.keys() - whole.weights:
             self._moved.setdefault(name, []).append(norm(first[name].double() - second[name].double()) ** 2)
 
     def _r(self, name: str) -> float:
@@ -252,10 +262,16 @@ def differences(ours: Side, theirs: Side, leader: Side, tolerances: Tolerances, 
     """In one step, in ORDER. leader: the run in question, whose states the step started from, and whose weights are
     compared; `ours` may be the same with dropout off. theirs: a side of whole batches."""
     yield from before(theirs, leader, step)
-    yield from computed(ours, theirs, tolerances, step)
-    for a, b in zip(ours.lrs(step), theirs.lrs(step), strict=False):
-        if abs(a - b) > 2.0**-40 * max(abs(a), abs(b)):  # float64, by other ways
-            yield Difference(step, "learning rate", None, abs(a - b), 2.0**-40 * abs(b))
+    rates = [
+        Difference(step, "learning rate", None, abs(a - b), 2.0**-40 * abs(b))
+        for a, b in zip(ours.lrs(step), theirs.lrs(step), strict=False)
+        if abs(a - b) > 2.0**-40 * max(abs(a), abs(b))  # float64, by other ways
+    ]
+    # Of two updates in a step the second's gradient follows from the first's rate, and its gradient, which a run with
+    # dropout off has by itself.
+    part = leader.updates(step) > 1 and (bool(rates) or ours is not leader)
+    yield from computed(ours, theirs, tolerances, step, first=part)
+    yield from rates
     yield from _after(ours, theirs, leader, tolerances, step)
 
 
@@ -273,7 +289,7 @@ def before(theirs: Side, leader: Side, step: int) -> Iterator[Difference]:
         return
     start, own = leader.start(step), theirs.tensors(f"own-{step}")
     for name in sorted(names & start.keys()):
-        kind = "weights" if name in leader.parameters else "buffers"
+        kind = "weights" if name in leader.weights else "buffers"
         if name not in own or name not in leader.outside(step):
             yield Difference(step, kind, name, float("nan"), 0.0)
             continue
@@ -283,29 +299,31 @@ def before(theirs: Side, leader: Side, step: int) -> Iterator[Difference]:
             yield Difference(step, kind, name, apart, allowed)
 
 
-def computed(ours: Side, theirs: Side, tolerances: Tolerances, step: int) -> Iterator[Difference]:
-    """Examples, data, losses and gradients."""
+def computed(ours: Side, theirs: Side, tolerances: Tolerances, step: int, first: bool = False) -> Iterator[Difference]:
+    """Examples, data, losses and gradients. first: of those that are of the step's first update, without losses."""
     for key, quantity in (("ids", "examples"), ("data", "data")):
-        a, b = ours.seen(step, key), theirs.seen(step, key)
-        if a != b:
-            yield Difference(step, quantity, None, float((a - b).total() + (b - a).total()), 0.0)
+        have, want = ours.seen(step, key), theirs.seen(step, key)
+        if have != want:
+            yield Difference(step, quantity, None, float((have - want).total() + (want - have).total()), 0.0)
     bad, other_bad = ours.not_finite(step), theirs.not_finite(step)
     if bad and other_bad:
         return  # an overflow that one process has too
     mine, other = ours.losses(step), theirs.losses(step)
-    for call in sorted(mine.keys() & other.keys()):
+    for call in sorted(mine.keys() & other.keys()) if not first else ():
         apart, allowed = abs(mine[call] - other[call]), tolerances.of_loss(other[call])
         if not apart <= allowed:
             yield Difference(step, "loss", None, apart, allowed)
     order = {name: number for number, name in enumerate(forward_order(ours, step))}
-    for update in range(min(ours.updates(step), theirs.updates(step))):
-        first, second = ours.gradients(step, update), theirs.gradients(step, update)
-        for name in sorted(first.keys() | second.keys(), key=lambda n: order.get(n, len(order))):
-            a_or_b = first.get(name, second.get(name))
+    for update in range(1 if first else min(ours.updates(step), theirs.updates(step))):
+        a, b = ours.gradients(step, update), theirs.gradients(step, update)
+        for name in sorted(
+            a.keys() & b.keys() if first else a.keys() | b.keys(), key=lambda n: order.get(n, len(order))
+        ):
+            a_or_b = a.get(name, b.get(name))
             assert a_or_b is not None
-            one, two = first.get(name, torch.zeros_like(a_or_b)), second.get(name, torch.zeros_like(a_or_b))
+            one, two = a.get(name, torch.zeros_like(a_or_b)), b.get(name, torch.zeros_like(a_or_b))
             apart = norm(one - two) if one.shape == two.shape else math.nan
-            allowed = tolerances.gradient(name, second)
+            allowed = tolerances.gradient(name, b)
             if not apart <= allowed:
                 yield Difference(step, "gradient", name, apart, allowed, norm(two))
 
@@ -317,7 +335,9 @@ def _after(ours: Side, theirs: Side, leader: Side, tolerances: Tolerances, step:
     for name in weights:
         if name not in second or weights[name].shape != second[name].shape or name not in start:
             continue
-        is_weight = name in leader.parameters
+        is_weight = name in leader.weights
+        if not is_weight and ours is not leader and update:
+            continue  # filled in part after an update that was not the same
         a, b = (weights if is_weight else buffers)[name].double(), second[name].double()
         apart, moved = norm(a - b), norm(b - start[name].double())
         allowed = OPERATIONS * _roundoff(second[name]) * (norm(b) + moved)

@@ -58,16 +58,49 @@ def load_gradients(folder: str, step: int, update: int) -> dict[str, Tensor]:
     return found
 
 
+def fresh(epoch: int, number: int) -> dict[str, Any]:
+    """The record of a step. ids, data: [loader or shard, ..., values] for each part of a yield. losses: by backward
+    call, [sum, weight]. apart: [shard, micro-batch, call, loss]. strangers: digests of tensors with gradients that are
+    in no model. modules: in the order in which they were called first. between: what was changed
+    between two updates of the step. graded: digests of the gradients before each update. gathered: before them."""
+    lists: dict[str, Any] = {
+        key: [] for key in ("ids", "data", "lrs", "outside", "between", "apart", "modules", "not_finite", "graded")
+    }
+    empty: dict[str, Any] = {"losses": {}, "start": {}, "after": {}, "strangers": {}}
+    counts = {
+        "updates": 0,
+        "yields": 0,
+        "clipped_early": 0,
+        "drew": False,
+        "scaled": False,
+        "counted": False,
+        "gathered": False,
+    }
+    return {"epoch": epoch, "step": number, **lists, **empty, **counts}
+
+
+def keep_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:
+    """Into a state that is to be taken over: each group's options as they were."""
+    for mine, theirs in zip(own["optimizers"], given["optimizers"], strict=True):
+        by_name = {name: group for group in mine["groups"] for name in group["params"][:1]}
+        theirs["groups"] = [
+            {**by_name.get((group["params"] or [""])[0], group), "params": group["params"]}
+            for group in theirs["groups"]
+        ]
+
+
 def about(run: Run, replicated: bool) -> dict[str, Any]:
     """What a rank's record says beside its steps. replicated: each rank holds a whole model."""
     layout, spec = run._strategy.layout, run.settings.strategy
     options = {} if spec is None else spec.options
     known = dict.fromkeys(run._stepper.names.values())
     now: dict[str, nn.Parameter] = {}
+    tied: dict[str, nn.Parameter] = {}
     norms: list[str] = []
     for number, model in enumerate(run._models):
         prefix = f"{number}/" if number else ""
         now |= {prefix + name: p for name, p in model.named_parameters()}
+        tied |= {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
         norms += [prefix + name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     return {
         "rank": run.world.rank,
@@ -79,8 +112,10 @@ def about(run: Run, replicated: bool) -> dict[str, Any]:
         "tf32": bool(run.settings.tf32) and run.device.type == "cuda",
         "shards": layout.shards,
         "local": layout.local,
+        "turns": layout.turns,
         "dealt": layout.dealt,
         "parameters": list(known),
+        "tied": [name for name in tied if name not in now],
         "hooked": [name for p, name in run._stepper.names.items() if p._backward_hooks],
         "late": [name for name in now if replicated and name not in known],
     }

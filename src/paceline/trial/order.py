@@ -21,7 +21,8 @@ class Order:
     the script's own; None: as it is. records: of `paceline verify` (recorder.py): where the run in question has left
     the states that every step starts from, or leaves them (`leads`); None: a trial of `paceline compare`. plain: the
     model's dropout is off. whole: a global batch is one micro-batch. backwards: its examples come in reverse order.
-    nudged: each weight is the next number up or down, and the loss is scaled in the backward.
+    nudged: each weight is the next number up or down, and the loss is scaled in the backward. alone: one process in
+    place of the run in question; it cuts batches as `strategy` says, also where the script sets reproducible.
     """
 
     directory: str
@@ -35,6 +36,7 @@ class Order:
     whole: bool = False
     backwards: bool = False
     nudged: bool = False
+    alone: bool = False
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Order | None:
@@ -44,4 +46,5 @@ class Order:
 
     def quiet(self, settings: Settings) -> Settings:
         """The settings of a run that shows and writes nothing."""
-        return replace(settings, log_dir=None, progress="off")
+        reproducible = None if self.alone else settings.reproducible
+        return replace(settings, log_dir=None, progress="off", reproducible=reproducible)

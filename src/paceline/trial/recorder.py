@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm import generators, slices
-from paceline.errors import ModelError
+from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
 from paceline.train.loader import Loader
@@ -41,16 +41,6 @@ from paceline.trial import kept, plain
 from paceline.trial.collated import Collated
 from paceline.trial.order import Order
 from paceline.trial.probe import TrialEnded
-
-
-def _fresh(epoch: int, number: int) -> dict[str, Any]:
-    """The record of a step. ids, data: [loader or shard, ..., values] for each part of a yield. losses: by backward
-    call, [sum, weight]. apart: [shard, micro-batch, call, loss]. strangers: digests of tensors with gradients that are
-    in no model. modules: in the order in which they were called first."""
-    lists: dict[str, Any] = {key: [] for key in ("ids", "data", "lrs", "outside", "apart", "modules", "not_finite")}
-    empty: dict[str, Any] = {"losses": {}, "start": {}, "after": {}, "strangers": {}}
-    counts = {"updates": 0, "yields": 0, "clipped_early": 0, "drew": False, "scaled": False, "counted": False}
-    return {"epoch": epoch, "step": number, **lists, **empty, **counts}
 
 
 class Recorder:
@@ -83,6 +73,7 @@ class Recorder:
             "forward_backward": self._forward_backward,
             "backward": self._backward,
             "step": self._step,
+            "gather": self._gather,
             "save": lambda directory, **_: Path(directory) / f"step-{self._run.steps:08d}",
             "restore": lambda *_, **__: False,
             "export": lambda *_, **__: None,
@@ -155,7 +146,8 @@ class Recorder:
         if loader.train and request.micro == 0 and (self._now is None or self._now["updates"]):
             self._begin(request.epoch, request.step)
         elif loader.train and turns and request.micro:
-            self._write(f"part-{len(self._steps)}-{request.micro}", self._gradients())
+            if self._run.world.size == 1:
+                self._write(f"part-{len(self._steps)}-{request.micro}", self._gradients())
             for buffer, value in self._buffers if request.micro * turns % request.micros == 0 else ():
                 buffer.copy_(value)  # as every process of several has them when it begins
         self._runs["_on_yield"](loader)
@@ -225,6 +217,11 @@ class Recorder:
             self._drawn = self._generators()  # the update has seeded them anew
         return acted
 
+    def _gather(self, values: Any) -> Any:
+        if self._now is not None and not self._now["updates"]:
+            self._now["gathered"] = True
+        return self._runs["gather"](values)
+
     def _take_losses(self, now: dict[str, Any]) -> None:
         losses = self._run._stepper.losses
         if losses:
@@ -239,7 +236,13 @@ class Recorder:
         now = self._now
         if now is not None:
             now["lrs"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            if now["updates"]:
+                now["between"] += [
+                    name for name, made in self._digests().items() if now["after"].get(name, made) != made
+                ]
             gradients, place = self._gradients(), f"{len(self._steps)}-{now['updates']}"
+            if self._replicated and self._run.world.size > 1:
+                now["graded"].append({name: plain.digest(gradient) for name, gradient in gradients.items()})
             if self._run.world.rank == 0 or not self._replicated:
                 self._write(f"grad-{place}-r{self._run.world.rank}", gradients)
             now["not_finite"] += [name for name, g in gradients.items() if not bool(g.isfinite().all())]
@@ -273,7 +276,7 @@ class Recorder:
             if layout.local or self._apart():
                 self._keep_end()
             self._end()
-        now = _fresh(epoch, number)
+        now = kept.fresh(epoch, number)
         now["start"] = self._digests()
         last = self._steps[-1]["after"] if self._steps else None
         now["outside"] = [name for name, made in now["start"].items() if last and last.get(name, made) != made]
@@ -308,7 +311,7 @@ class Recorder:
         if (given := kept.load_state(path)) is None:  # the run in question made no more steps
             self._end()
         if self._order.whole:
-            _keep_options(state, given)
+            kept.keep_options(state, given)
         if self._order.nudged:
             plain.nudge(given["models"], set(self._run._stepper.names.values()), seed=step)
         self._run._strategy.load_state_dict(given)
@@ -346,10 +349,19 @@ class Recorder:
         """By name, whole (collective where they are sharded)."""
         found = {}
         for parameter, name in self._run._stepper.names.items():
-            grad = parameter.grad
+            grad = self._gradient(parameter)
             if grad is not None:
                 found[name] = grad.full_tensor() if slices.is_sharded(grad) else grad  # type: ignore[attr-defined]
         return found
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        try:
+            return parameter.grad
+        except UsageError as error:
+            raise UsageError(
+                "paceline verify compares gradients, and this strategy has none to show. Verify the script with "
+                "--strategy fsdp, which cuts the model in the same way; `paceline compare` compares losses under any."
+            ) from error
 
     def _digests(self) -> dict[str, str]:
         """Of this rank's own weights and buffers, where it has them whole."""
@@ -376,13 +388,3 @@ class Recorder:
         with open(self._path + ".part", "w") as file:
             json.dump(record, file)
         os.replace(self._path + ".part", self._path)
-
-
-def _keep_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:
-    """Into a state that is to be taken over: each group's options as they were."""
-    for mine, theirs in zip(own["optimizers"], given["optimizers"], strict=True):
-        by_name = {name: group for group in mine["groups"] for name in group["params"][:1]}
-        theirs["groups"] = [
-            {**by_name.get((group["params"] or [""])[0], group), "params": group["params"]}
-            for group in theirs["groups"]
-        ]
