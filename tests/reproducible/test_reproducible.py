@@ -346,3 +346,17 @@ def test_the_tree_is_the_same_wherever_its_leaves_are(shards: int) -> None:
 def test_what_is_missing_changes_no_bit() -> None:
     values = torch.tensor([0.0, -0.0, 1.5, float("inf")])
     assert (values + MISSING).numpy().tobytes() == values.numpy().tobytes()
+
+
+def test_the_summary_says_the_name_that_a_script_may_give(capsys: pytest.CaptureFixture[str]) -> None:
+    run = paceline.start(reproducible=2)
+    try:
+        model = nn.Linear(1, 1)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for (x,) in run.loader(torch.utils.data.TensorDataset(torch.ones(4, 1)), global_batch=4):
+            run.backward(model(x).mean())
+            run.step(optimizer)
+    finally:
+        run.close()
+    told = capsys.readouterr()
+    assert "strategy single," in told.out + told.err

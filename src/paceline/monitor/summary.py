@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.config import Settings
+from paceline.strategies import default
 from paceline.train.loader import Loader
 from paceline.train.order import micros_of_a_shard
 from paceline.train.step import Stepper
@@ -71,13 +72,12 @@ def facts(
     request = loader.current
     assert request is not None
     layout = stepper.strategy.layout
-    spec = settings.strategy
     return Facts(
         world=world,
         settings=settings,
         device=_device_name(device),
         backend=_backend(device) if world.size > 1 else "",
-        strategy=str(spec) if spec is not None else type(stepper.strategy).__name__.lower(),
+        strategy=str(settings.strategy or default(world.size)),
         global_batch=loader.global_batch or request.total,
         filled=request.total if request.step == 0 and not layout.dealt else None,
         shards=layout.dealt or layout.shards,

@@ -20,7 +20,7 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Layout, Piece, Strategy, Term, Work
 from paceline.world import World
 
-__all__ = ["STRATEGIES", "Layout", "Piece", "Strategy", "Term", "Work", "check", "make"]
+__all__ = ["STRATEGIES", "Layout", "Piece", "Strategy", "Term", "Work", "check", "default", "make"]
 
 STRATEGIES = {
     "single": "paceline.strategies.single:Single",
@@ -43,6 +43,11 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
+def default(size: int) -> StrategySpec:
+    """What a run of so many processes gets that names none."""
+    return StrategySpec("single" if size == 1 else "ddp")
+
+
 def make(spec: StrategySpec | None, world: World, device: torch.device, reproducible: int | None = None) -> Strategy:
     """The strategy of a run: the named one, or `single` for one process and `ddp` for several.
 
@@ -55,7 +60,7 @@ def make(spec: StrategySpec | None, world: World, device: torch.device, reproduc
         module, _ = _load(_CANONICAL)
         found: Strategy = module.Canonical(world, device, shards=reproducible)
         return found
-    spec = spec or StrategySpec("single" if world.size == 1 else "ddp")
+    spec = spec or default(world.size)
     _, cls = _find(spec)
     return cls(world, device, **_options(spec, cls))
 
