@@ -113,7 +113,7 @@ PLANTED = [
        ("    optimizer.step()\n", "    optimizer.step()\n    if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(()))\n"), hangs=True),
     _p("one weight is not reduced", "weights_differ", "search",
        ("    return DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))", "    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))"),
-       ("    optimizer.step()\n", "    for parameter in list(model.parameters())[1:]:\n        if parameter.grad is not None:\n            dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()\n    optimizer.step()\n")),
+       (".backward()\n    optimizer.step()\n", ".backward()\n    for parameter in list(model.parameters())[1:]:\n        if parameter.grad is not None:\n            dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()\n    optimizer.step()\n")),
     _p("epochs of one training alike", "no_set_epoch", "search",
        ("            sampler.set_epoch(epoch)\n            for inputs, labels in loader:\n                step(model, optimizer, inputs, labels)\n            score", "            for inputs, labels in loader:\n                step(model, optimizer, inputs, labels)\n            score")),
     _p("the padding is kept", "padded_evaluation", "search", ("    right = right[:own].sum()", "    right = right.sum()")),
