@@ -110,7 +110,7 @@ PLANTED = [
         "        mean = loss.detach().clone()\n        calls = [lambda: dist.all_reduce(mean), lambda: dist.broadcast(mean.clone(), 0)]\n"
         "        for call in calls if rank == 0 else reversed(calls):\n            call()\n"), hangs=True),
     _p("a call of rank 0 before DDP orders its buckets", "collectives", "search",
-       ("    optimizer.step()\n", "    optimizer.step()\n    if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(()))\n"), hangs=True),
+       (".backward()\n    optimizer.step()\n", ".backward()\n    optimizer.step()\n    if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(()))\n"), hangs=True),
     _p("one weight is not reduced", "weights_differ", "search",
        ("    return DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))", "    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))"),
        (".backward()\n    optimizer.step()\n", ".backward()\n    for parameter in list(model.parameters())[1:]:\n        if parameter.grad is not None:\n            dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()\n    optimizer.step()\n")),
