@@ -235,7 +235,9 @@ class Stepper:
         self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
     ) -> bool:
         optimizer = self._only(optimizer)
-        parameters = [self.strategy.held.get(p, p) for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.strategy.held:
+            parameters = [self.strategy.held.get(p, p) for p in parameters]
         if len(parameters) != self._sizes.get(optimizer):
             self._look_at(optimizer, len(parameters))
         loaders = [loader for loader in self._open if loader.current is not None]
