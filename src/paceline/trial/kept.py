@@ -8,11 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.errors import LaunchError
 from paceline.run import Run
 from paceline.train import tree
 
@@ -27,10 +28,16 @@ def named(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def save(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
-    """Whole, or not at all. Tensors without memory are left out."""
+    """Whole, or not at all. Tensors without memory are left out. Raises LaunchError where the disk takes no more."""
     kept = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items() if not tensor.is_meta}
-    save_file(kept, path + ".part", metadata=metadata)
-    os.replace(path + ".part", path)
+    try:
+        save_file(kept, path + ".part", metadata=metadata)
+        os.replace(path + ".part", path)
+    except (OSError, SafetensorError) as error:
+        raise LaunchError(
+            f"{path} cannot be written ({error}). The states of all steps lie there until the end: take fewer --steps, "
+            "or point TMPDIR to a larger disk."
+        ) from None
 
 
 def save_state(state: Mapping[str, Any], path: str) -> None:

@@ -1,0 +1,29 @@
+"""The files of a side of `paceline verify`."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import LaunchError
+from paceline.trial import kept
+
+
+def test_a_disk_that_takes_no_more_is_named_with_what_helps(tmp_path: Path) -> None:
+    """Stood in for by the kernel's limit of a file's size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(LaunchError, match=r"(?s)state-0.*too large.*--steps.*TMPDIR"):
+            kept.save({"weight": torch.zeros(4096)}, str(tmp_path / "state-0.safetensors"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not (tmp_path / "state-0.safetensors").exists()
+    kept.save({"weight": torch.zeros(4096)}, str(tmp_path / "state-0.safetensors"))
+    assert (tmp_path / "state-0.safetensors").exists()
