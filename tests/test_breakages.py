@@ -96,7 +96,7 @@ BREAKAGES = {
     ),
     "dropout that goes on from shard to shard": Breakage(
         "comm/threads.py",
-        "            generators.set_state(self._generator_states[rank], self._device)\n",
+        "            generators.set_state(self._generator_states[rank], self._devices[rank])\n",
         "            pass\n",
         "one_hash_on_three",
         "tests/reproducible/test_reproducible.py",

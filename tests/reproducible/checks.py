@@ -150,12 +150,19 @@ Kind = tuple[str, int, str, int | None]
 """(the net, V, precision, micro_batch)"""
 
 
-def train(kind: Kind, until: int, folder: Path | None = None, save: bool = False, losses: Losses | None = None) -> str:
+def train(
+    kind: Kind,
+    until: int,
+    folder: Path | None = None,
+    save: bool = False,
+    losses: Losses | None = None,
+    strategy: str | None = None,
+) -> str:
     """The hash after so many steps. folder: where it goes on from, if there is a checkpoint."""
     net, shards, precision, micro_batch = kind
     shard: dict[str, Any] = {"batch_norm": "shard"} if net == "norms" else {}
     own: dict[str, Any] = {"device": "cpu", "seed": 3, "progress": "off", "log_every": 3, **shard}
-    run = paceline.start(reproducible=shards, precision=precision, **own)
+    run = paceline.start(reproducible=shards, precision=precision, strategy=strategy, **own)
     losses = losses or Losses()
     run.add_tracker(losses)
     model: nn.Module = {"images": Net, "texts": Words, "norms": Norms, "global": Normed}[net]()
@@ -213,11 +220,11 @@ def more() -> list[str]:
     return hashes(KINDS[FEW:])
 
 
-def hashes(kinds: list[Kind]) -> list[str]:
+def hashes(kinds: list[Kind], strategy: str | None = None) -> list[str]:
     found = []
     for kind in kinds:
         losses = Losses()
-        found.append(train(kind, STEPS, losses=losses))
+        found.append(train(kind, STEPS, losses=losses, strategy=strategy))
         found.append(repr(collectives.broadcast_object(losses.seen)[:2]))  # whole windows of three steps
     return found
 

@@ -49,6 +49,18 @@ def test_one_hash_on_three_processes(three: list[list[Any]]) -> None:
     assert [found[0] for found in three] == [alone()] * 3
 
 
+@pytest.mark.parametrize("strategy", ["data_parallel:devices=cpu,cpu,cpu", "mirrored:devices=cpu,cpu"])
+def test_one_hash_on_devices_of_one_process(strategy: str) -> None:
+    assert checks.hashes(KINDS[: checks.FEW], strategy) == alone()
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("strategy", ["data_parallel:devices=cpu,cpu", "mirrored:devices=cpu,cpu,cpu,cpu"])
+def test_the_fuller_matrix_on_devices_of_one_process(strategy: str) -> None:
+    assert checks.hashes(KINDS[checks.FEW :], strategy) == checks.more()
+
+
 @pytest.mark.conformance
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("n", [2, 4])

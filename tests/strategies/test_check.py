@@ -96,8 +96,11 @@ def test_what_can_work(spec: str, size: int | None) -> None:
 
 
 REPRODUCIBLE = [  # strategy, processes, V, what the message holds
-    ("fsdp", 2, 4, "reproducible=4 with strategy='fsdp': only 'ddp', and 'single' in one process"),
-    ("data_parallel", 1, 4, "Set strategy='ddp', or leave reproducible out"),
+    ("fsdp", 2, 4, "reproducible=4 with strategy='fsdp': only 'ddp', 'data_parallel' and 'mirrored', and 'single'"),
+    ("central_storage", 1, 4, "Set strategy='ddp', or leave reproducible out"),
+    ("data_parallel:devices=cpu,cpu", 2, 4, "data_parallel runs in one process, but there are 2"),
+    ("mirrored:devices=cpu,cpu,reduction=ring", 1, 4, "Leave reduction out"),
+    ("data_parallel:devices=cpu,cpu,cpu", 1, 2, "the 3 devices of strategy data_parallel cannot share"),
     ("ddp:bucket_mb=2", None, 4, "without options"),
     ("dpp", 2, 4, "Did you mean 'ddp'"),
     ("single", 2, 4, "'single' is for one process"),
@@ -127,12 +130,13 @@ def test_values_of_python(spec: StrategySpec, words: str) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_can_be_looked_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module has a `check` of options that the class has, which takes their defaults."""
+    """Its module has a `check` of options that the class has, which takes their defaults; and of the number of shards,
+    where the class takes what adds over them."""
     module, _, cls = STRATEGIES[name].partition(":")
     options = set(inspect.signature(getattr(import_module(module), cls)).parameters)
     looks = inspect.signature(import_module(module).check).parameters
     named = {key for key, p in looks.items() if p.kind is p.KEYWORD_ONLY}
-    assert named <= options
+    assert named <= options | ({"shards"} if "sums" in options else set())
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())  # as if extras were installed
     check(StrategySpec(name), None)
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
+from paceline.comm.devices import add_tensors
 from paceline.comm.sums import NativeSums
 from paceline.comm.threads import Meeting, ThreadReplicas
 
@@ -104,15 +105,15 @@ class Tree:
 
 @torch.no_grad()
 def add_lists(sums: list[Tensor | None], addends: list[Tensor | None]) -> list[Tensor | None]:
-    """sums + addends, in place where both are there."""
+    """sums + addends, in place where both are there, on the device of the sums."""
     both = [(a, b) for a, b in zip(sums, addends, strict=True) if a is not None and b is not None]
-    devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    devices: dict[tuple[torch.device, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in both:
-        mine, its = devices.setdefault(a.device, ([], []))
+        mine, its = devices.setdefault((a.device, b.device), ([], []))
         mine.append(a)
         its.append(b)
     for mine, its in devices.values():
-        torch._foreach_add_(mine, its)
+        add_tensors(its, mine)
     return [b if a is None else a for a, b in zip(sums, addends, strict=True)]
 
 
@@ -281,8 +282,8 @@ def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """Laid out as one that has travelled, since a norm adds in the order of memory, in blocks from where it is
-    aligned."""
-    if tensor.stride() == like.stride() and not tensor.storage_offset():
+    """On its device, and laid out as one that has travelled, since a norm adds in the order of memory, in blocks from
+    where it is aligned."""
+    if tensor.stride() == like.stride() and not tensor.storage_offset() and tensor.device == like.device:
         return tensor
     return torch.empty_like(like, requires_grad=False).copy_(tensor)

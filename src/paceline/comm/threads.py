@@ -95,8 +95,8 @@ class Meeting:
     A run begins with `begin`; each replica then calls `enter`, any number of `meet`s, and `leave` or `abandon`.
     """
 
-    def __init__(self, size: int, take_turns: bool, device: torch.device | None) -> None:
-        self.size, self.take_turns, self._device = size, take_turns and size > 1, device
+    def __init__(self, size: int, take_turns: bool, devices: Sequence[torch.device | None]) -> None:
+        self.size, self.take_turns, self._devices = size, take_turns and size > 1, devices
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         self.begin()
@@ -108,12 +108,12 @@ class Meeting:
         self._round = 0
         self._left = 0
         self._turn = 0
-        self._generator_states = [generators.get_state(self._device) if self.take_turns else {}] * self.size
+        self._generator_states = [generators.get_state(device) if self.take_turns else {} for device in self._devices]
 
     def end(self) -> BaseException | None:
         """What failed first, if anything. The caller goes on with the generators as replica 0 left them."""
         if self.take_turns:
-            generators.set_state(self._generator_states[0], self._device)
+            generators.set_state(self._generator_states[0], self._devices[0])
         error, self.error = self.error, None
         self._deposits, self._total, self._generator_states = {}, None, []
         return error
@@ -181,7 +181,7 @@ class Meeting:
     def _pass_on(self, rank: int) -> None:
         """Give up the baton. The round is complete or the next in order is due: either way that is rank + 1."""
         if self.take_turns:
-            self._generator_states[rank] = generators.get_state(self._device)
+            self._generator_states[rank] = generators.get_state(self._devices[rank])
             self._turn = (rank + 1) % self.size
         self._changed.notify_all()
 
@@ -195,7 +195,7 @@ class Meeting:
         if self.error is not None:
             raise _AbandonedError("This replica was stopped because another one failed.")
         if self.take_turns:
-            generators.set_state(self._generator_states[rank], self._device)
+            generators.set_state(self._generator_states[rank], self._devices[rank])
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,9 @@ class ThreadTeam:
     """Threads that compute as replicas of one global batch. They are started once, and end with `close`.
 
     `replicas[i]` is what `current()` gives in thread i. `take_turns`: only one runs at any time (see the module's
-    docstring); needed where replicas share a device, and wrong where they are to overlap on several GPUs. device: whose
-    generator the replicas share too. member: makes a replica for the thread of that number.
+    docstring); needed where replicas share a device, or what they draw on the host must be the same in every run. On
+    several GPUs what is launched still overlaps, as long as nobody waits for a result. devices: of each replica, where
+    it has a generator that is to be kept too. member: makes a replica for the thread of that number.
     """
 
     def __init__(
@@ -263,13 +264,13 @@ class ThreadTeam:
         size: int,
         *,
         take_turns: bool = False,
-        device: torch.device | None = None,
+        devices: Sequence[torch.device] | None = None,
         member: Callable[[Meeting, int], ThreadReplicas] = ThreadReplicas,
     ) -> None:
         if size < 1:
             raise SettingError(f"ThreadTeam(size={size}): a team has at least one replica.")
         self.size = size
-        self._meeting = Meeting(size, take_turns, device)
+        self._meeting = Meeting(size, take_turns, [None] * size if devices is None else devices)
         self.replicas = [member(self._meeting, rank) for rank in range(size)]
         self._busy = threading.Lock()
         self._queues: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(size)]

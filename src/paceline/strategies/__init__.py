@@ -3,7 +3,8 @@
 Beside its class a strategy's module has a function `check(size, *, option, ...)`, which raises SettingError for what
 cannot work with so many processes (None: not known), before there are any. The class begins with it.
 
-With `reproducible=V` the strategies `single` and `ddp` become one that is not in the table (canonical.py).
+With `reproducible=V` the strategies `single` and `ddp` become one that is not in the table (canonical.py). A strategy
+that can add in that order on several devices of one process has an argument `sums`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from paceline.comm.canonical import CanonicalSums
 from paceline.config import StrategySpec
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Layout, Piece, Strategy, Term, Work
@@ -38,7 +40,7 @@ STRATEGIES = {
 }
 
 _CANONICAL = "paceline.strategies.canonical:Canonical"
-_PLACE = ("world", "device")  # of the classes' arguments those that are no options
+_PLACE = ("world", "device", "sums")  # of the classes' arguments those that are no options
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
@@ -57,12 +59,17 @@ def make(spec: StrategySpec | None, world: World, device: torch.device, reproduc
     """
     if reproducible is not None:
         _check_reproducible(spec, world.size, reproducible)
-        module, _ = _load(_CANONICAL)
-        found: Strategy = module.Canonical(world, device, shards=reproducible)
-        return found
     spec = spec or default(world.size)
     _, cls = _find(spec)
-    return cls(world, device, **_options(spec, cls))
+    if reproducible is None:
+        return cls(world, device, **_options(spec, cls))
+    if _adds_in_order(cls):
+        of_devices: Any = cls
+        spread: Strategy = of_devices(world, device, CanonicalSums(reproducible), **_options(spec, cls))
+        return spread
+    module, _ = _load(_CANONICAL)
+    found: Strategy = module.Canonical(world, device, shards=reproducible)
+    return found
 
 
 def check(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> None:
@@ -77,6 +84,8 @@ def check(spec: StrategySpec | None, size: int | None, reproducible: int | None 
     defaults = {key: p.default for key, p in inspect.signature(cls).parameters.items() if key not in _PLACE}
     taken = inspect.signature(module.check).parameters
     options = {**defaults, **_options(spec, cls)}
+    if _adds_in_order(cls):
+        options["shards"] = reproducible
     module.check(size, **{key: value for key, value in options.items() if key in taken})
 
 
@@ -94,17 +103,23 @@ def _load(place: str) -> tuple[ModuleType, type[Strategy]]:
 
 def _check_reproducible(spec: StrategySpec | None, size: int | None, shards: int) -> None:
     if spec is not None:
-        _find(spec)  # a misspelt name is told first
+        _, cls = _find(spec)  # a misspelt name is told first
+        if _adds_in_order(cls):  # and looks at V itself
+            return
         if spec.name not in ("single", "ddp") or spec.options:
             raise SettingError(
-                f"reproducible={shards} with strategy={str(spec)!r}: only 'ddp', and 'single' in one process, compute "
-                "shards one after the other and add them in one order, and they do so without options. Set "
-                "strategy='ddp', or leave reproducible out."
+                f"reproducible={shards} with strategy={str(spec)!r}: only 'ddp', 'data_parallel' and 'mirrored', and "
+                "'single' in one process, compute shards one after the other and add them in one order; 'ddp' and "
+                "'single' do so without options. Set strategy='ddp', or leave reproducible out."
             )
         if spec.name == "single":
             check(spec, size)
     module, _ = _load(_CANONICAL)
     module.check(size, shards=shards)
+
+
+def _adds_in_order(cls: type[Strategy]) -> bool:
+    return "sums" in inspect.signature(cls).parameters
 
 
 def _options(spec: StrategySpec, cls: type[Strategy]) -> dict[str, Any]:

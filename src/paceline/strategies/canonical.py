@@ -1,4 +1,5 @@
-"""reproducible=V: the same bits on any number of processes from 1 to V. What `single` and `ddp` become by it.
+"""reproducible=V: the same bits on any number of processes from 1 to V. What `single` and `ddp` become by it;
+`data_parallel` and `mirrored` do the same with the devices of one process (replicas.py).
 
 Phase 1, forward and backward: each global batch is cut into V shards. A process computes its own one after the other,
   with the randomness of the shard; nothing travels.
@@ -27,13 +28,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.canonical import CanonicalSums, ranges
-from paceline.errors import ModelError, SettingError
+from paceline.errors import SettingError
 from paceline.strategies.base import Layout, Term, Weight, Work, as_gradient
 from paceline.strategies.ddp import DDP
 from paceline.strategies.replicas import ReplicaSet
+from paceline.strategies.watched import refuse_changes
 from paceline.world import World
 
 
@@ -67,18 +68,13 @@ class Canonical(DDP):
         self._remove_hooks()
         if self.layout.shards == 1:
             return
-        for model in models:
-            for name, module in model.named_modules():
-                # Batch norm's are alike on all shards, or set anew for each of them (train/normalisation.py).
-                if next(module.buffers(recurse=False), None) is not None and not isinstance(module, _BatchNorm):
-                    watch = _Watch(name or type(module).__name__)
-                    self._hooks.append(module.register_forward_pre_hook(watch.before))
-                    self._hooks.append(module.register_forward_hook(watch.after))
-        if self.layout.bundled:
-            if self._replicas is None:
-                self._replicas = ReplicaSet([self.device] * len(self.layout.mine), sums=self.sums)
-                self._replicas.copies, self.closure_only = self._copies, True
-            self._replicas.setup(models)
+        if not self.layout.bundled:
+            self._hooks = refuse_changes(models)
+            return
+        if self._replicas is None:
+            self._replicas = ReplicaSet([self.device], sums=self.sums)
+            self._replicas.copies, self.closure_only = self._copies, True
+        self._replicas.setup(models)
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         if self._replicas is None:
@@ -116,23 +112,3 @@ class Canonical(DDP):
     def _remove_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-
-
-class _Watch:
-    """Refuses a module whose forward changes a buffer of its own: what one shard leaves in it the next one of the same
-    process would find, and another process's would not."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._seen: list[tuple[int, int]] = []
-
-    def before(self, module: nn.Module, _: Any) -> None:
-        self._seen = [(id(buffer), buffer._version) for buffer in module.buffers(recurse=False)]
-
-    def after(self, module: nn.Module, *_: Any) -> None:
-        if module.training and self._seen != [(id(b), b._version) for b in module.buffers(recurse=False)]:
-            raise ModelError(
-                f"reproducible: {self._name} ({type(module).__name__}) changes a buffer in its forward, which then "
-                "depends on which shards a process computes. Use a layer without such state (GroupNorm or LayerNorm "
-                "in place of running statistics), put it into evaluation mode, or leave reproducible out."
-            )

@@ -1,8 +1,8 @@
 """Copies of the user's models on further devices, and what is followed in them (replicas.py).
 
 A copy is copy.deepcopy's, with its parameters and buffers made directly on its device. Pairs are found as deepcopy goes
-along, so that tied parameters and models that share layers stay so. On the same device a copy's parameters may share
-the memory of the user's: it then has gradients and buffers of its own, and no weights.
+along, so that tied parameters and models that share layers stay so. A copy's parameters may share the memory of those
+of another one on the same device, or of the user's: it then has gradients and buffers of its own, and no weights.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from paceline.errors import ModelError
 
 
 def copied(
-    models: Sequence[nn.Module], parameters: Sequence[Tensor], device: torch.device, shared: bool = False
+    models: Sequence[nn.Module],
+    parameters: Sequence[Tensor],
+    device: torch.device,
+    memory: Mapping[Tensor, Tensor] | None = None,
 ) -> tuple[dict[nn.Module, nn.Module], dict[Tensor, Tensor]]:
     """The user's modules -> a device's, and parameters likewise. Tensors go there directly, without a second copy on
-    the first device. shared: parameters share the memory of the user's. Raises ModelError for a model that
-    copy.deepcopy does not copy whole."""
+    the first device. memory: the user's parameter -> the one on this device whose memory the copy's shares. Raises
+    ModelError for a model that copy.deepcopy does not copy whole."""
     memo: dict[int, Any] = {}
     copies = {}
     for p in parameters:
-        copies[p] = memo[id(p)] = _copied_parameter(p, device, shared)
+        copies[p] = memo[id(p)] = _copied_parameter(p, device, None if memory is None else memory[p])
     for model in models:
         for buffer in model.buffers():
             if id(buffer) not in memo:
@@ -57,13 +60,13 @@ def copied(
     return modules, copies
 
 
-def _copied_parameter(own: Tensor, device: torch.device, shared: bool) -> Tensor:
+def _copied_parameter(own: Tensor, device: torch.device, memory: Tensor | None) -> Tensor:
     if type(own) is nn.Parameter:
-        data = own.detach() if shared else own.detach().to(device, copy=True)
+        data = own.detach().to(device, copy=True) if memory is None else memory.detach()
         its: Tensor = nn.Parameter(data, requires_grad=own.requires_grad)
     else:
         its = copy.deepcopy(own)
-        its.data = own.data if shared else its.data.to(device)
+        its.data = its.data.to(device) if memory is None else memory.data
     vars(its).update(vars(own))  # marks that optimizers look at
     follow_flags(own, its)
     return its
@@ -146,6 +149,14 @@ class Record:
         module = self._module if number is None else self._copies[number]
         own = self._module.training and isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
         return [b for b in (module.running_mean, module.running_var) if b is not None] if own else []  # type: ignore[misc]
+
+    def agree_on_counts(self) -> None:
+        """Of the batches that these statistics are of: a replica with an empty shard has counted one less."""
+        if self.statistics():
+            counts: list[Any] = [module.num_batches_tracked for module in (self._module, *self._copies)]
+            most = torch.stack([count.to(counts[0].device) for count in counts]).amax()
+            for count in counts:
+                count.copy_(most)
 
 
 def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:

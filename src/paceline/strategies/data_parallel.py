@@ -25,16 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.canonical import CanonicalSums
 from paceline.strategies.base import Strategy, Term, Weight, Work
-from paceline.strategies.devices import check_devices, devices_of
+from paceline.strategies.devices import check_devices, check_shards, devices_of
 from paceline.strategies.replicas import ReplicaSet, refuse_loop
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
 
-def check(size: int | None, *, devices: str) -> None:
-    """Raises SettingError for several processes, or for devices that cannot be."""
-    check_devices("data_parallel", size, devices, least=2)
+def check(size: int | None, *, devices: str, shards: int | None = None) -> None:
+    """Raises SettingError for several processes, or for devices that cannot be. shards: of a reproducible run."""
+    check_devices("data_parallel", size, devices, least=2, shards=shards)
 
 
 class DataParallel(Strategy):
@@ -42,10 +43,14 @@ class DataParallel(Strategy):
 
     closure_only = True
 
-    def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
+    def __init__(
+        self, world: World, device: torch.device, sums: CanonicalSums | None = None, *, devices: str = ""
+    ) -> None:
         check(world.size, devices=devices)
-        self._replicas = ReplicaSet(devices_of("data_parallel", devices, device, least=2))
-        self.layout, self.copies = self._replicas.layout, self._replicas.copies
+        found = devices_of("data_parallel", devices, device, least=2)
+        check_shards("data_parallel", found, None if sums is None else sums.shards)
+        self._replicas = ReplicaSet(found, sums=sums)
+        self.layout, self.copies, self.sums = self._replicas.layout, self._replicas.copies, sums
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
 

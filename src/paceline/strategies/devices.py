@@ -10,9 +10,11 @@ import torch
 from paceline.errors import SettingError
 
 
-def check_devices(strategy: str, size: int | None, given: str | Sequence[str], least: int) -> None:
-    """Raises SettingError where there are several processes, or the devices that `given` names cannot be used together.
-    Asks for no device of this machine."""
+def check_devices(
+    strategy: str, size: int | None, given: str | Sequence[str], least: int, shards: int | None = None
+) -> None:
+    """Raises SettingError where there are several processes, or the devices that `given` names cannot be used together,
+    or are more than the shards of a reproducible run. Asks for no device of this machine."""
     if size not in (1, None):
         raise SettingError(
             f"strategy {strategy} runs in one process, but there are {size}. Start one (--nproc 1), or use "
@@ -24,6 +26,17 @@ def check_devices(strategy: str, size: int | None, given: str | Sequence[str], l
         _read(f"strategy {strategy}: devices={text!r}", name)
     if names and len(names) < least:
         raise _too_few(strategy, f"devices={text!r} names {len(names)}", "single")
+    check_shards(strategy, names, shards)
+
+
+def check_shards(strategy: str, devices: Sequence[Any], shards: int | None) -> None:
+    """Raises SettingError where a reproducible run (None: it is none) has fewer shards than devices."""
+    if shards is not None and shards < len(devices):
+        raise SettingError(
+            f"reproducible={shards}: a global batch is cut into {shards} shards, which the {len(devices)} devices of "
+            f"strategy {strategy} cannot share. Name at most {shards} devices, or set reproducible={len(devices)} or "
+            "more (another number gives other bits)."
+        )
 
 
 def _too_few(strategy: str, found: str, otherwise: str) -> SettingError:

@@ -8,6 +8,7 @@ Phase 2, all-reduce, in the last micro-batch: the replicas' gradients, laid side
     ring           in pieces around a ring, twice (comm/reducers.py)
     hierarchical   within groups of devices that reach each other directly, the ring between the groups, and back
     reduce_to_one  to the first by a tree, and back
+  With reproducible=V they are added in one order instead (canonical.py), and sent to all devices before an update.
 Phase 3, step: each replica updates its own weights with an optimizer of its own, which has the class and state of the
   script's, and takes its learning rate and all other options before each update. What an update draws is alike.
 
@@ -31,13 +32,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.canonical import CanonicalSums
 from paceline.comm.devices import buckets, copy_tensors, flatten, sum_on_first, unflatten
 from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
 from paceline.comm.reducers import REDUCERS
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import ModelError, SettingError, suggest
 from paceline.strategies.base import Strategy, Term, Weight, Work
-from paceline.strategies.devices import check_devices, devices_of
+from paceline.strategies.devices import check_devices, check_shards, devices_of
 from paceline.strategies.replicas import ReplicaSet, norms_of, on_device, refuse_loop
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.strategies.updates import Draws, follow_groups, optimizer_like, step_between_hooks
@@ -46,13 +48,19 @@ from paceline.world import World
 REDUCTIONS = ("native", *REDUCERS)
 
 
-def check(size: int | None, *, devices: str, reduction: str) -> None:
-    """Raises SettingError for several processes, for devices that cannot be, or for an unknown reduction."""
+def check(size: int | None, *, devices: str, reduction: str, shards: int | None = None) -> None:
+    """Raises SettingError for several processes, for devices that cannot be, and for a reduction that is unknown or, in
+    a reproducible run (of so many shards), not its own."""
     if reduction not in REDUCTIONS:
         raise SettingError(
             f"strategy mirrored: reduction={reduction!r} is not known. {suggest(str(reduction), REDUCTIONS)}"
         )
-    check_devices("mirrored", size, devices, least=2)
+    if shards is not None and reduction != "native":
+        raise SettingError(
+            f"reproducible={shards} with strategy mirrored: reduction={reduction!r}: gradients are added in the one "
+            f"order that reproducible={shards} has. Leave reduction out."
+        )
+    check_devices("mirrored", size, devices, least=2, shards=shards)
 
 
 class Mirrored(Strategy):
@@ -61,11 +69,22 @@ class Mirrored(Strategy):
 
     closure_only = True
 
-    def __init__(self, world: World, device: torch.device, *, devices: str = "", reduction: str = "native") -> None:
-        check(world.size, devices=devices, reduction=reduction)
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        sums: CanonicalSums | None = None,
+        *,
+        devices: str = "",
+        reduction: str = "native",
+    ) -> None:
+        shards = None if sums is None else sums.shards
+        check(world.size, devices=devices, reduction=reduction, shards=shards)
         self.devices = devices_of("mirrored", devices, device, least=2)
-        self._replicas = ReplicaSet(self.devices, keep_weights=True)
-        self.layout, self.copies = self._replicas.layout, self._replicas.copies
+        check_shards("mirrored", self.devices, shards)
+        self._replicas = ReplicaSet(self.devices, keep_weights=True, sums=sums)
+        self.layout, self.copies, self.sums = self._replicas.layout, self._replicas.copies, sums
+        self._mirrored = self._replicas.holders
         self._reduction = reduction
         # Replicas on CPUs take turns in the replicas' team; here they hand tensors to each other and must not.
         self._team = ThreadTeam(len(self.devices)) if self.devices[0].type == "cpu" else self._replicas.team
@@ -89,12 +108,14 @@ class Mirrored(Strategy):
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         if self._replicas.ended:
-            self._reduced.send_changes(self.copies)
+            self._reduced.send_changes(self._mirrored)
         if self._replicas.follow(work.call):
-            self._drift.look(self.copies)
+            self._drift.look(self._mirrored)
         terms = self._replicas.forward_backward(work, self._all_reduce)
-        if work.final:
+        if work.final and self.sums is None:
             self._reduced.note(self.copies[0])
+        elif work.final:
+            self._reduced.note_none(self.copies[0])
         return terms
 
     def backward(
@@ -146,7 +167,7 @@ class Mirrored(Strategy):
 
     def finish(self) -> None:
         self._replicas.agree()
-        self._reduced.send_changes(self.copies)
+        self._reduced.send_changes(self._mirrored)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.copies[0]]
@@ -155,7 +176,7 @@ class Mirrored(Strategy):
         self._reduced.forget(parameters)
 
     def _update(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        self._reduced.send_changes(self.copies)
+        self._reduced.send_changes(self._mirrored)
         self._replicas.send_written()
         mirrors = self._mirrors_of(optimizer)
         draws = Draws(self.devices[0])
@@ -171,10 +192,9 @@ class Mirrored(Strategy):
     def _mirrors_of(self, optimizer: torch.optim.Optimizer) -> list[_Mirror]:
         """The optimizers of the further replicas, with the options that the script's has now."""
         found = self._mirrors.get(optimizer)
-        if found is None or any(mirror.copies is not copies for mirror, copies in zip(found, self.copies, strict=True)):
-            found = self._mirrors[optimizer] = [
-                _Mirror(optimizer, copies, device) for copies, device in zip(self.copies, self.devices[1:], strict=True)
-            ]
+        pairs = list(zip(self._mirrored, self.devices[1:], strict=True))
+        if found is None or any(mirror.copies is not its for mirror, (its, _) in zip(found, pairs, strict=True)):
+            found = self._mirrors[optimizer] = [_Mirror(optimizer, its, device) for its, device in pairs]
         for mirror in found:
             follow_groups(mirror.optimizer, optimizer, mirror.copies, mirror.device)
         return found
@@ -183,7 +203,7 @@ class Mirrored(Strategy):
 
     def state_dict(self) -> dict[str, Any]:
         self._replicas.send_written()
-        self._drift.look(self.copies, now=True)
+        self._drift.look(self._mirrored, now=True)
         return replicated_state(self.models, self.optimizers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,6 +236,10 @@ class _Noted:
     def note(self, parameters: Iterable[Tensor]) -> None:
         self._known.update((p, _seen(p.grad)) for p in parameters)
 
+    def note_none(self, parameters: Iterable[Tensor]) -> None:
+        """The first replica alone has gradients: all are to travel."""
+        self._known.update((p, (None, -1)) for p in parameters)
+
     def forget(self, parameters: Sequence[Tensor]) -> None:
         for p in parameters:
             self._known.pop(p, None)
@@ -232,10 +256,12 @@ class _Noted:
             filled = []
             for p in changed:
                 grad, its = p.grad, of_one[p]
-                if grad is None or grad.is_sparse or its.grad is None or its.grad.is_sparse:
+                if grad is None or grad.is_sparse:
                     its.grad = None if grad is None else grad.to(its.device, copy=True)
-                else:
-                    filled.append(p)
+                    continue
+                if its.grad is None or its.grad.is_sparse:
+                    its.grad = torch.empty_like(its)
+                filled.append(p)
             copy_tensors([_grad(p) for p in filled], [_grad(of_one[p]) for p in filled])
         self.note(changed)
 

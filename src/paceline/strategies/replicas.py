@@ -16,8 +16,9 @@ Buffers that a forward moves stay each replica's own, as they stay each rank's o
 batch norms that were computed by shard become their mean over the replicas, before an update.
 
 Replicas on CPUs share one random generator and so take turns: they compute what as many devices would, no faster. So do
-the shards of a reproducible run (canonical.py), which are replicas on one device of any kind. Their parameters are the
-same memory, seen by several leaves of autograd, each with a gradient of its own.
+the shards of a reproducible run (canonical.py), of which each device computes a range, as each process does there. The
+parameters of those on one device are the same memory, seen by several leaves of autograd, each with a gradient of its
+own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.canonical import CanonicalSums, ShardReplicas
+from paceline.comm.canonical import CanonicalSums, ShardReplicas, ranges
 from paceline.comm.devices import add_tensors, copy_tensors
 from paceline.comm.replicas import Replicas, current
 from paceline.comm.threads import ThreadTeam
@@ -40,6 +41,7 @@ from paceline.strategies.base import Layout, Piece, Term, Weight, Work, as_gradi
 from paceline.strategies.copies import Record, copied, follow_flags
 from paceline.strategies.placement import move
 from paceline.strategies.replicated import parameter_names
+from paceline.strategies.watched import refuse_changes
 
 Stamp = tuple[int, int]
 """Of a parameter's weights: another one after a write that autograd counts, and after `p.data = ...`."""
@@ -48,37 +50,49 @@ Stamp = tuple[int, int]
 class ReplicaSet:
     """The replicas of one process. The first device's are the user's own models.
 
-    copies: for each further replica, the user's parameter -> its own; the same list always. ended: whether the last
-    backward call was one of a last micro-batch. keep_weights: whether each
-    replica updates its own weights, so that they travel only where the script has written to them. Else they are sent
-    when `stale` was called, and when a global batch begins. sums: the replicas are this process's shards of a
-    reproducible run, all on one device; they share the memory of their parameters.
+    copies: for each further replica, the user's parameter -> its own; holders: those of further devices, which have
+    weights of their own. The same lists always. ended: whether the last backward call was one of a last micro-batch.
+    keep_weights: whether each holder updates its own weights, so that they travel only where the script has written to
+    them. Else they are sent when `stale` was called, and when a global batch begins. sums: the replicas are this
+    process's shards of a reproducible run, spread over the devices, of which there are no more than shards.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], *, keep_weights: bool = False, sums: CanonicalSums | None = None
     ) -> None:
-        self.devices = devices
-        self.layout = Layout(shards=len(devices), mine=tuple(range(len(devices))))
         self.models: list[nn.Module] = []
         self.copies: list[dict[Tensor, Tensor]] = []
-        self._shared = sums is not None
+        self._sums = sums
         if sums is None:
+            self.devices, self._places = list(devices), list(range(len(devices)))
+            self.holders = self.copies
+            self.layout = Layout(shards=len(devices), mine=tuple(self._places))
             self.team = ThreadTeam(len(devices), take_turns=devices[0].type == "cpu")
         else:
+            spread = enumerate(ranges(len(sums.mine), len(devices)))
+            self._places = [place for place, (lo, hi) in spread for _ in range(lo, hi)]
+            self.devices = [devices[place] for place in self._places]
+            self.holders = []
+            self.layout = Layout(shards=sums.shards, mine=sums.mine, bundled=True)
             member = partial(ShardReplicas, sums=sums)
-            self.team = ThreadTeam(len(devices), take_turns=True, device=devices[0], member=member)
+            self.team = ThreadTeam(len(self.devices), take_turns=True, devices=self.devices, member=member)
+        self._memories: list[Mapping[Tensor, Tensor] | None] = []  # of each copy, whose its parameters share
+        self._moved = False  # whether there was a forward since the replicas last agreed
         self._keep_weights, self._stale = keep_weights, True
         self._modules: list[dict[nn.Module, nn.Module]] = []
         self._records: list[Record] = []
         self._stamps: dict[Tensor, Stamp] = {}
-        self._guards: list[Any] = []  # handles of hooks
+        self._guards: list[Any] = []  # handles of hooks on parameters
+        self._watches: list[Any] = []  # and on modules
         self._call, self.ended = -1, True  # of the last backward call: its number, whether it was a last micro-batch's
 
     def setup(self, models: Sequence[nn.Module]) -> None:
         self.models = list(models)
         for model in models:
             model.to(self.devices[0])
+        self._remove(self._watches)
+        if self._sums is not None:
+            self._watches = refuse_changes(models)
         self._copy()
 
     def stale(self) -> None:
@@ -95,7 +109,8 @@ class ReplicaSet:
 
     def close(self) -> None:
         self.team.close()
-        self._remove_guards()
+        self._remove(self._guards)
+        self._remove(self._watches)
         self.copies.clear()
         self._modules, self._records, self._stamps, self.models = [], [], {}, []
 
@@ -108,14 +123,13 @@ class ReplicaSet:
         if not all(record.holds() for record in self._records):
             self._copy()
             return begins
-        everything = not self._keep_weights and (begins or self._stale or self._shared)
+        everything = not self._keep_weights and (begins or self._stale)
         parameters = list(self._stamps)
         sent = parameters if everything else self.changed(parameters)
-        if not all(self._alike(p, q) for p in sent for q in self._of(p)):
+        if not all(self._alike(p) for p in (sent if self._sums is None else parameters)):
             self._copy()
             return begins
-        if not self._shared:
-            self._send(sent)
+        self._send(sent)
         for copies in self.copies:
             for p, its in copies.items():
                 follow_flags(p, its)
@@ -134,57 +148,65 @@ class ReplicaSet:
         self._send(self.changed(list(self._stamps)))
 
     def _send(self, parameters: Sequence[Tensor]) -> None:
-        for copies in self.copies:
+        for copies in self.holders:
             copy_tensors([p.detach() for p in parameters], [copies[p].detach() for p in parameters])
         self.remember(parameters)
 
-    def _alike(self, own: Tensor, its: Tensor) -> bool:
-        """Whether a copy of a parameter can take its values; or, where memory is shared, still has them."""
-        alike = own.shape == its.shape and own.dtype == its.dtype
-        return alike and (not self._shared or own.data_ptr() == its.data_ptr())
-
-    def _of(self, parameter: Tensor) -> Iterator[Tensor]:
-        return (copies[parameter] for copies in self.copies)
+    def _alike(self, own: Tensor) -> bool:
+        """Whether the copies of a parameter can take its values; or, where memory is shared, still share it."""
+        return all(
+            own.shape == copies[own].shape
+            and own.dtype == copies[own].dtype
+            and (memory is None or copies[own].data_ptr() == memory[own].data_ptr())
+            for copies, memory in zip(self.copies, self._memories, strict=True)
+        )
 
     def _copy(self) -> None:
         """Copies all models anew. What they share they go on sharing, and gradients of a global batch stay."""
         before = list(self.copies)
         parameters = list(parameter_names(self.models))
-        self._remove_guards()
-        if self._shared:
+        self._remove(self._guards)
+        holders: dict[int, dict[Tensor, Tensor]] = {}
+        if self._sums is not None:
             own = _OnlyInItsThread(parameters, self.team.replicas[0])
             self._guards += [p.register_post_accumulate_grad_hook(own) for p in parameters if p.requires_grad]
-        self._modules, made = [], []
-        for number, device in enumerate(self.devices[1:]):
-            counterparts, copies = copied(self.models, parameters, device, self._shared)
+            holders[0] = {p: p for p in parameters}
+        self._modules, self._memories, made = [], [], []
+        for number, (device, place) in enumerate(zip(self.devices[1:], self._places[1:], strict=True)):
+            memory = holders.get(place)
+            counterparts, copies = copied(self.models, parameters, device, memory)
             for p, its in copies.items():
                 if before and p in before[number] and before[number][p].shape == its.shape:
                     its.grad = before[number][p].grad
             self._modules.append(counterparts)
+            self._memories.append(memory)
             made.append(copies)
+            holders.setdefault(place, copies)
         self.copies[:] = made
+        self.holders[:] = [copies for place, copies in holders.items() if place]
         modules = {module for model in self.models for module in model.modules()}
         self._records = [Record(m, [copies[m] for copies in self._modules]) for m in modules]
         self._stamps = {}
         self.remember(parameters)
         self._stale = False
 
-    def _remove_guards(self) -> None:
-        while self._guards:
-            self._guards.pop().remove()
+    def _remove(self, handles: list[Any]) -> None:
+        while handles:
+            handles.pop().remove()
 
     # --- phases 2 to 4
 
     def forward_backward(self, work: Work, combine: Callable[[], None]) -> list[list[Term]]:
         """What Strategy.forward_backward does, after `follow`. combine() is called after a last micro-batch's
-        backward."""
-        self._call, self.ended = work.call, work.final
+        backward; not in a reproducible run, where gradients are added up elsewhere (train/canonical.py)."""
+        self._call, self.ended, self._moved = work.call, work.final, True
+        shared = self._sums is not None
         streams = [_stream(device) for device in self.devices]
         trees = [self._swapped(work.model, number) for number in range(len(self.devices))]
         at = list(zip(self.devices, streams, strict=True))
         terms = self.team.run(
             [
-                partial(_forward, work, *each, self._shared)
+                partial(_forward, work, *each, shared)
                 for each in zip(trees, work.pieces, range(len(at)), at, strict=True)
             ]
         )
@@ -195,11 +217,11 @@ class ReplicaSet:
         for weights, retain_graph in work.passes([[_counted_on(term, first) for term in of_one] for of_one in terms]):
             self.team.run(
                 [
-                    partial(_backward, *each, retain_graph, self._shared)
+                    partial(_backward, *each, retain_graph, shared)
                     for each in zip(terms, weights, inputs, range(len(at)), at, strict=True)
                 ]
             )
-            if work.final:
+            if work.final and not shared:
                 combine()
         return [[Term(term.value.detach(), term.count) for term in of_one] for of_one in terms]
 
@@ -237,16 +259,31 @@ class ReplicaSet:
     def agree(self) -> None:
         """Before an update: running statistics of batch norms by shard become their mean over the replicas."""
         own = [b for record in self._records for b in record.statistics()]
-        if not own:
+        if not own or not self._moved:
             return
+        self._moved = False
         others = [[b for record in self._records for b in record.statistics(number)] for number in self._numbers()]
-        for theirs in others:
-            add_tensors(theirs, own)
+        if self._sums is None:
+            for theirs in others:
+                add_tensors(theirs, own)
+        else:
+            self._add_in_order(self._sums, own, others)
         torch._foreach_div_(own, len(self.devices))
         for theirs in others:
             copy_tensors(own, theirs)
         for record in self._records:
             record.note_buffers()
+
+    def _add_in_order(self, sums: CanonicalSums, own: list[Tensor], others: list[list[Tensor]]) -> None:
+        """The sum of all shards' statistics, in the first replica's; and to all the most batches that one has seen."""
+        tree = sums.tree()
+        for shard, its in zip(sums.mine, (own, *others), strict=True):
+            tree.put(shard, [b.clone() for b in its])
+        for b, total in zip(own, sums.gradients(tree, own, "running statistics"), strict=True):
+            assert total is not None
+            b.copy_(total)
+        for record in self._records:
+            record.agree_on_counts()
 
     def _numbers(self) -> range:
         return range(len(self.copies))
@@ -281,8 +318,9 @@ class _OnlyInItsThread:
 
 REACHED_FROM_OUTSIDE = (
     "reproducible: the loss function uses parameters of a prepared model that it has not got from its first argument. "
-    "With batch norm over the global batch each shard has a model of its own: use the `model` of loss_fn(model, "
-    "batch), and hand several as a tuple or dict, run.forward_backward(loss_fn, (model, other), batch)."
+    "With batch norm over the global batch, and on several devices, each shard has a model of its own: use the `model` "
+    "of loss_fn(model, batch), and hand several as a tuple or dict, run.forward_backward(loss_fn, (model, other), "
+    "batch)."
 )
 
 _At = tuple[torch.device, Any]

@@ -14,7 +14,7 @@ from paceline.train.loss import terms_of
 from paceline.train.messages import empty_message
 from paceline.train.order import Request
 from paceline.train.precision import Precision
-from paceline.train.randomness import seed_torch
+from paceline.train.randomness import mix, seed_torch
 
 
 def pieces_of(batch: Any, request: Request) -> list[Piece]:
@@ -26,13 +26,15 @@ def pieces_of(batch: Any, request: Request) -> list[Piece]:
 
 
 def computing(
-    loss_fn: Callable[[Any, Any], Any], precision: Precision, loader: Loader, request: Request, seeded: bool
+    loss_fn: Callable[[Any, Any], Any], precision: Precision, loader: Loader, request: Request, call: int, seeded: bool
 ) -> Callable[[Any, Piece, torch.device], list[Term]]:
-    """Work.compute. seeded: torch's generators are still as the loader has keyed them, for the only piece."""
+    """Work.compute. call: see Work; each call draws numbers of its own, the same under every strategy. seeded: torch's
+    generators are, for the first call, still as the loader has keyed them for the only piece."""
 
     def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:
-        if not seeded:
-            seed_torch(loader.streams.torch_key(request, piece.shard, piece.micro), device)
+        if call or not seeded:
+            key = loader.streams.torch_key(request, piece.shard, piece.micro)
+            seed_torch(mix(key, call) if call else key, device)
         with precision.autocast():
             try:
                 return terms_of(loss_fn(replica, piece.batch))

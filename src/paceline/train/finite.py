@@ -66,6 +66,15 @@ def _norm_here(grads: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
+def _plain(grads: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether they are what nearly all gradients are: at least one, whole, dense and real, on this device. One look at
+    each, since this runs between an all-reduce and its update, where nothing hides it."""
+    for g in grads:
+        if type(g) is not Tensor or g.device != device or g.layout is not torch.strided or g.is_complex():
+            return False
+    return bool(grads)
+
+
 class Flag:
     """A 0-dim float32 tensor on a device, kept over the steps: 0 until a gradient is not finite."""
 
@@ -75,6 +84,9 @@ class Flag:
 
     def look(self, grads: Sequence[Tensor], parts: dist.ProcessGroup | None = None) -> Tensor:
         """Sets the flag where an element of a gradient is not finite, and returns it. Waits for nothing."""
+        if parts is None and _plain(grads, self.found.device):
+            torch._amp_foreach_non_finite_check_and_unscale_(list(grads), self.found, self._one)  # by 1: unchanged
+            return self.found
         dense = [
             g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
             for g in sharded.local(grads)
@@ -83,7 +95,7 @@ class Flag:
         if any(g.device != device for g in dense):
             return sharded.any_process(torch.nn.utils.get_total_norm(dense) * 0.0, grads, parts)
         if dense:
-            torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found, self._one)  # by 1: unchanged
+            torch._amp_foreach_non_finite_check_and_unscale_(dense, self.found, self._one)
         return sharded.any_process(self.found, grads, parts)
 
     def all_finite(self, grads: Sequence[Tensor], parts: dist.ProcessGroup | None = None) -> bool:

@@ -117,7 +117,7 @@ class Stepper:
         work = Work(
             model,
             pieces,
-            computing(loss_fn, self.precision, loader, request, seeded),
+            computing(loss_fn, self.precision, loader, request, call, seeded),
             lambda terms: self._passes(terms, counts, request, call, False),
             request.final,
             call,
