@@ -3,9 +3,11 @@ and gradients that a script writes to. And they refuse, in the closure, what wou
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,10 +19,24 @@ from torch import Tensor, nn
 import paceline
 from paceline.errors import ModelError, SettingError, UsageError
 from paceline.strategies.devices import devices_of
+from paceline.train.randomness import mix, tag
 
 ONE = "data_parallel:devices=cpu,cpu,cpu"
 STRATEGIES = [ONE, "mirrored:devices=cpu,cpu,cpu,reduction=ring", "central_storage:devices=cpu,cpu"]
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda text: text.partition(":")[0])
+SPREAD = ["data_parallel:devices=cpu,cpu,cpu reproducible=4", "mirrored:devices=cpu,cpu,cpu reproducible=5"]
+
+
+def named(strategy: str) -> str:
+    return re.sub(r":[^ ]*", "", strategy)
+
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=named)
+every_way = pytest.mark.parametrize("strategy", [*STRATEGIES, *SPREAD], ids=named)
+
+
+def started(strategy: str, **settings: Any) -> AbstractContextManager[paceline.Run]:
+    name, _, shards = strategy.partition(" reproducible=")
+    return checks.started(strategy=name, reproducible=int(shards) if shards else None, **settings)
 
 
 class Moving(nn.Module):
@@ -51,7 +67,7 @@ def train(model: nn.Module, change: Callable[[nn.Module, Any, int], None], strat
                 optimizer.step()
                 optimizer.zero_grad()
         return model
-    with checks.started(strategy=strategy) as run:
+    with started(strategy) as run:
         run.prepare(model, optimizer)
         loader = run.loader(checks.data(), global_batch=5)
         for epoch in run.epochs(3):
@@ -158,7 +174,7 @@ def square() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
-@every_strategy
+@every_way
 @pytest.mark.parametrize(
     ("build", "change"),
     [
@@ -183,10 +199,14 @@ def test_copies_follow_a_model_that_changes(build: Callable[[], nn.Module], chan
     torch.manual_seed(0)
     model, plain = build(), build()
     plain.load_state_dict(model.state_dict())
+    if build is Moving and "reproducible" in strategy:
+        with pytest.raises(ModelError, match=r"Moving \(Moving\) changes a buffer"):
+            train(model, change, strategy)
+        return
     checks.same(train(model, change, strategy), train(plain, change, None))
 
 
-@every_strategy
+@every_way
 def test_a_forward_over_one_optimizers_parameters(strategy: str) -> None:
     """The copies of given parameters are found too."""
 
@@ -195,7 +215,7 @@ def test_a_forward_over_one_optimizers_parameters(strategy: str) -> None:
         model = mlp().double()
         first = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[operator]
         second = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[operator]
-        with checks.started(strategy=strategy) as run:
+        with started(strategy) as run:
             run.prepare(model, first, second)
             for batch in run.loader(checks.data(), global_batch=5):
                 for optimizer in (first, second):
@@ -245,7 +265,7 @@ def past_autograd(run: paceline.Run, model: nn.Module, optimizer: Any) -> None:
             break
 
 
-@every_strategy
+@every_way
 def test_writes_that_autograd_does_not_count_are_followed_or_named(strategy: str) -> None:
     def trained(strategy: str) -> nn.Module:
         torch.manual_seed(0)
@@ -253,7 +273,7 @@ def test_writes_that_autograd_does_not_count_are_followed_or_named(strategy: str
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=0.05, fused=True
         )  # whose own writes are not counted either
-        with checks.started(strategy=strategy) as run:
+        with started(strategy) as run:
             run.prepare(model, optimizer)
             past_autograd(run, model, optimizer)
         return model
@@ -281,14 +301,14 @@ def dropped(model: nn.Module) -> None:
     model[0].zero_grad()  # type: ignore[operator]
 
 
-@every_strategy
+@every_way
 @pytest.mark.parametrize("change", [scaled, replaced_gradients, dropped], ids=lambda f: f.__name__)
 def test_gradients_that_a_script_writes_to(change: Callable[[nn.Module], None], strategy: str) -> None:
     def trained(strategy: str) -> nn.Module:
         torch.manual_seed(0)
         model = mlp().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        with checks.started(strategy=strategy) as run:
+        with started(strategy) as run:
             run.prepare(model, optimizer)
             loader = run.loader(checks.data(), global_batch=10, micro_batch=2)
             for _ in run.epochs(2):
@@ -302,7 +322,7 @@ def test_gradients_that_a_script_writes_to(change: Callable[[nn.Module], None], 
     checks.same(trained(strategy), trained("single"), 1e-8)
 
 
-@every_strategy
+@every_way
 def test_a_step_that_is_left_out_leaves_nothing_behind(strategy: str) -> None:
     """A gradient that is not finite, and a batch that the script itself drops."""
 
@@ -310,7 +330,7 @@ def test_a_step_that_is_left_out_leaves_nothing_behind(strategy: str) -> None:
         torch.manual_seed(0)
         model = mlp().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with checks.started(strategy=strategy, nonfinite="skip") as run:
+        with started(strategy, nonfinite="skip") as run:
             run.prepare(model, optimizer)
             loader = run.loader(checks.data(), global_batch=5)
             for batch in loader:
@@ -326,9 +346,9 @@ def test_a_step_that_is_left_out_leaves_nothing_behind(strategy: str) -> None:
     checks.same(trained(strategy), trained("single"))
 
 
-@every_strategy
+@every_way
 def test_an_error_in_one_replica_is_told_once_and_nothing_hangs(strategy: str) -> None:
-    with checks.started(strategy=strategy) as run:
+    with started(strategy) as run:
         model = mlp().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.prepare(model, optimizer)
@@ -444,7 +464,7 @@ def test_what_an_update_draws_is_alike_in_all_replicas() -> None:
         torch.manual_seed(0)
         model = mlp().double()
         optimizer = Langevin(model.parameters(), lr=0.05)
-        with checks.started(strategy=strategy) as run:
+        with started(strategy) as run:
             run.prepare(model, optimizer)
             for batch in run.loader(checks.data(), global_batch=5):
                 run.forward_backward(checks.sequential_loss, model, batch)
@@ -534,3 +554,26 @@ def test_the_loop_form_works_where_one_device_computes_and_is_refused_by_name_el
     for strategy in STRATEGIES:
         with pytest.raises(UsageError, match="forward_backward"):
             checks.under_paceline(mlp, checks.sequential_loss, closure=False, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["single:shards=3", ONE, "data_parallel:devices=cpu,cpu,cpu reproducible=3"])
+def test_each_call_of_a_closure_draws_numbers_of_its_own(strategy: str) -> None:
+    """Those of its shard, whoever computes it, and others in the second call of a yield."""
+    found: dict[tuple[float, int], float] = {}
+    model = nn.Linear(2, 1)
+    with started(strategy, seed=7) as run:
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        for batch in run.loader([torch.full((2,), float(i)) for i in range(3)], global_batch=3, name="few"):
+            for call in range(2):
+
+                def drawing(model: nn.Module, batch: Tensor, call: int = call) -> Tensor:
+                    found[float(batch[0, 0]), call] = float(torch.rand(()))
+                    return model(batch).mean()
+
+                run.forward_backward(drawing, model, batch)
+            run.step(optimizer)
+    for (shard, call), drawn in found.items():
+        key = mix(mix(7, tag("yield"), tag("few")), 0, 0, int(shard), 0)  # epoch, step, shard, micro-batch
+        generator = torch.Generator().manual_seed(mix(key, call) if call else key)
+        assert drawn == float(torch.rand((), generator=generator))
+    assert len(set(found.values())) == 6

@@ -82,14 +82,16 @@ class InTurn:
 
     def _take(self, place: int) -> list[Tensor | None]:
         """What `.grad` of a replica holds, which is then empty."""
-        parameters = self._accounts.parameters
-        if place:
+        parameters: list[Tensor | None] = [*self._accounts.parameters]
+        if place:  # where one that has left the model (retied, say) has no copy
             copies = self._accounts.copies[place - 1]
-            parameters = [copies[p] for p in parameters]
-        grads = [p.grad for p in parameters]
+            parameters = [copies.get(p) for p in self._accounts.parameters]
+        grads = [None if p is None else p.grad for p in parameters]
         for p, grad in zip(parameters, grads, strict=True):
+            if p is None or grad is None:
+                continue
             p.grad = None
-            if grad is not None and grad.layout != torch.strided:
+            if grad.layout != torch.strided:
                 raise UsageError(
                     "reproducible: a parameter has a sparse gradient, as of nn.Embedding(sparse=True), whose entries "
                     "are added in no fixed order. Set sparse=False."
