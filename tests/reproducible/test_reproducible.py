@@ -313,7 +313,8 @@ def test_what_cannot_be_made_reproducible_is_refused() -> None:
     with pytest.raises(UsageError, match="backward call"):
         loop(nn.Linear(2, 2), twice)
 
-    names = ("fsdp", "data_parallel:devices=cpu,cpu", "mirrored:devices=cpu,cpu", "ddp:bucket_mb=2", "single:shards=2")
+    too_many, with_option = "data_parallel:devices=cpu,cpu,cpu", "mirrored:devices=cpu,cpu,reduction=ring"
+    names = ("fsdp", "central_storage:devices=cpu,cpu", too_many, with_option, "ddp:bucket_mb=2", "single:shards=2")
     for settings in (*({"strategy": name} for name in names), {"cudnn_benchmark": True}, {"compile": True}):
         with pytest.raises(SettingError, match="reproducible=2"):
             paceline.start(device="cpu", reproducible=2, **settings)
