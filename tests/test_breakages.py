@@ -61,7 +61,7 @@ BREAKAGES = {
         "train/loader.py", "self.current.step + int(self.stepped)", "self.current.step", "f-other-sgd and closure"
     ),
     "last micro-batch not reduced": Breakage(
-        "strategies/ddp.py", "        if not final:\n", "        if True:\n", "g- and sgd and w2"
+        "strategies/ddp.py", "        if not work.final:\n", "        if True:\n", "g- and sgd and w2"
     ),
     "tokens counted on this process only": Breakage(
         "train/step.py",

@@ -137,10 +137,27 @@ class Work(NamedTuple):
     total: int
 
 
+class BackwardPass(NamedTuple):
+    """What `backward` is to do: for each root, a scalar, its gradients times a weight. final, call, inputs: see Work.
+    retain_graph: whether another pass over the same graphs follows."""
+
+    roots: Sequence[Tensor]
+    weights: Sequence[Weight]
+    final: bool
+    call: int
+    inputs: Sequence[Tensor] | None = None
+    retain_graph: bool = False
+
+    @property
+    def pairs(self) -> Iterator[tuple[Tensor, Weight]]:
+        return zip(self.roots, self.weights, strict=True)
+
+
 class Strategy(ABC):
     """At most eight methods. What is not a method is a plain attribute that its constructor sets."""
 
     layout: Layout
+    device: torch.device  # on which the user's own models are
     closure_only: bool = False
     views: bool = False  # whether `.grad` may share memory that the next backward writes to
     loss_scale: float = 1.0  # fp16: a factor of all weights of this global batch, taken out after the reduction
@@ -166,23 +183,21 @@ class Strategy(ABC):
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Takes charge of these models and optimizers, alike on every replica. Called again when some are added."""
 
-    @abstractmethod
     def forward_backward(self, work: Work) -> list[list[Term]]:
-        """Runs the closure on every piece, and its backward. Returns the terms, detached, of each piece."""
+        """Runs the closure on every piece, and its backward. Returns the terms, detached, of each piece. This one is
+        for a process that computes one shard at a time: the closure, then `backward`."""
+        (piece,) = work.pieces
+        terms = work.compute(work.model, piece, self.device)
+        for (weights,), retain_graph in work.passes([terms]):
+            pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
+            roots, shares = [value for value, _ in pairs], [weight for _, weight in pairs]
+            self.backward(BackwardPass(roots, shares, work.final, work.call, work.inputs, retain_graph))
+        return [[Term(term.value.detach(), term.count) for term in terms]]
 
-    @abstractmethod
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
+    def backward(self, work: BackwardPass) -> None:
         """Adds the gradients of weight x root to `.grad`, summed over all shards when `final` (or always, with
-        `reduces_each`). call: see Work."""
+        `reduces_each`). This one adds those of this process. Not called with `closure_only`."""
+        run_here(work)
 
     def finish(self) -> None:
         """The global batch is complete: called before its updates. Gradients are final when it returns."""
@@ -223,3 +238,9 @@ def as_gradient(weight: Weight, root: Tensor) -> Tensor:
             _gradients.clear()
         gradient = _gradients[key] = torch.full((), weight, dtype=root.dtype, device=root.device)
     return gradient
+
+
+def run_here(work: BackwardPass, factor: float = 1) -> None:
+    """torch's backward, in this process: adds the gradients, times a factor, to `.grad`."""
+    gradients = [as_gradient(weight * factor, root) for root, weight in work.pairs]
+    torch.autograd.backward(work.roots, gradients, inputs=work.inputs, retain_graph=work.retain_graph)

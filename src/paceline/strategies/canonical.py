@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from paceline.comm.canonical import CanonicalSums, ranges
 from paceline.errors import SettingError
-from paceline.strategies.base import Layout, Term, Weight, Work, as_gradient
+from paceline.strategies.base import BackwardPass, Layout, Term, Work, run_here
 from paceline.strategies.ddp import DDP
 from paceline.strategies.replicas import ReplicaSet
 from paceline.strategies.watched import refuse_changes
@@ -83,20 +83,10 @@ class Canonical(DDP):
         self._replicas.follow(work.call)
         return self._replicas.forward_backward(work, lambda: None)
 
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        if final:
+    def backward(self, work: BackwardPass) -> None:
+        if work.final:
             self._compare_once()
-        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
-        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+        run_here(work)
 
     def _compare_once(self) -> None:
         if not self._began and self.world.size > 1:

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.devices import buckets, flatten, unflatten
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.base import Layout, Strategy, Term, Work
 from paceline.strategies.devices import check_devices, devices_of
 from paceline.strategies.masters import in_place_of
-from paceline.strategies.replicas import ReplicaSet, Stamp, norms_of, refuse_loop, stamp_of
-from paceline.strategies.replicated import closure_on_one_replica, load_replicated, replicated_state
+from paceline.strategies.replicas import ReplicaSet, Stamp, norms_of, stamp_of
+from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.strategies.updates import carried, step_between_hooks
 from paceline.world import World
 
@@ -75,24 +75,9 @@ class CentralStorage(Strategy):
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         if self._replicas is None:
-            return closure_on_one_replica(self, work, self.device)
+            return super().forward_backward(work)
         self._replicas.follow(work.call)
         return self._replicas.forward_backward(work, self._replicas.gather)
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        if self.closure_only:
-            raise refuse_loop("central_storage")
-        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
-        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
 
     def finish(self) -> None:
         if self._replicas is not None:

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.comm.canonical import CanonicalSums
-from paceline.strategies.base import Strategy, Term, Weight, Work
+from paceline.strategies.base import Strategy, Term, Work
 from paceline.strategies.devices import check_devices, check_shards, devices_of
-from paceline.strategies.replicas import ReplicaSet, refuse_loop
+from paceline.strategies.replicas import ReplicaSet
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
@@ -50,7 +50,8 @@ class DataParallel(Strategy):
         found = devices_of("data_parallel", devices, device, least=2)
         check_shards("data_parallel", found, None if sums is None else sums.shards)
         self._replicas = ReplicaSet(found, sums=sums)
-        self.layout, self.copies, self.sums = self._replicas.layout, self._replicas.copies, sums
+        self.device, self.layout, self.sums = device, self._replicas.layout, sums
+        self.copies = self._replicas.copies
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
 
@@ -61,18 +62,6 @@ class DataParallel(Strategy):
     def forward_backward(self, work: Work) -> list[list[Term]]:
         self._replicas.follow(work.call)
         return self._replicas.forward_backward(work, self._replicas.gather)
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        raise refuse_loop("data_parallel")
 
     def finish(self) -> None:
         self._replicas.agree()

@@ -40,10 +40,9 @@ from torch import Tensor, nn
 from paceline.comm import collectives, slices
 from paceline.errors import ModelError, SettingError, UnusedParameterError
 from paceline.strategies import ddp_hook
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.base import BackwardPass, Layout, Strategy, run_here
 from paceline.strategies.ddp_reducer import Reducer, fire
 from paceline.strategies.replicated import (
-    closure_on_one_replica,
     load_replicated,
     parameter_names,
     replicated_state,
@@ -120,36 +119,24 @@ class DDP(Strategy):
             self._reduction.names = self._names
         self._flags = ()
 
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        return closure_on_one_replica(self, work, self.device)
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        gradients = [as_gradient(weight * self._factor, root) for root, weight in zip(roots, weights, strict=True)]
-        if not final:
-            torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+    def backward(self, work: BackwardPass) -> None:
+        call = work.call
+        if not work.final:
+            run_here(work, self._factor)
             return
         if self.world.size == 1:
-            torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
+            run_here(work, self._factor)
             if self._reduction is not None:
                 self._reduction.alone()
             return
         self._follow_requires_grad()
-        run = partial(torch.autograd.backward, roots, gradients, inputs=inputs, retain_graph=retain_graph)
+        run = partial(run_here, work, self._factor)
         if call not in self._expected and not self.find_unused:
             self._backward_first(run, call)
             return
         expected = self._expected.get(call)
         if expected is None or self.find_unused or expected not in self._reducers:
-            self._backward_compared(roots, run, call)
+            self._backward_compared(work.roots, run, call)
             return
         reducer = self._reducers[expected]
         reducer.arm()

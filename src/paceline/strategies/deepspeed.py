@@ -38,10 +38,9 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.errors import ModelError, SettingError, UnusedParameterError, UsageError
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.base import BackwardPass, Layout, Strategy, Term, Work, as_gradient
 from paceline.strategies.deepspeed_config import merged
 from paceline.strategies.replicated import (
-    closure_on_one_replica,
     load_replicated,
     parameter_names,
     replicated_state,
@@ -128,28 +127,18 @@ class DeepSpeed(Strategy):
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         with self._naming_empty_parameters():
-            return closure_on_one_replica(self, work, self.device)
+            return super().forward_backward(work)
 
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
+    def backward(self, work: BackwardPass) -> None:
         if self._engine is None:
             raise UsageError("strategy deepspeed: prepare the optimizer together with its model, before a backward.")
         self._check_frozen()
-        shares = [
-            as_gradient(weight * self.world.size, root.detach()) for root, weight in zip(roots, weights, strict=True)
-        ]
-        total = torch.stack([(root * share).sum().float() for root, share in zip(roots, shares, strict=True)]).sum()
+        shares = [as_gradient(weight * self.world.size, root.detach()) for root, weight in work.pairs]
+        parts = [(root * share).sum().float() for root, share in zip(work.roots, shares, strict=True)]
+        total = torch.stack(parts).sum()
         total.register_hook(self._check_reached)
         with self._naming_empty_parameters():
-            self._engine.backward(total, retain_graph)
+            self._engine.backward(total, work.retain_graph)
         for p in self._trainable:
             place, part = self.held[p], self._engine.gradient(p)
             place.grad = part if place.grad is None else place.grad.add_(part)

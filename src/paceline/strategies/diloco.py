@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from paceline.errors import SettingError
 from paceline.strategies.apart import Apart, Item, Part
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.base import Layout, Strategy
 from paceline.strategies.local_sgd import check_whole, load_steps, say
-from paceline.strategies.replicated import closure_on_one_replica, load_replicated, parameter_names, replicated_state
+from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.world import World
 
 
@@ -93,22 +93,6 @@ class DiLoCo(Strategy):
             )
         self.models, self.optimizers = list(models), list(optimizers)
         self._apart.setup(models, optimizers)
-
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        return closure_on_one_replica(self, work, self.device)
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
-        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         parts = self._apart.follow(optimizer)

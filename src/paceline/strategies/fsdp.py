@@ -28,10 +28,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.errors import SettingError, suggest
-from paceline.strategies.base import Strategy, Term, Weight, Work
+from paceline.strategies.base import BackwardPass, Strategy, Term, Work
 from paceline.strategies.sharded import Sharded
 from paceline.strategies.sliced import SlicedUpdate
 from paceline.world import World
@@ -109,17 +109,8 @@ class FSDP(Strategy):
     def forward_backward(self, work: Work) -> list[list[Term]]:
         return self._inner.forward_backward(work)
 
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        self._inner.backward(roots, weights, final=final, call=call, inputs=inputs, retain_graph=retain_graph)
+    def backward(self, work: BackwardPass) -> None:
+        self._inner.backward(work)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._inner.step(optimizer)

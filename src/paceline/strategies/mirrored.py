@@ -38,9 +38,9 @@ from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpo
 from paceline.comm.reducers import REDUCERS
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import ModelError, SettingError, suggest
-from paceline.strategies.base import Strategy, Term, Weight, Work
+from paceline.strategies.base import Strategy, Term, Work
 from paceline.strategies.devices import check_devices, check_shards, devices_of
-from paceline.strategies.replicas import ReplicaSet, norms_of, on_device, refuse_loop
+from paceline.strategies.replicas import ReplicaSet, norms_of, on_device
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.strategies.updates import Draws, follow_groups, optimizer_like, step_between_hooks
 from paceline.world import World
@@ -83,7 +83,8 @@ class Mirrored(Strategy):
         self.devices = devices_of("mirrored", devices, device, least=2)
         check_shards("mirrored", self.devices, shards)
         self._replicas = ReplicaSet(self.devices, keep_weights=True, sums=sums)
-        self.layout, self.copies, self.sums = self._replicas.layout, self._replicas.copies, sums
+        self.device, self.layout, self.sums = device, self._replicas.layout, sums
+        self.copies = self._replicas.copies
         self._mirrored = self._replicas.holders
         self._reduction = reduction
         # Replicas on CPUs take turns in the replicas' team; here they hand tensors to each other and must not.
@@ -117,18 +118,6 @@ class Mirrored(Strategy):
         elif work.final:
             self._reduced.note_none(self.copies[0])
         return terms
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        raise refuse_loop("mirrored")
 
     # --- phase 2
 

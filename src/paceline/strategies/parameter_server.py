@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from paceline.comm import collectives, engine
 from paceline.comm.sockets import Keys, Listening, address_towards, new_keys
 from paceline.errors import UsageError
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
-from paceline.strategies.replicated import closure_on_one_replica, load_replicated, parameter_names, replicated_state
+from paceline.strategies.base import BackwardPass, Layout, Strategy, run_here
+from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.strategies.servers import joining
 from paceline.strategies.servers.checks import check
 from paceline.strategies.servers.links import Meetings, Parts, Refusing
@@ -190,24 +190,11 @@ class ParameterServer(Strategy):
 
     # --- the step
 
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        return closure_on_one_replica(self, work, self.device)
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
+    def backward(self, work: BackwardPass) -> None:
         if self.serves:
             Refusing().exchange()
-        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
-        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
-        if final and self.mode == "sync":
+        run_here(work)
+        if work.final and self.mode == "sync":
             self._reduce()
 
     def _reduce(self) -> None:

@@ -310,18 +310,6 @@ class Pipeline(Strategy):
         _check_buffers(self.models[0], self._parts_of(where))
         self._settle(where, send=False)
 
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        raise UsageError("strategy pipeline needs the closure form: run.forward_backward(loss_fn, model, batch).")
-
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._owned is not None
         self._owned.release()  # the script may have evaluated since the backward

@@ -383,10 +383,3 @@ def _counted_on(term: Term, device: torch.device) -> Term:
     if not isinstance(count, Tensor) or count.device == device:
         return term
     return Term(term.value, count.to(device, non_blocking=device.type != "cpu"))
-
-
-def refuse_loop(strategy: str) -> UsageError:
-    return UsageError(
-        f"strategy {strategy} computes several shards at once and needs the closure form: "
-        "run.forward_backward(loss_fn, model, batch)."
-    )

@@ -16,25 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.strategies.base import Strategy, Term, Work
 from paceline.strategies.masters import in_place_of
-
-
-def closure_on_one_replica(strategy: Strategy, work: Work, device: torch.device) -> list[list[Term]]:
-    """forward_backward of a strategy whose process computes one shard: the closure, then `backward`."""
-    (piece,) = work.pieces
-    terms = work.compute(work.model, piece, device)
-    for (weights,), retain_graph in work.passes([terms]):
-        pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
-        strategy.backward(
-            [value for value, _ in pairs],
-            [weight for _, weight in pairs],
-            final=work.final,
-            call=work.call,
-            inputs=work.inputs,
-            retain_graph=retain_graph,
-        )
-    return [[Term(term.value.detach(), term.count) for term in terms]]
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:

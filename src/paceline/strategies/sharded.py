@@ -26,9 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from paceline.comm import collectives, slices
 from paceline.errors import ModelError, UnusedParameterError, UsageError
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.base import BackwardPass, Layout, Strategy, Term, Work, run_here
 from paceline.strategies.entering import enter_anywhere, layers_of, recompute
-from paceline.strategies.replicated import closure_on_one_replica, parameter_names
+from paceline.strategies.replicated import parameter_names
 from paceline.strategies.slices import Masters, check_dense, load_sliced, mesh_of, sliced_state
 from paceline.world import World
 
@@ -166,7 +166,7 @@ class Sharded(Strategy):
     def forward_backward(self, work: Work) -> list[list[Term]]:
         self._pass = 0
         try:
-            return closure_on_one_replica(self, work, self.device)
+            return super().forward_backward(work)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise UsageError(USED_OUTSIDE) from error
@@ -174,30 +174,20 @@ class Sharded(Strategy):
         finally:
             self._pass = None
 
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        if slices.any_sharded(roots):
+    def backward(self, work: BackwardPass) -> None:
+        if slices.any_sharded(work.roots):
             raise UsageError(USED_OUTSIDE)
-        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
         leaves = self._leaves()
-        chosen = None if inputs is None else [leaves[p] for p in inputs if p in leaves]
+        chosen = None if work.inputs is None else [leaves[p] for p in work.inputs if p in leaves]
         scalars = [] if self._masters is None else list(self._masters.of)
         before = [p.grad for p in scalars]
         for p in scalars:
             p.grad = None
-        hooks = self._comparing(roots, (final, call, self._pass or 0), leaves)
+        hooks = self._comparing(work.roots, (work.final, work.call, self._pass or 0), leaves)
         if self._pass is not None:
             self._pass += 1
         try:
-            torch.autograd.backward(roots, gradients, inputs=chosen, retain_graph=retain_graph)
+            run_here(work._replace(inputs=chosen))
         finally:
             for hook in hooks:
                 hook.remove()

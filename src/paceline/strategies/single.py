@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.errors import SettingError
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
-from paceline.strategies.replicated import closure_on_one_replica, load_replicated, replicated_state
+from paceline.strategies.base import Layout, Strategy
+from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
 
@@ -46,22 +46,6 @@ class Single(Strategy):
         self.models, self.optimizers = list(models), list(optimizers)
         for model in models:
             model.to(self.device)
-
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        return closure_on_one_replica(self, work, self.device)
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
-        gradients = [as_gradient(weight, root) for root, weight in zip(roots, weights, strict=True)]
-        torch.autograd.backward(roots, gradients, inputs=inputs, retain_graph=retain_graph)
 
     def state_dict(self) -> dict[str, Any]:
         return replicated_state(self.models, self.optimizers)

@@ -44,10 +44,9 @@ from paceline.comm import collectives, many
 from paceline.comm.grid import Grid, check_size
 from paceline.errors import ModelError, SettingError
 from paceline.strategies import tensor_plan
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, as_gradient
+from paceline.strategies.base import BackwardPass, Layout, Strategy, Term, Work, run_here
 from paceline.strategies.reached import Reached, check_alike, named_state
 from paceline.strategies.replicated import (
-    closure_on_one_replica,
     load_replicated,
     parameter_names,
     replicated_state,
@@ -163,33 +162,18 @@ class TensorParallel(Strategy):
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         with _explained():
-            return closure_on_one_replica(self, work, self.device)
+            return super().forward_backward(work)
 
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        weights: Sequence[Weight],
-        *,
-        final: bool,
-        call: int,
-        inputs: Sequence[Tensor] | None = None,
-        retain_graph: bool = False,
-    ) -> None:
+    def backward(self, work: BackwardPass) -> None:
         with _explained():
-            self._backward(roots, weights, inputs, retain_graph)
-        if final:
-            self._reduce(call)
-
-    def _backward(
-        self, roots: Sequence[Tensor], weights: Sequence[Weight], inputs: Sequence[Tensor] | None, retain_graph: bool
-    ) -> None:
-        for p in self._names:
-            if p.requires_grad and p not in self._followed:
-                self._followed.add(p)
-                self._hooks.append(p.register_hook(_placed_as(p)))
-        whole = [root.full_tensor() if isinstance(root, DTensor) else root for root in roots]
-        gradients = [as_gradient(weight, root) for root, weight in zip(whole, weights, strict=True)]
-        torch.autograd.backward(whole, gradients, inputs=inputs, retain_graph=retain_graph)
+            for p in self._names:
+                if p.requires_grad and p not in self._followed:
+                    self._followed.add(p)
+                    self._hooks.append(p.register_hook(_placed_as(p)))
+            whole = [root.full_tensor() if isinstance(root, DTensor) else root for root in work.roots]
+            run_here(work._replace(roots=whole))
+        if work.final:
+            self._reduce(work.call)
 
     def _reduce(self, call: int) -> None:
         """Phase 3."""

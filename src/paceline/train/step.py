@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.errors import UsageError, WorldError
-from paceline.strategies.base import Strategy, Term, Weight, Weights, Work
+from paceline.strategies.base import BackwardPass, Strategy, Term, Weight, Weights, Work
 from paceline.train.canonical import in_turn
 from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch, gradient_norm
@@ -151,9 +151,7 @@ class Stepper:
         call = self._opened(loader)
         for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
             assert weight is not None
-            self.strategy.backward(
-                [term.value], [weight], final=request.final, call=call, inputs=inputs, retain_graph=retain
-            )
+            self.strategy.backward(BackwardPass([term.value], [weight], request.final, call, inputs, retain))
         value = (term.value if loss is None else loss).detach()
         self._saw(term.count, request, call)
         self._watch.saw(value, request)
