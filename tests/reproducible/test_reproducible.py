@@ -118,6 +118,14 @@ def test_a_restart_in_mid_epoch(tmp_path: Path) -> None:
     assert train(KINDS[0], STEPS, tmp_path) == alone()[0]
 
 
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_from_one_device_to_three_to_two(tmp_path: Path, number: int) -> None:
+    kind = KINDS[number]
+    train(kind, 2, tmp_path, save=True)
+    train(kind, 5, tmp_path, save=True, strategy="data_parallel:devices=cpu,cpu,cpu")
+    assert train(kind, STEPS, tmp_path, strategy="mirrored:devices=cpu,cpu") == alone()[2 * number]
+
+
 def test_another_number_of_shards_or_threads_is_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(("images", 3, "fp32", None), STEPS) != alone()[0]
     found = []
