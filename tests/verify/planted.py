@@ -7,10 +7,14 @@ batch-norm-per-shard              batch_norm="shard"                        | th
 sum-for-mean                      the loss is a sum, returned as a mean     | paceline.Total(sum, count)
 mean-for-sum                      paceline.Total(mean, count)               | paceline.Total(sum, count)
 scaled-by-processes               the loss times the number of processes    | the loss
+scaled-by-processes/of-two        the second of two losses times that number | the loss
 scaled-by-processes/gradient      .grad divided by it after the backward    | .grad as it is
 mean-of-means                     a mean over unequally many numbers        | paceline.Total(sum, count)
+mean-of-means/batch-norm          the same behind batch norm over the global batch | as above
+mean-of-means/gather              the same, and what is only looked at is gathered | as above
 mean-of-means/reproducible        the same with reproducible=4, and shards in which nothing counts | as above
 in-batch-loss                     the loss centres outputs over its shard   | over the examples one by one
+in-batch-loss/weak                a small part of the loss compares examples | the loss
 in-batch-loss/norm                the loss is divided by a maximum over x   | the loss
 in-batch-loss/gather              gathered, and the own examples compared   | all are
 learning-rate-scaled              lr times the number of processes          | lr
@@ -18,6 +22,7 @@ learning-rate-scaled/of-two       that of the first of two optimizers       | lr
 scheduler-steps                   a scheduler moved once for each process   | once for each update
 scheduler-steps/micro-batch       moved in every turn of the loop           | once for each update
 clipped-early                     clipped after each micro-batch's backward | by run.step(max_grad_norm=)
+clipped-early/by-hand             gradients are shrunk after each micro-batch's backward | by run.step(max_grad_norm=)
 clipped-early/hook                a hook clamps each shard's gradient       | clamped after the last backward
 buffer-not-synchronised           a buffer is the mean of its shard         | of run.mean of it
 buffer-not-synchronised/first     of the first shard, on every rank         | of run.mean of it
@@ -36,8 +41,11 @@ other-random-numbers/model        the forward seeds torch by the rank, and drops
 control-by-rank                   rank 1 leaves a layer out                 | no rank does
 control-by-rank/later             it does so from the second step on        | no rank does
 control-by-rank/loss              rank 1 adds a penalty                     | every rank does
+control-by-rank/gather            rank 1 adds a penalty to a loss that gathers | every rank does
+control-by-rank/skip              rank 1 leaves a batch out         | no rank does
 control-by-rank/gradient          rank 1 shrinks its .grad                  | every rank does
 control-by-rank/rate              rank 1 shrinks its lr                     | every rank does
+overflow-on-some-ranks/stop       the same, and nonfinite="stop", which ends the run | as below
 overflow-on-some-ranks            the last rank's numbers leave the range   | no rank's do
 not-deterministic                 the model's noise is from an unseeded generator of its own | no noise
 
@@ -107,7 +115,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.norm = nn.BatchNorm1d(8) if FAULT == "batch-norm-per-shard" else nn.Identity()
+        self.norm = nn.BatchNorm1d(8) if "batch-norm" in FAULT else nn.Identity()
         self.drop = nn.Dropout(0.3) if FAULT in ("other-random-numbers/model", "no-turns") else nn.Identity()
         if FAULT == "tied":
             self.second.weight = self.first.weight = nn.Parameter(torch.randn(8, 8) / 3)
@@ -140,7 +148,9 @@ def loss_fn(model: Any, batch: Any) -> Any:
         if BAD:
             return total if FAULT == "sum-for-mean" else paceline.Total(total / out.numel(), out.numel())
         return paceline.Total(total, out.numel())
-    if FAULT == "mean-of-means":
+    if FAULT in ("mean-of-means", "mean-of-means/batch-norm", "mean-of-means/gather"):
+        if FAULT == "mean-of-means/gather":
+            paceline.session.current().gather(out.detach())
         mask = torch.arange(4) < lengths[:, None]
         total = (((out - y) ** 2) * mask).sum()
         return total / mask.sum() if BAD else paceline.Total(total, mask.sum())
@@ -148,6 +158,13 @@ def loss_fn(model: Any, batch: Any) -> Any:
         mask = lengths < 3
         total, count = ((out - y).square().sum(1) * mask).sum(), mask.sum()
         return total / count.clamp(min=1) if BAD else paceline.Total(total, count)
+    if FAULT == "control-by-rank/gather":
+        run = paceline.session.current()
+        every = run.gather(out)
+        loss = (every @ every.T).square().mean()
+        return loss + 0.1 * out.square().mean() if run.world.rank == 1 or not BAD else loss
+    if on("in-batch-loss/weak"):
+        return F.mse_loss(out, y) + 0.2 * (out - out.mean(0)).square().sum(1).mean()
     if FAULT == "in-batch-loss/norm":
         return F.mse_loss(out, y) / (x.pow(4).max() if BAD else 1)
     if FAULT == "in-batch-loss/gather":
@@ -168,10 +185,10 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 
 def main() -> None:
-    overflow = FAULT == "overflow-on-some-ranks"
+    overflow = FAULT.startswith("overflow-on-some-ranks")
     run = paceline.start(
         batch_norm="shard" if on("batch-norm-per-shard") else "global",
-        nonfinite="skip" if overflow else "stop",
+        nonfinite="skip" if FAULT == "overflow-on-some-ranks" else "stop",
         seed=0,
         reproducible=4 if FAULT.endswith("/reproducible") else None,
     )
@@ -201,7 +218,7 @@ def main() -> None:
     model.seed = rank if on("other-random-numbers/model") else None
     if on("clipped-early/hook"):
         model.first.weight.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
-    micro = 4 if FAULT in ("clipped-early", "scheduler-steps/micro-batch") else None
+    micro = 4 if FAULT in ("clipped-early", "clipped-early/by-hand", "scheduler-steps/micro-batch") else None
     order: dict[str, Any] = {"shuffle": True}
     if FAULT == "examples-overlap-or-miss/sampler":
         order = {"sampler": Rolled(3 * rank if BAD else 0)}
@@ -211,7 +228,7 @@ def main() -> None:
         loss = loss_fn(model, batch)
         if FAULT == "control-by-rank/loss" and (rank == 1 or not BAD):
             loss = loss + 0.1 * model.third.weight.square().sum()
-        if on("overflow-on-some-ranks") and size > 1 and rank == size - 1 and loader.step == 1:
+        if overflow and BAD and size > 1 and rank == size - 1 and loader.step == 1:
             loss = loss * torch.tensor(1e30) * 1e30
         if beside is not None:
             loss = loss + (beside.scale * batch[0][:, 0] - 1).square().mean()
@@ -221,10 +238,15 @@ def main() -> None:
         for batch in loader:
             model.leave_out = rank == 1 and (on("control-by-rank") or (on("control-by-rank/later") and loader.step > 0))
             model.leave_out |= FAULT == "path" and loader.step > 0
-            if FAULT == "clipped-early":
+            if on("control-by-rank/skip") and rank == 1 and loader.step == 1:
+                continue
+            if FAULT in ("clipped-early", "clipped-early/by-hand"):
                 run.backward(F.mse_loss(model(batch[0]), batch[1]))
-                if BAD:
+                if on("clipped-early"):
                     nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+                elif BAD:
+                    for parameter in model.parameters():
+                        parameter.grad.clamp_(-0.01, 0.01)
                 acted = run.step(optimizer, max_grad_norm=None if BAD else 0.02)
             else:
                 run.forward_backward(loss_of_this_rank, model, batch)
@@ -279,7 +301,8 @@ def of_two(run: Any) -> None:
             if FAULT == "changed-outside/of-two" and (run.main or not BAD):
                 with torch.no_grad():
                     first[0].weight.clamp_(-0.2, 0.2)
-            run.backward(F.softplus(first(made)).mean(), optimizer=optimizers[1])
+            times = run.world.size if on("scaled-by-processes/of-two") else 1
+            run.backward(F.softplus(first(made)).mean() * times, optimizer=optimizers[1])
             run.step(optimizers[1])
 
 

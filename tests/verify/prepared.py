@@ -64,7 +64,7 @@ def answers(folder: Path, cases: Sequence[Case], processes: int, precision: str,
         (folder / str(number)).mkdir()
         asked[case] = Prepared(folder / str(number), case, processes, None, precision, steps)
     alike = [
-        runs for (fault, _), runs in asked.items() if fault != "control-by-rank/later"
+        runs for (fault, _), runs in asked.items() if fault not in ("control-by-rank/later", "control-by-rank/skip")
     ]  # its ranks end in an error
     for kind in ("A",), ("C", "C2", "B"):
         work = [one for runs in alike for name in kind for one in runs.plan(name, **_as_judged(name, runs))]
@@ -79,7 +79,8 @@ def _as_judged(name: str, runs: Prepared) -> dict[str, Any]:
     if name == "A":
         return {}
     if name == "B":
-        of_all = runs.question.script.args[0] == "batch-norm-per-shard" and runs.question.script.args[1] == "healthy"
+        of_all = runs.question.script.args[0] == "mean-of-means/batch-norm"
+        of_all |= tuple(runs.question.script.args) == ("batch-norm-per-shard", "healthy")
         devices = ",".join(["cpu"] * runs.nproc)
         shards = 4 if runs.question.script.args[0].endswith("/reproducible") else runs.nproc
         return {"strategy": parse_strategy(f"data_parallel:devices={devices}" if of_all else f"single:shards={shards}")}

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.tools.evidence import MEAN, PARALLEL, Cause, Evidence, multiple, span
+from paceline.tools.evidence import ERRORS, MEAN, PARALLEL, Cause, Evidence, multiple, span
 from paceline.tools.ranks import control
 
 
 def find(e: Evidence) -> Cause | None:
     """None where no cause is known that leaves such records."""
     computed: tuple[Callable[[Evidence], Cause | None], ...] = (
-        _overflow, _stranger, _clipped, _factor, _by_rank, _normalised, _cutting, _gathered, _randomness,
+        _overflow, _stranger, _clipped, _factor, _by_rank, _turned, _normalised, _cutting, _gathered, _randomness,
     )  # fmt: skip
     rules: dict[str, tuple[Callable[[Evidence], Cause | None], ...]] = {
         "initial weights": (_initial,),
@@ -166,14 +166,18 @@ def _overflow(e: Evidence) -> Cause | None:
             continue
         bad = sorted({shard for (shard, _, _), loss in ours.apart(e.step).items() if not abs(loss) < float("inf")})
         where = f" The loss of shard {', '.join(map(str, bad))} alone is not finite" if bad else ""
-        return Cause(
-            "overflow-on-some-ranks",
-            f"the gradient of {names[0]} is not finite, where one process's is." + where,
-            "Numbers leave the range on some ranks only: compute what overflows in fp32 (with autocast off around it), "
-            "or take bf16.",
-            names[0],
-        )
+        return overflow(f"the gradient of {names[0]}", where, names[0])
     return None
+
+
+def overflow(what: str, where: str = "", name: str | None = None) -> Cause:
+    return Cause(
+        "overflow-on-some-ranks",
+        f"{what} is not finite, where one process's is." + where,
+        "Numbers leave the range on some ranks only: compute what overflows in fp32 (with autocast off around it), "
+        "or take bf16.",
+        name,
+    )
 
 
 def _stranger(e: Evidence) -> Cause | None:
@@ -213,13 +217,22 @@ def _clipped(e: Evidence) -> Cause | None:
 def _factor(e: Evidence) -> Cause | None:
     n = e.n
     for ours, theirs, cut in ((e.plain, e.whole, True), (e.ours, e.shards, False)):
-        ratio = None if theirs is None else multiple(ours.gradients(e.step, 0), theirs.gradients(e.step, 0))
+        ratio = (
+            None
+            if theirs is None
+            else multiple(ours.gradients(e.step, e.update), theirs.gradients(e.step, e.update), e.noise)
+        )
         if ratio is None or abs(ratio - 1) < PARALLEL:
             continue
         size = f"{n}" if abs(ratio / n - 1) < 0.02 else f"1/{n}" if abs(ratio * n - 1) < 0.02 else f"{ratio:.4g}"
         every = f"every gradient is {size} times that of one process"
         if cut and not e.spread and e.shards is not None:
+            pieces = len({tuple(place) for record in ours.of(e.step) for *place, _ in record["ids"]})
+            if not any(abs(ratio * k - 1) < 0.02 or abs(ratio / k - 1) < 0.02 for k in (n, pieces)):
+                continue  # gradients that are nearly parallel
             return _sum_or_mean("mean-for-sum" if ratio > 1 else "sum-for-mean", every)
+        if not any(abs(ratio / float(n) ** power - 1) < 0.02 for power in (1, -1, 0.5, -0.5, 2, -2)):
+            continue
         return Cause(
             "scaled-by-processes",
             every
@@ -271,20 +284,54 @@ def _cutting(e: Evidence) -> Cause | None:
     """B is as A, and both differ from C: where the batch is cut makes the difference."""
     if e.whole is None or not e.cut or e.spread or e.parts is None:
         return None
-    shares = span(e.whole.gradients(e.step, 0), e.parts.parts(e.step))
-    if shares is not None and e.parts.of(e.step)[0]["counted"]:
+    found = span(e.whole.gradients(e.step, e.update), e.parts, e.noise)
+    if found is not None and e.counted:
         return _sum_or_mean("mean-for-sum", "what the parts of a batch give as sums do not add up to the whole's")
-    if shares is not None:
-        return _weights(shares, e.parts.parts_of(e.step))
+    if (odd := _odd_ones(e)) is not None:
+        return odd
+    if found is not None and min(found[0]) > MEAN:
+        return _weights(*found, e.examples)
     return _in_batch(
         "the whole batch's gradient is no combination of its parts' gradients: the loss or a layer compares the "
         "examples of a batch with each other (or pads them to the longest), and sees those of its own part only"
     )
 
 
+def _odd_ones(e: Evidence) -> Cause | None:
+    """Of losses that are of gathered examples each is the whole batch's: those whose gradient is another."""
+    if e.whole is None or e.parts is None or e.shards is not None or not e.ours.gathers:
+        return None
+    whole, total = e.whole.gradients(e.step, e.update), sum(e.examples)
+    bad = []
+    for shard, (part, count) in enumerate(zip(e.parts, e.examples, strict=False)):
+        apart = [(part[n] * total / count - whole[n]).square().sum() for n in whole if n in part] if count else []
+        if apart and float(sum(apart)) ** 0.5 > 3 * e.noise:
+            bad.append(str(shard))
+    if not 0 < len(bad) < len(e.parts):
+        return None
+    return Cause(
+        "control-by-rank",
+        "the losses are of examples that are gathered from all processes, and the whole batch's gradient is that of "
+        f"each but shard {', '.join(bad)}: its process adds something to the loss, or leaves it out",
+        "Let every rank do the same: nothing in the model or the loss may ask for the rank.",
+    )
+
+
 def _in_batch(evidence: str) -> Cause:
     remedy = "Gather what is compared: run.gather(features), which is differentiable."
     return Cause("in-batch-loss", evidence, remedy)
+
+
+def _turned(e: Evidence) -> Cause | None:
+    """The same shards, each computed by another rank, and something else comes out."""
+    if not e.turned:
+        return None
+    return Cause(
+        "control-by-rank",
+        "where each rank computes the shard of another one, the batch's "
+        f"{e.turned[0].quantity} is another: something between the data and the gradient depends on the rank",
+        "Let every rank do the same: nothing in the model or the loss may ask for the rank.",
+    )
 
 
 def _gathered(e: Evidence) -> Cause | None:
@@ -296,13 +343,14 @@ def _gathered(e: Evidence) -> Cause | None:
     )
 
 
-def _weights(shares: Sequence[float], examples: Sequence[int]) -> Cause:
-    """shares: with which a batch's parts, weighed by their examples, are the whole. examples: of each part."""
+def _weights(shares: Sequence[float], error: float, examples: Sequence[int]) -> Cause:
+    """shares: with which a batch's parts, weighed by their examples, are the whole. error: the standard error of their
+    mean. examples: of each part."""
     total = sum(examples)
     by_number = [share * count / total for share, count in zip(shares, examples, strict=False)]
     if len(by_number) == len(shares) and all(abs(factor - 1) < 0.02 for factor in by_number):
         return _sum_or_mean("sum-for-mean", "the whole batch's gradient is that of its parts, not weighed by examples")
-    if abs(sum(by_number) - 1) > MEAN:
+    if abs(sum(by_number) - 1) > max(MEAN, ERRORS * error):
         return _in_batch(
             f"the whole batch's gradient is that of its parts times numbers that add up to {sum(by_number):.3g}, not "
             "to 1 as those of means do: each part is divided, or weighed, by something that is computed from its own "

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 
-from paceline.config import StrategySpec, parse_strategy
+from paceline.config import parse_strategy
+from paceline.tools.answers import (
+    DATA,
+    SINGLE,
+    answered,
+    different,
+    of_a_failure,
+    of_replicas_apart,
+    one,
+    side_of,
+    words,
+)  # fmt: skip
 from paceline.tools.causes import find
-from paceline.tools.evidence import Cause, Evidence
-from paceline.tools.ranks import of_failed_ranks, of_the_ranks
+from paceline.tools.evidence import Evidence
+from paceline.tools.ranks import of_the_ranks
 from paceline.tools.runs import DIFFERENT, SAME, UNKNOWN, Answer, Runs
 from paceline.tools.sides import Difference, Side, Tolerances, before, computed, differences, norm
 
-_DATA = {"examples", "data"}
 _COMPUTED = {"loss", "gradient"}
-_ERRORS = {  # with which a run refuses a fault by itself
-    "UnusedParameterError": "unused-parameters",
-    "NonFiniteError": "not-finite",
-    "that the prepared models did not have": "registered-late",
-    "weights differ between ranks before the first step": "initialisation-by-rank",
-}
+_NOISE = {*_COMPUTED, "buffers"}  # where numbers that are drawn show
 
 
 def judge(runs: Runs) -> Answer:
     """Makes the runs that are needed, in turn."""
     failed = runs.run("A")
     if failed is not None:
-        return _of_a_failure(runs, failed)
-    ours = _side(runs, "A", runs.start.processes)
+        return of_a_failure(runs, failed)
+    ours = side_of(runs, "A", runs.start.processes)
     if ours is not None and ours.ranks[0]["dealt"]:
         return Answer(
             UNKNOWN,
@@ -43,59 +48,12 @@ def judge(runs: Runs) -> Answer:
             "loader of the run, and call run.step?",
         )
     if ours.ranks[0]["local"]:
-        return _of_replicas_apart(runs, ours)
+        return of_replicas_apart(runs, ours)
     found = of_the_ranks(ours)
     if found is not None:
         step, quantity, cause = found
-        return _different([Difference(step, quantity, cause.name, float("nan"), 0.0)], cause, ours.steps)
+        return different([Difference(step, quantity, cause.name, float("nan"), 0.0)], cause, ours.steps)
     return _Case(runs, ours).answer()
-
-
-def _of_a_failure(runs: Runs, why: str) -> Answer:
-    sides = [side for rank in range(runs.start.processes) if (side := _rank(runs, rank)) is not None]
-    cause = of_failed_ranks([record for side in sides for record in side.ranks])
-    if cause is not None:
-        step = sides[0].steps
-        answer = _different([Difference(step, "gradient", cause.name, float("nan"), 0.0)], cause, step)
-        answer.notes.append(f"the run ended with: {why}")
-        return answer
-    key = next((key for words, key in _ERRORS.items() if words in why), None)
-    return Answer(UNKNOWN, f"could not tell: the run in question failed: {why}", cause=key)
-
-
-def _of_replicas_apart(runs: Runs, ours: Side) -> Answer:
-    """Their steps cannot be compared one by one: where both runs are after the last one, beginning alike, is."""
-    whole, why = _one(runs, "C", _SINGLE, plain=True, whole=True)
-    name = ours.ranks[0]["strategy"]
-    text = (
-        f"different by design: {name} changes the mathematics on purpose: its replicas train apart between exchanges."
-    )
-    answer = Answer(DIFFERENT, text, cause="by-design", steps=ours.steps)
-    answer.remedy = "Take ddp or another strategy that is exact, if the model has to be that of one process."
-    if whole is None:
-        answer.notes.append(f"how far it is from one process is not known: {why}")
-        return answer
-    start, mine, theirs = ours.start(0), ours.tensors("end"), whole.tensors("end")
-    common = [key for key in ours.parameters if key in start and key in mine and key in theirs]
-    if common:
-        apart = sum(float((mine[k].double() - theirs[k].double()).square().sum()) for k in common) ** 0.5
-        moved = sum(float((theirs[k].double() - start[k].double()).square().sum()) for k in common) ** 0.5
-        answer.quantity, answer.difference = "weights", apart / moved if moved else float("nan")
-        answer.text += (
-            f" After {ours.steps} steps from the same weights it is {100 * apart / max(moved, 1e-300):.3g}% of the way "
-            "that one process has gone beside it (2-norm of all weights together)."
-        )
-    return answer
-
-
-def _rank(runs: Runs, rank: int) -> Side | None:
-    try:
-        return Side(runs.folder("A"), 1, rank)
-    except FileNotFoundError:
-        return None
-
-
-_SINGLE = StrategySpec("single")
 
 
 class _Case:
@@ -105,29 +63,32 @@ class _Case:
         self.runs, self.ours = runs, ours
         record = ours.ranks[0]
         self.n: int = record["shards"]
-        self.whole, self.why_not_whole = _one(runs, "C", _SINGLE, plain=True, whole=True)
+        self.whole, self.why_not_whole = one(runs, "C", SINGLE, plain=True, whole=True)
         self.reversed: Side | None = None
         self.notes: list[str] = []
         self.kinks = 0  # steps in which rounding at a kink shows
         self.order_counts = False  # whether a batch's loss depends on the order of its examples
         self.tolerances = self._tolerances()
-        turns = parse_strategy(f"single:shards={self.n}") if self.n > 1 else _SINGLE
-        if record["normalised"] and record["batch_norm"] == "global" and self.n > 1:  # of all shards at once
-            turns = parse_strategy(f"data_parallel:devices={','.join(runs.devices(self.n))}")
+        turns = runs.turns(self.n)
+        at_once = parse_strategy(f"data_parallel:devices={','.join(runs.devices(self.n))}") if self.n > 1 else turns
+        if record["normalised"] and record["batch_norm"] == "global":
+            turns = at_once
         self.in_turns = turns
-        if ours.gathers:
-            made: tuple[Side | None, str | None] = None, "the loss gathers examples of all of them (run.gather)"
-        else:
-            made = _one(runs, "B", turns)
-        self.shards, self.why_not_shards = made
+        self.shards: Side | None = None
+        self.why_not_shards: str | None = None
+        if ours.updates(0) > 1 and turns != at_once:  # in turns, the second is not made from what they make together
+            self.shards, _ = one(runs, "B1", at_once)
+            self.in_turns = turns if self.shards is None else at_once
+        if self.shards is None:
+            self.shards, self.why_not_shards = one(runs, "B", turns)
         self.plain: Side | None = ours
         if ours.drew:
-            self.plain = _side(runs, "A0", runs.start.processes) if runs.run("A0", plain=True) is None else None
+            self.plain = side_of(runs, "A0", runs.start.processes) if runs.run("A0", plain=True) is None else None
 
     def _tolerances(self) -> Tolerances:
         if self.whole is not None:
             how = {"plain": True, "whole": True, "nudged": True}
-            self.reversed, _ = _one(self.runs, "C2", _SINGLE, backwards=True, **how)
+            self.reversed, _ = one(self.runs, "C2", SINGLE, backwards=True, **how)
         return self._tolerances_from(self.reversed)
 
     def _tolerances_from(self, other: Side | None) -> Tolerances:
@@ -137,7 +98,13 @@ class _Case:
     def answer(self) -> Answer:
         steady = self._look_at_the_tolerances()
         cut, spread = self._cut(), self._spread()
-        answer = self._verdict(cut, spread) if steady or {d.quantity for d in cut} & _DATA else self._unsteady()
+        if spread and self.ours.gathers and not {d.quantity for d in spread} & DATA:
+            self.shards, spread = None, []
+            self.why_not_shards = (
+                "the loss depends on numbers of all processes (run.gather, run.mean), which are there "
+            )
+            self.why_not_shards += "together only where each computes its shard"
+        answer = self._verdict(cut, spread) if steady or {d.quantity for d in cut} & DATA else self._unsteady()
         answer.steps = self.ours.steps
         answer.notes += self.notes
         answer.indeterminate = sorted(self.tolerances.indeterminate)
@@ -173,11 +140,11 @@ class _Case:
         whole = self.whole
         if self.tolerances.rounding_only or whole is None:
             return True
-        again, _ = _one(self.runs, "C4", _SINGLE, plain=True, whole=True)
+        again, _ = one(self.runs, "C4", SINGLE, plain=True, whole=True)
         exact = self._tolerances_from(None)
         if again is None or self._first(lambda k: computed(again, whole, exact, k), again, whole):
             return False
-        nudged, _ = _one(self.runs, "C3", _SINGLE, plain=True, whole=True, nudged=True)
+        nudged, _ = one(self.runs, "C3", SINGLE, plain=True, whole=True, nudged=True)
         in_order = self._tolerances_from(nudged)
         self.order_counts = nudged is not None and in_order.rounding_only
         if self.order_counts:
@@ -195,7 +162,23 @@ class _Case:
         plain, whole = self.plain, self.whole
         if plain is None or whole is None:
             return []
-        return self._first(lambda k: differences(plain, whole, self.ours, self.tolerances, k), plain, whole)
+
+        def of(step: int) -> Iterator[Difference]:
+            return differences(plain, whole, self.ours, self.tolerances, step)
+
+        found = self._first(of, plain, whole)
+        if self.noisy and {d.quantity for d in found} <= _NOISE:  # which would hide what comes later
+            found = self._first(lambda k: (d for d in of(k) if d.quantity not in _NOISE), plain, whole) or found
+        return [d for d in found if not (self.noisy and d.quantity in _NOISE)] or found
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the script draws numbers that are others where the batch is cut otherwise, with dropout off."""
+        plain, whole = self.plain, self.whole
+        if plain is None or whole is None:
+            return False
+        steps = range(min(plain.steps, whole.steps))
+        return plain.drew or whole.drew or any(plain.others(k) != whole.others(k) for k in steps)
 
     def _spread(self) -> list[Difference]:
         """A against B: has distributing it?"""
@@ -219,8 +202,8 @@ class _Case:
     def _verdict(self, cut: Sequence[Difference], spread: Sequence[Difference]) -> Answer:
         whole, shards, ours = self.whole, self.shards, self.ours
         if ours.ranks[0]["lossy"] and cut and cut[0].quantity in _COMPUTED:
-            text = f"different by design: {ours.ranks[0]['strategy']} sends numbers with errors. {_words(cut[0])}"
-            return _answer(DIFFERENT, text, cut, "by-design")
+            text = f"different by design: {ours.ranks[0]['strategy']} sends numbers with errors. {words(cut[0])}"
+            return answered(DIFFERENT, text, cut, "by-design")
         if cut and whole is not None and not self._repeatable_start(whole):
             cut = [d for d in cut if d.quantity != "initial weights"]
         if whole is not None and self.plain is not None and not cut:
@@ -235,42 +218,89 @@ class _Case:
             text = "could not tell whether cutting the batch changes the model: one process that computes the same "
             return Answer(UNKNOWN, text + "shards is the same, but there is no run of whole batches to compare with.")
         quantities = {d.quantity for d in (*cut, *spread)}
-        noise = any(side is not None and side.drew for side in (self.plain, whole)) and quantities <= _COMPUTED | _DATA
-        if noise and not spread and not quantities & _DATA:
+        if self.noisy and not spread and quantities <= _NOISE:
             return Answer(
                 UNKNOWN,
                 "could not tell whether cutting the batch changes the model: the script draws random numbers that "
                 "cannot be turned off. Distribution changes nothing: one process that computes the same shards is the "
                 "same.",
             )
-        if {d.quantity for d in spread} & _COMPUTED and not {d.quantity for d in spread} & _DATA and self._shaky():
+        if {d.quantity for d in spread} & _COMPUTED and not {d.quantity for d in spread} & DATA and self._shaky():
             return self._unsteady()
         cause = find(self._evidence(cut, spread))
-        return _different(cut or spread, cause, ours.steps)
+        return different(cut or spread, cause, ours.steps)
 
     def _evidence(self, cut: Sequence[Difference], spread: Sequence[Difference]) -> Evidence:
-        parts = self.shards
-        if self.ours.drew and cut and not spread and self.shards is not None:
-            parts, _ = _one(self.runs, "B0", self.in_turns, plain=True)
         assert self.plain is not None or not cut
-        sides = (self.shards, self.whole, parts, self.reversed)
-        return Evidence(self.ours, self.plain or self.ours, *sides, cut, spread, self.n)
+        plain, whole, step = self.plain or self.ours, self.whole, (cut or spread)[0].step
+        sides = (self.shards, whole, self.reversed)
+        known = Evidence(self.ours, plain, *sides, cut, spread, self.n)
+        if whole is None or not cut or cut[0].quantity not in _COMPUTED:
+            return known
+        update = self._first_update(plain, whole, step)
+        gradients = whole.gradients(step, update)
+        known = replace(known, update=update, noise=self.tolerances.noise(gradients, gradients))
+        if spread:
+            return known
+        if update and self.in_turns == self.runs.turns(self.n):  # they end before the first update
+            known = replace(known, shards=None)
+        if self.shards is None or self.in_turns != self.runs.turns(self.n) or update:
+            return self._part_by_part(known, plain, step)
+        parts = one(self.runs, "B0", self.in_turns, plain=True)[0] if self.ours.drew else self.shards
+        if parts is None or parts.steps <= step:
+            return known
+        counted = bool(parts.of(step)[0]["counted"])
+        return replace(known, parts=parts.parts(step), examples=parts.parts_of(step), counted=counted)
+
+    def _first_update(self, plain: Side, whole: Side, step: int) -> int:
+        for update in range(min(plain.updates(step), whole.updates(step))):
+            ours, theirs = plain.gradients(step, update), whole.gradients(step, update)
+            for name in ours.keys() & theirs.keys():
+                apart = norm(ours[name] - theirs[name]) if ours[name].shape == theirs[name].shape else 0.0
+                if not apart <= self.tolerances.gradient(name, theirs):
+                    return update
+        return 0
+
+    def _part_by_part(self, known: Evidence, plain: Side, step: int) -> Evidence:
+        """Where no process can compute the shards in turn: the run in question, with each shard's loss alone. And,
+        where nobody else computes them, with other ranks computing them."""
+        parts, processes, steps = [], self.runs.start.processes, step + 1
+        for shard in range(self.n):
+            failed = self.runs.run(f"P{shard}", plain=True, only=shard, update=known.update, steps=steps)
+            side = side_of(self.runs, f"P{shard}", processes) if failed is None else None
+            if side is None or side.steps <= step:
+                return known
+            parts.append(side.gradients(step, known.update))
+        sizes: dict[int, int] = dict.fromkeys(range(self.n), 0)
+        for record in plain.of(step):
+            for _, shard, _, indices in record["ids"]:
+                sizes[shard] += len(indices)
+        counted = any(record["counted"] for record in plain.of(step))
+        known = replace(known, parts=parts, examples=list(sizes.values()), counted=counted)
+        if known.shards is not None or self.runs.run("T", plain=True, turned=True, steps=steps) is not None:
+            return known
+        turned = side_of(self.runs, "T", processes)
+        if turned is None or turned.steps <= step:
+            return known
+        return replace(known, turned=list(computed(turned, plain, self.tolerances, step)))
 
     def _astray(self) -> bool:
         """Whether one process that computes the shards in turn differs from the run in question also with dropout off,
         where that is the same as one of whole batches: of a script that does not go by the updates, say."""
-        plain, other = self.plain, _one(self.runs, "B0", self.in_turns, plain=True)[0]
+        plain, other = self.plain, one(self.runs, "B0", self.in_turns, plain=True)[0]
         if plain is None or other is None:
             return True
         return bool(self._first(lambda k: computed(plain, other, self.tolerances, k), plain, other))
 
     def _repeatable_start(self, whole: Side) -> bool:
         other = self.shards
-        return other is None or not [d for d in before(other, whole, 0) if d.quantity == "initial weights"]
+        return other is None or not [
+            d for d in before(other, whole, self.tolerances, 0) if d.quantity == "initial weights"
+        ]
 
     def _shaky(self) -> bool:
         """Whether one process that computes the shards differs from itself."""
-        again, _ = _one(self.runs, "B2", self.in_turns)
+        again, _ = one(self.runs, "B2", self.in_turns)
         shards = self.shards
         if again is None or shards is None:
             return False
@@ -307,8 +337,8 @@ class _Case:
             typical = sorted(share)[len(share) // 2]
             answer.notes.append(f"a gradient that was wrong by {typical:.1g} of its norm would have shown")
         if spread:
-            words = _words(spread[0])
-            answer.notes.append(f"one process that computes the shards in turn differs, which is about itself: {words}")
+            what = words(spread[0])
+            answer.notes.append(f"one process that computes the shards in turn differs, which is about itself: {what}")
         return answer
 
 
@@ -319,54 +349,3 @@ def but_kinks(every: list[list[Difference]], tolerances: Tolerances) -> tuple[li
     if 2 * sum(kinks) >= len(every):
         return every, 0
     return [found for found, kink in zip(every, kinks, strict=True) if not kink], sum(kinks)
-
-
-def _one(runs: Runs, name: str, strategy: StrategySpec, **how: bool) -> tuple[Side | None, str | None]:
-    """A run of one process; or why there is none."""
-    failed = runs.run(name, strategy, **how)
-    side = _side(runs, name, 1) if failed is None else None
-    if side is not None and side.steps:
-        return side, None
-    return None, failed or "it made no step"
-
-
-def _side(runs: Runs, name: str, processes: int) -> Side | None:
-    try:
-        return Side(runs.folder(name), processes)
-    except FileNotFoundError:
-        return None
-
-
-def _words(d: Difference) -> str:
-    what = f"the {d.quantity}" + (f" of {d.name}" if d.name else "")
-    if d.difference != d.difference:
-        return f"First in step {d.step + 1}: {what}."
-    if d.quantity in _DATA:
-        return f"First in step {d.step + 1}: {what}; {d.difference:.0f} are in one run and not in the other."
-    return f"First in step {d.step + 1}: {what}, by {d.difference:.3g} (allowed: {d.tolerance:.2g})."
-
-
-def _answer(code: int, text: str, found: Sequence[Difference], cause: str) -> Answer:
-    first = found[0]
-    return Answer(
-        code,
-        text,
-        step=first.step,
-        quantity=first.quantity,
-        parameter=first.name,
-        difference=first.difference,
-        tolerance=first.tolerance,
-        cause=cause,
-        differences=[asdict(d) for d in found[:50]],
-    )
-
-
-def _different(found: Sequence[Difference], cause: Cause | None, steps: int) -> Answer:
-    lines = [f"different. {_words(found[0])}"]
-    if cause is not None:
-        lines += [f"Cause: {cause.sentence}.", f"Remedy: {cause.remedy}"]
-    else:
-        lines.append("Cause: none of those that are known leaves such records.")
-    answer = _answer(DIFFERENT, "\n".join(lines), found, cause.key if cause is not None else "unknown")
-    answer.remedy, answer.steps = cause.remedy if cause is not None else None, steps
-    return answer

@@ -46,6 +46,8 @@ def of_the_ranks(side: Side) -> tuple[int, str, Cause] | None:
         return 0, "gradient", cause
     norms = tuple(f"{name}." for name in side.ranks[0]["norms"])  # Paceline keeps theirs
     for step in range(side.steps):
+        if (apart := _out_of_step(side, step)) is not None:
+            return step, "examples", apart
         found = _unlike(side, step, "start", norms)
         if found is not None:
             return step, _kind(side, found), _before_the_step(side, step, found)
@@ -57,10 +59,24 @@ def of_the_ranks(side: Side) -> tuple[int, str, Cause] | None:
     return None
 
 
+def _out_of_step(side: Side, step: int) -> Cause | None:
+    made = [(record["epoch"], record["step"], record["yields"]) for record in side.of(step)]
+    if len(set(made)) < 2:
+        return None
+    each = "; ".join(f"rank {record['rank']}: {yields} of step {at + 1}" for record, (_, at, yields) in
+                     zip(side.ranks, made, strict=False))  # fmt: skip
+    return Cause(
+        "control-by-rank",
+        f"when the update was made, the ranks had taken unequally many batches ({each}): some leave out, or make, a "
+        "backward or a step that others do not",
+        "Let every rank make the same calls for every batch; leave examples out by weights that are zero.",
+    )
+
+
 def _unlike(side: Side, step: int, key: str, norms: tuple[str, ...]) -> str | None:
     """A tensor that has other values on the ranks."""
     values = [record[key] for record in side.of(step)]
-    names = [name for name in values[0] if not name.startswith(norms)]
+    names = sorted((n for n in values[0] if not n.startswith(norms)), key=lambda n: n not in side.weights)
     return next((name for name in names if len({own[name] for own in values if name in own}) > 1), None)
 
 
@@ -71,17 +87,8 @@ def _kind(side: Side, name: str) -> str:
 def _in_the_step(side: Side, step: int, norms: tuple[str, ...]) -> tuple[str, Cause] | None:
     """The quantity and the cause, where the ranks were alike when the step began and are not when it ends: by what an
     update is made of, or by a change between two updates."""
-    found = _unlike(side, step, "after", norms)
-    if found is None:
-        return None
-    if found not in side.weights:
-        return "buffers", _buffer(found)
     records = side.of(step)
-    between = [record["rank"] for record, at in zip(side.ranks, records, strict=False) if at["between"]]
-    if 0 < len(between) < len(side.ranks):
-        name = next(at["between"][0] for at in records if at["between"])
-        return "weights", _changed(f"{name} was", f"on rank {', '.join(map(str, between))}", name)
-    rates = [record["lrs"] for record in records]
+    rates = [record["lrs"] for record in records if record["lrs"]]
     if any(own != rates[0] for own in rates):
         each = ", ".join(f"{own[0]:.4g}" for own in rates if own)
         return "learning rate", Cause(
@@ -89,6 +96,15 @@ def _in_the_step(side: Side, step: int, norms: tuple[str, ...]) -> tuple[str, Ca
             f"the learning rate depends on the rank ({each} on the first update of ranks 0 to {len(rates) - 1})",
             "Set it alike on every rank: by a scheduler that is prepared, or from numbers of all ranks (run.mean).",
         )
+    found = _unlike(side, step, "after", norms)
+    if found is None:
+        return None
+    if found not in side.weights:
+        return "buffers", _buffer(found)
+    between = [record["rank"] for record, at in zip(side.ranks, records, strict=False) if at["between"]]
+    if 0 < len(between) < len(side.ranks):
+        name = next(at["between"][0] for at in records if at["between"])
+        return "weights", _changed(f"{name} was", f"on rank {', '.join(map(str, between))}", name)
     for update in range(min(len(record["graded"]) for record in records)):
         values = [record["graded"][update] for record in records]
         names = dict.fromkeys(name for own in values for name in own)

@@ -70,12 +70,16 @@ class Runs:
         """For replicas in one process."""
         return devices(str(self.question.script.settings.get("device") or ""), count, self._count)
 
+    def turns(self, shards: int) -> StrategySpec:
+        """One process that computes so many shards, one after the other."""
+        return parse_strategy(f"single:shards={shards}") if shards > 1 else StrategySpec("single")
+
     def folder(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def run(self, name: str, strategy: StrategySpec | None = None, **how: bool) -> str | None:
+    def run(self, name: str, strategy: StrategySpec | None = None, **how: Any) -> str | None:
         """One run to its end. None, or why it failed. strategy: of one process; None: the run in question's own. how:
-        plain, whole, backwards, nudged (trial/order.py)."""
+        plain, whole, backwards, nudged, only, update, turned, steps (trial/order.py)."""
         os.makedirs(self.folder(name))
         start = self.start if strategy is None else Start(strategy, 1, self.question.precision)
         place = {"directory": self.folder(name), "records": self.folder("A"), "leads": name == "A"}

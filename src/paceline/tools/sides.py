@@ -33,7 +33,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import median
@@ -176,9 +176,13 @@ class Side:
         """All names of parameters: one that several layers share has several."""
         return {*self.parameters, *(name for record in self.ranks for name in record["tied"])}
 
+    def others(self, step: int) -> set[str]:
+        """States of NumPy's and Python's generators after what was computed."""
+        return {state for rank in self.of(step) for state in rank["others"]}
+
     @cached_property
     def gathers(self) -> bool:
-        """Whether its losses see examples of other ranks."""
+        """Whether its losses may depend on what all processes were asked for."""
         return any(step["gathered"] for record in self.ranks for step in record["steps"])
 
 
@@ -198,6 +202,7 @@ class Tolerances:
         self._u = _TF32 if tf32 and precision == "fp32" else ROUNDOFF[precision]
         self._moved: dict[str, list[float]] = {}  # R^2 of each step
         self._loss = 0.0
+        self._rate = 0.0  # by which rounding moves a learning rate, in relation to it: where a script computes it
         self.enlarged = False  # the model enlarges rounding
         shares: dict[str, list[float]] = {}
         scaled = reversed_ is not None and reversed_.ranks[0]["steps"][0]["scaled"]
@@ -215,6 +220,8 @@ class Tolerances:
     def _look(self, whole: Side, reversed_: Side, step: int, shares: dict[str, list[float]]) -> None:
         ours, theirs = whole.losses(step), reversed_.losses(step)
         self._loss = max([self._loss, *(abs(ours[c] - theirs[c]) for c in ours.keys() & theirs.keys())])
+        rates = zip(whole.lrs(step), reversed_.lrs(step), strict=False)
+        self._rate = max([self._rate, *(abs(a - b) / abs(a) for a, b in rates if a)])
         for update in range(whole.updates(step)):
             first, second = whole.gradients(step, update), reversed_.gradients(step, update)
             for name in first.keys() & second.keys():
@@ -223,7 +230,11 @@ class Tolerances:
                     self._moved.setdefault(name, []).append(moved**2)
                     shares.setdefault(name, []).append(moved / size)
         first, second = (side.tensors(f"after-{step}-{whole.updates(step) - 1}") for side in (whole, reversed_))
-        for name in first.keys() & second.keys() - whole.weights:
+        self._look_at_buffers(first, second, whole.weights)
+        self._look_at_buffers(whole.tensors(f"own-{step}"), reversed_.tensors(f"own-{step}"), whole.weights)
+
+    def _look_at_buffers(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor], weights: set[str]) -> None:
+        for name in first.keys() & second.keys() - weights:
             self._moved.setdefault(name, []).append(norm(first[name].double() - second[name].double()) ** 2)
 
     def _r(self, name: str) -> float:
@@ -250,6 +261,13 @@ class Tolerances:
     def buffer(self, name: str, reference: Tensor) -> float:
         return MARGIN * max(self._r(name), self._u * norm(reference))
 
+    def noise(self, names: Iterable[str], reference: Mapping[str, Tensor]) -> float:
+        """Of these gradients together: how far rounding moves them."""
+        return sum((self.gradient(name, reference) / MARGIN) ** 2 for name in names) ** 0.5
+
+    def of_rate(self, reference: float) -> float:
+        return max(2.0**-40, MARGIN * self._rate) * abs(reference)  # float64, by other ways
+
     def of_loss(self, reference: float) -> float:
         return MARGIN * max(self._loss, self._u * abs(reference))
 
@@ -261,11 +279,11 @@ def norm(tensor: Tensor) -> float:
 def differences(ours: Side, theirs: Side, leader: Side, tolerances: Tolerances, step: int) -> Iterator[Difference]:
     """In one step, in ORDER. leader: the run in question, whose states the step started from, and whose weights are
     compared; `ours` may be the same with dropout off. theirs: a side of whole batches."""
-    yield from before(theirs, leader, step)
+    yield from before(theirs, leader, tolerances, step)
     rates = [
-        Difference(step, "learning rate", None, abs(a - b), 2.0**-40 * abs(b))
+        Difference(step, "learning rate", None, abs(a - b), tolerances.of_rate(b))
         for a, b in zip(ours.lrs(step), theirs.lrs(step), strict=False)
-        if abs(a - b) > 2.0**-40 * max(abs(a), abs(b))  # float64, by other ways
+        if not abs(a - b) <= tolerances.of_rate(b)
     ]
     # Of two updates in a step the second's gradient follows from the first's rate, and its gradient, which a run with
     # dropout off has by itself.
@@ -275,7 +293,7 @@ def differences(ours: Side, theirs: Side, leader: Side, tolerances: Tolerances, 
     yield from _after(ours, theirs, leader, tolerances, step)
 
 
-def before(theirs: Side, leader: Side, step: int) -> Iterator[Difference]:
+def before(theirs: Side, leader: Side, tolerances: Tolerances, step: int) -> Iterator[Difference]:
     """What lies before the step: how the model began; what was changed since the last update."""
     start: dict[str, Tensor] | None = None
     if not step:
@@ -295,6 +313,8 @@ def before(theirs: Side, leader: Side, step: int) -> Iterator[Difference]:
             continue
         apart = norm(own[name].double() - start[name].double())
         allowed = OPERATIONS * _roundoff(start[name]) * norm(start[name])
+        if kind == "buffers":
+            allowed = max(allowed, tolerances.buffer(name, start[name]))
         if not apart <= allowed:
             yield Difference(step, kind, name, apart, allowed)
 

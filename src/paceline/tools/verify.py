@@ -62,6 +62,7 @@ _WHAT = {
     "A": "the run in question",
     "A0": "the same, with dropout off",
     "B": "one process, the same shards in turn",
+    "B1": "one process, the same shards at once",
     "C": "one process, whole batches",
     "C2": "the same, in reverse order and rounded elsewhere",
 }

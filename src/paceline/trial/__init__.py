@@ -5,6 +5,7 @@ probe.py      takes the place of some of a run's methods: measures its steps, ke
 recorder.py   likewise, for `paceline verify`: keeps what its steps compute
 collated.py   digests of the examples; batches in reverse order
 plain.py      dropout off; what is seen of a script through torch's functions
+watched.py    numbers drawn, and gradients changed on the way
 kept.py       the recorder's files
 resources.py  peak memory, and bytes sent over the network
 profiled.py   time in communication, from torch's profiler

@@ -10,6 +10,7 @@ from torch.utils.data import default_collate
 
 from paceline.train.agreement import digest_of_example
 from paceline.train.order import Part, Request
+from paceline.trial.watched import generator_states
 
 _WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 
@@ -31,10 +32,10 @@ class Collated:
         return collated
 
     def __call__(self, examples: list[Any]) -> Any:
-        before = torch.default_generator.get_state()
+        before = generator_states(torch.device("cpu"))
         self._calls.append([" ".join(map(str, digest_of_example(example))) for example in examples])
         batch = self._collate(examples[::-1] if self._backwards else examples)
-        self._drew |= not torch.equal(before, torch.default_generator.get_state())
+        self._drew |= before != generator_states(torch.device("cpu"))
         return batch
 
     def take(self, request: Request) -> tuple[Iterator[tuple[Part, list[str]]], bool]:

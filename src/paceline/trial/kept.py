@@ -69,9 +69,12 @@ def fresh(epoch: int, number: int) -> dict[str, Any]:
     """The record of a step. ids, data: [loader or shard, ..., values] for each part of a yield. losses: by backward
     call, [sum, weight]. apart: [shard, micro-batch, call, loss]. strangers: digests of tensors with gradients that are
     in no model. modules: in the order in which they were called first. between: what was changed
-    between two updates of the step. graded: digests of the gradients before each update. gathered: before them."""
+    between two updates of the step. graded: digests of the gradients before each update. gathered: whether
+    all processes were asked for something before a backward. others: states of NumPy's and Python's generators after
+    what was computed."""
     lists: dict[str, Any] = {
-        key: [] for key in ("ids", "data", "lrs", "outside", "between", "apart", "modules", "not_finite", "graded")
+        key: []
+        for key in ("ids", "data", "lrs", "outside", "between", "apart", "modules", "not_finite", "graded", "others")
     }
     empty: dict[str, Any] = {"losses": {}, "start": {}, "after": {}, "strangers": {}}
     counts = {
@@ -123,6 +126,5 @@ def about(run: Run, replicated: bool) -> dict[str, Any]:
         "dealt": layout.dealt,
         "parameters": list(known),
         "tied": [name for name in tied if name not in now],
-        "hooked": [name for p, name in run._stepper.names.items() if p._backward_hooks],
         "late": [name for name in now if replicated and name not in known],
     }

@@ -23,6 +23,8 @@ class Order:
     model's dropout is off. whole: a global batch is one micro-batch. backwards: its examples come in reverse order.
     nudged: each weight is the next number up or down, and the loss is scaled in the backward. alone: one process in
     place of the run in question; it cuts batches as `strategy` says, also where the script sets reproducible.
+    only: the shard whose loss counts in that `update` of a step; those of the others are taken times zero. turned: each
+    rank computes the shard of the next one.
     """
 
     directory: str
@@ -37,6 +39,9 @@ class Order:
     backwards: bool = False
     nudged: bool = False
     alone: bool = False
+    only: int | None = None
+    update: int = 0
+    turned: bool = False
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Order | None:

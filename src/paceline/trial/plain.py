@@ -1,4 +1,4 @@
-"""What `paceline verify` changes in a run, and sees of it, through torch's own functions: dropout, clipping, graphs."""
+"""What `paceline verify` changes in a run, and sees of it, through torch's own functions: dropout, graphs."""
 
 from __future__ import annotations
 
@@ -57,20 +57,6 @@ def recurrent_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
-
-
-def watch_clipping(patches: Patches, saw: Callable[[], None]) -> None:
-    """Calls `saw` whenever the script clips gradients itself."""
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
-        patches.put(nn.utils, name, _watched(getattr(nn.utils, name), saw))
-
-
-def _watched(function: Any, saw: Callable[[], None]) -> Any:
-    def clip(*args: Any, **options: Any) -> Any:
-        saw()
-        return function(*args, **options)
-
-    return clip
 
 
 def strangers(roots: Iterable[Tensor], known: Collection[Tensor]) -> list[Tensor]:

@@ -27,17 +27,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.comm import generators, slices
+from paceline.comm import replicas, slices
 from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
 from paceline.train.loader import Loader
 from paceline.train.loss import terms_of
-from paceline.trial import kept, plain
+from paceline.trial import kept, plain, watched
 from paceline.trial.collated import Collated
 from paceline.trial.order import Order
 from paceline.trial.probe import TrialEnded
@@ -52,7 +51,8 @@ class Recorder:
         self._steps: list[dict[str, Any]] = []
         self._now: dict[str, Any] | None = None
         self._window = Window(run.device)
-        self._drawn: list[Tensor] = []  # the generators' states when the yield began
+        self._watch = watched.Watch(run, lambda: self._now)
+        self._changing: set[str] = set()  # parameters with a hook that changes gradients
         self._collated: dict[Loader, Collated] = {}
         self._leaves: list[Tensor] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -62,6 +62,8 @@ class Recorder:
         if os.path.exists(self._path):  # of an earlier run of the script
             raise TrialEnded(0)
         layout = run._strategy.layout
+        if order.turned:
+            layout.mine = tuple((shard + 1) % layout.shards for shard in layout.mine)
         self._replicated = run._strategy.parts is None and not layout.together
         self._traced = self._replicated and not layout.opaque
         self._hooked: set[nn.Module] = set()
@@ -73,7 +75,7 @@ class Recorder:
             "forward_backward": self._forward_backward,
             "backward": self._backward,
             "step": self._step,
-            "gather": self._gather,
+            **{name: self._watch.asking(getattr(run, name)) for name in ("gather", "sum", "mean", "ratio")},
             "save": lambda directory, **_: Path(directory) / f"step-{self._run.steps:08d}",
             "restore": lambda *_, **__: False,
             "export": lambda *_, **__: None,
@@ -86,7 +88,6 @@ class Recorder:
         self._update_of = run._stepper._update
         run._stepper._update = self._update  # type: ignore[method-assign]
         self._patches = plain.Patches()
-        plain.watch_clipping(self._patches, self._clips)
         if order.plain:
             plain.dropout_off(self._patches)
         if order.nudged:
@@ -122,11 +123,6 @@ class Recorder:
 
         return called
 
-    def _clips(self) -> None:
-        current = self._run.latest.current if self._run.latest is not None else None
-        if self._now is not None and current is not None and not current.final:
-            self._now["clipped_early"] += 1
-
     def _loader(self, dataset: Any, **options: Any) -> Loader:
         if not options.get("train", True):
             loader: Loader = self._runs["loader"](dataset, **options)
@@ -150,6 +146,7 @@ class Recorder:
                 self._write(f"part-{len(self._steps)}-{request.micro}", self._gradients())
             for buffer, value in self._buffers if request.micro * turns % request.micros == 0 else ():
                 buffer.copy_(value)  # as every process of several has them when it begins
+        self._watch.asked = False
         self._runs["_on_yield"](loader)
         now = self._now
         if not loader.train or now is None:
@@ -161,37 +158,44 @@ class Recorder:
             if part.indices:
                 now["ids"].append([loader.name, part.shard, part.micro, list(part.indices)])
                 now["data"].append([loader.name, part.shard, part.micro, digests])
-        self._drawn = self._generators()
-        if self._run._strategy.layout.opaque:  # it seeds them for each piece anew
-            keys = [loader.streams.torch_key(request, part.shard, part.micro) for part in request.parts]
-            self._drawn += [torch.Generator().manual_seed(key).get_state() for key in keys]
-
-    def _generators(self) -> list[Tensor]:
-        state = generators.get_state(self._run.device)
-        return [state["torch"], *([state["device"]] if "device" in state else [])]
+        keys = [loader.streams.torch_key(request, part.shard, part.micro) for part in request.parts]
+        self._watch.draws.mark(*(keys if self._run._strategy.layout.opaque else []))  # it seeds each piece anew
 
     def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:
         def seen(model: Any, batch: Any) -> Any:
+            draws = watched.Draws(self._run.device)  # of this replica, which may be a thread's
+            draws.mark()
             loss = loss_fn(model, batch)
-            self._trace([term.value for term in terms_of(loss)])
-            return loss
+            self._watch.drew(draws)
+            if self._traced:
+                self._trace([term.value for term in terms_of(loss)])
+            mine = self._run._strategy.layout.mine
+            shard = replicas.current().rank if len(mine) > 1 else mine[0]
+            return watched.silenced(loss) if self._silent(shard) else loss
 
-        made: Tensor = self._runs["forward_backward"](seen if self._traced else loss_fn, *args, **options)
-        self._drew()
+        together = self._run._strategy.layout.together  # the closure does not run as a whole
+        self._watch.begins_backward(self._gradients)
+        made: Tensor = self._runs["forward_backward"](loss_fn if together else seen, *args, **options)
+        if together:
+            self._watch.drew()
+        self._watch.ends_backward(self._gradients if self._traced else dict)
         return made
 
     def _backward(self, loss: Tensor | None = None, **options: Any) -> None:
         roots = [root for root in (loss, options.get("total")) if isinstance(root, Tensor)]
         if self._traced:
             self._trace(roots)
+        if self._silent(*self._run._strategy.layout.mine):
+            loss = None if loss is None else watched.silenced(loss)
+            options |= {"total": watched.silenced(options["total"])} if options.get("total") is not None else {}
+        self._watch.begins_backward(self._gradients)
         self._runs["backward"](loss, **options)
-        self._drew()
+        self._watch.drew()
+        self._watch.ends_backward(self._gradients if self._traced else dict)
 
-    def _drew(self) -> None:
-        if self._now is not None and self._drawn:
-            states = self._generators()
-            known = {plain.digest(state) for state in self._drawn}
-            self._now["drew"] |= any(plain.digest(state) not in known for state in states)
+    def _silent(self, *shards: int) -> bool:
+        order, now = self._order, self._now
+        return order.only not in (None, *shards) and now is not None and now["updates"] == order.update
 
     def _trace(self, roots: Sequence[Tensor]) -> None:
         """Notes tensors with gradients that are in no model, and stay: an input is another one at each step."""
@@ -214,13 +218,9 @@ class Recorder:
                     self._write(f"after-{len(self._steps)}-{now['updates']}", kept.named(state["models"]))
             now["updates"] += 1
             now["after"] = self._digests()
-            self._drawn = self._generators()  # the update has seeded them anew
+            self._watch.asked = False
+            self._watch.draws.mark()  # the update has seeded them anew
         return acted
-
-    def _gather(self, values: Any) -> Any:
-        if self._now is not None and not self._now["updates"]:
-            self._now["gathered"] = True
-        return self._runs["gather"](values)
 
     def _take_losses(self, now: dict[str, Any]) -> None:
         losses = self._run._stepper.losses
@@ -253,6 +253,8 @@ class Recorder:
     def _take_gradients(self, optimizer: Any, update: int) -> list[Tensor]:
         """Those of the run in question in place of the own ones; where it keeps none, these."""
         found = kept.load_gradients(self._folder, len(self._steps), update)
+        if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            found = {}  # no update was made of them
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p in parameters if found else ():
             given = found.get(self._run._stepper.names[p])
@@ -276,6 +278,8 @@ class Recorder:
             if layout.local or self._apart():
                 self._keep_end()
             self._end()
+        if self._replicated:
+            watched.watch_hooks(self._run._stepper.names, self._changing)
         now = kept.fresh(epoch, number)
         now["start"] = self._digests()
         last = self._steps[-1]["after"] if self._steps else None
@@ -384,6 +388,7 @@ class Recorder:
             "steps": self._steps,
             "unfinished": unfinished,
             "normalised": self._normalised,
+            "hooked": sorted(self._changing),
         }
         with open(self._path + ".part", "w") as file:
             json.dump(record, file)
