@@ -168,7 +168,7 @@ def digits(run: paceline.Run) -> dict[str, list[float]]:
         run.step(optimizer)
     assert run.gather([run.world.rank]) == [0, 1]
     loader = run.loader(torch.utils.data.TensorDataset(images[:1500], labels[:1500]), global_batch=50, shuffle=True)
-    for _ in run.epochs(8):
+    for _ in run.epochs(14):
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             run.backward(loss)

@@ -455,7 +455,7 @@ def test_not_in_step_it_learns_the_digits(tmp_path: Path) -> None:
     assert code == 0, text
     assert "has no batch" not in text
     assert left[0]["accuracy"] == left[1]["accuracy"]
-    assert left[0]["accuracy"][0] > 0.85  # plain PyTorch: 0.90 to 0.92
+    assert left[0]["accuracy"][0] > 0.85  # plain PyTorch: 0.90 to 0.91
     (log,) = (tmp_path / "log").rglob("*.jsonl")
     written = [json.loads(line) for line in log.read_text().splitlines()]
     pairs = [(row["loss"], row["halved"]) for row in written if "halved" in row]
