@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from paceline.doctor.judge import calls as judge_calls
 from paceline.doctor.judge import costs
 from paceline.doctor.judge.calls import Lookout
 from paceline.doctor.judge.evaluation import _metric
+from paceline.doctor.judge.places import accumulates, takes_all
 from paceline.doctor.judge.record import Event, Run
+from paceline.doctor.watch.losses import divided
 from paceline.doctor.watch.notebook import Statement, statement_at
 
 AT = ["train.py", 7]
@@ -202,3 +206,97 @@ all_reduce(torch.tensor(count))
 )
 def test_what_a_call_is_chosen_by(line: int, sent: str, names: Any, indices: Any, branches: Any) -> None:
     assert statement_at(ast.parse(TEXT), line) == Statement(sent, frozenset(names), frozenset(indices), branches)
+
+
+def _scaled(loss: torch.Tensor, by: float) -> torch.Tensor:
+    return loss * by
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda x, y: cross_entropy(x, y), "mean"),
+        (lambda x, y: cross_entropy(x, y) / 2, "divided"),
+        (lambda x, y: _scaled(cross_entropy(x, y), 1 / 3), "divided"),
+        (lambda x, y: _scaled(cross_entropy(x, y), 0.9), "mean"),
+        (lambda x, y: cross_entropy(x, y, label_smoothing=0.1), "mean"),
+        (lambda x, y: cross_entropy(x, y, label_smoothing=0.1) / 2, "divided"),
+        (lambda x, y: cross_entropy(x, y, reduction="sum") / len(y), "mean"),
+        (lambda x, y: cross_entropy(x, y, reduction="sum") / (2 * len(y)), "divided"),
+        (lambda x, y: cross_entropy(x, y, reduction="none").sum() / len(y), "mean"),
+        (lambda x, y: (cross_entropy(x, y, reduction="none") / 2).mean(), "divided"),
+        (lambda x, y: cross_entropy(x, y) + 0.1 * x.square().mean(), "mean"),
+        (lambda x, y: cross_entropy(x, y) / 2 + 0.1 * x.square().mean() / 2, "divided"),
+        (lambda x, y: (cross_entropy(x, y) + 0.1 * x.square().mean()) / 2, "divided"),
+        (lambda x, y: 1024.0 * (cross_entropy(x, y) / 2), "divided"),
+        (lambda x, y: 1 - x.softmax(1).mean(), "mean"),
+        (lambda x, y: x.sum(), "other"),
+    ],
+    ids=range(16),
+)
+def test_what_a_loss_is(loss: Any, kind: str) -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert divided(loss(x, torch.arange(8) % 4)) == kind
+
+
+GATHER = """def gather(x):
+    return all_gather(x)
+def evaluate(model, loader):
+    out = []
+    for i, x in loader:
+        out += zip(i, model(x))
+    return gather(out)
+def main():
+    train = data[:80]
+    parts = evaluate(model, loader)
+    score(parts)
+def score(parts):
+"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "whole"),
+    [
+        ("    return sum(r for p in parts for _, r in p)\n", True),
+        ("    table = [0] * 9\n    for p in parts:\n        for i, r in p:\n            table[i] = r\n", False),
+        ("    return flat(parts)[:9]\n", False),
+        ("    return flat(parts)[:, :9]\n", True),  # columns
+        ("    return {i: r for p in parts for i, r in p}\n", False),
+        ("    return {c: rate(parts, c) for c in range(3)}\n", True),
+    ],
+    ids=["summed", "placed", "cut", "columns", "by name", "classes"],
+)
+def test_what_is_done_with_what_was_gathered(rest: str, whole: bool, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(GATHER + rest)
+    call = {"at": [str(file), 2], "path": [[str(file), 2], [str(file), 7], [str(file), 10]]}
+    assert takes_all(call, [str(file), 5]) is whole
+
+
+@pytest.mark.parametrize(
+    ("line", "whole"),
+    [
+        ("right += (model(x) == y).sum()", True),
+        ("right += ((model(x) == y) & (place + i < len(loader.dataset))).sum()", False),
+        ("right += (model(x) == y)[:own].sum()", False),
+        ("right += (model(x) == y)[real].sum()", False),
+        ("right += (model(x, attention_mask) > 0.5).sum()", True),
+    ],
+)
+def test_what_is_summed(line: str, whole: bool, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(f"def evaluate():\n    for x, y in loader:\n        {line}\n    all_reduce(right)\n")
+    assert takes_all({"at": [str(file), 4], "path": [[str(file), 4]]}, [str(file), 2], sums=True) is whole
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [(1, False), (2, False), (4, True), (6, True)],
+    ids=["nowhere", "batches", "micro-batches", "chunks"],
+)
+def test_a_loop_over_micro_batches(line: int, told: bool, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    text = ("x = 1", "for batch in loader: loss.backward()", "for micro_step in range(k):", "    loss.backward()",
+            "for part in x.chunk(4):", "    loss.backward()")  # fmt: skip
+    file.write_text("\n".join(text) + "\n")
+    assert accumulates(str(file), line) is told

@@ -3,6 +3,7 @@
 record.py       the events of all ranks, and the questions that several judges ask
 data.py         examples read twice, order of the epochs
 evaluation.py   padded duplicates, metrics of one rank
+places.py       what the script's text does with results that were exchanged
 model.py        batch norm, weights, parameters without gradients
 schedule.py     learning rates, schedulers, accumulation, clipping
 calls.py        collectives compared over ranks: also while the script runs

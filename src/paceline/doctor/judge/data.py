@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import combinations
+from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.judge.record import Event, Pass, Run, place
 
 LEAST_BITS = 16  # of what must agree: labels of two classes may agree by chance
 LEAST_SHARED = 8  # examples with the same index that must also look the same
+SHARED_STREAM = 0.8  # of the shorter one's examples
+DRIFT = 0.05  # of the examples that were read again
 OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
 LEAST_SAME = 3  # steps
 
@@ -43,10 +46,13 @@ def _compare(run: Run, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) ->
     about = run.loaders[ranks[0]].get(loader, {})
     if not ours or not theirs:
         return _same_rows(a, b, who) if about.get("iterable") else ""
-    first = _content(a), _content(b)
+    first = content(a), content(b)
     shared = set(first[0]) & set(first[1])
-    if not _alike(shared, *first):
+    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in ranks]
+    if not _one_set(shared, first, held, _training(run, ranks[0], loader)):
         return ""
+    if about.get("repeats"):
+        return ""  # each example several times, for several ranks: they augment it differently
     n = min(len(ours), len(theirs))
     if n >= 2 * LEAST_SHARED and ours[:n] == theirs[:n]:
         return f"{who} read the same {n} examples in the same order ({about.get('sampler_name')}): {ours[:6]}, ..."
@@ -65,7 +71,7 @@ def _compare(run: Run, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) ->
     return ""
 
 
-def _content(one: Pass) -> dict[int, list[int]]:
+def content(one: Pass) -> dict[int, list[int]]:
     """index -> digests of its row in each tensor of the batch."""
     found: dict[int, list[int]] = {}
     for y in one.yields:
@@ -75,28 +81,69 @@ def _content(one: Pass) -> dict[int, list[int]]:
     return found
 
 
-def _alike(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
+def alike(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
     """Do the same indices have the same content, in one tensor at least (a label, where images are augmented)? Without
     that, each rank may have a data set of its own."""
-    if len(shared) < LEAST_SHARED:
-        return False
+    return bool(_agreeing(shared, a, b)[0])
+
+
+def _agreeing(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> tuple[dict[int, int], list[int]]:
+    """(the tensors of a batch in which the content agrees -> its distinct values, those in which it does not)."""
+    agree: dict[int, int] = {}
+    differ: list[int] = []
     leaves = min(len(next(iter(a.values()), [])), len(next(iter(b.values()), [])))
-    for leaf in range(leaves):
+    for leaf in range(leaves if len(shared) >= LEAST_SHARED else 0):
         ours = [a[i][leaf] for i in sorted(shared)]
-        if len(shared) * math.log2(len(set(ours))) >= LEAST_BITS and ours == [b[i][leaf] for i in sorted(shared)]:
-            return True
-    return False
+        if ours != [b[i][leaf] for i in sorted(shared)]:
+            differ.append(leaf)
+        elif len(shared) * math.log2(len(set(ours))) >= LEAST_BITS:
+            agree[leaf] = len(set(ours))
+    return agree, differ
+
+
+def _one_set(shared: set[int], contents: Any, held: list[dict[str, int] | None], passes: list[Pass]) -> bool:
+    """Do the indices of two ranks mean the same examples? Where something of them agrees and something does not, they
+    are augmented, and then not the same on one rank either; or labels in order agree in any shards."""
+    agree, differ = _agreeing(shared, *contents)
+    if agree and (not differ or 2 * max(agree.values()) >= len(shared)):
+        return True
+    same = held[0] == held[1] if held[0] and held[1] else None
+    moving = drifts(passes, differ)
+    if agree:
+        return same is not False and moving is not False
+    return bool(differ) and same is True and moving is True
+
+
+def drifts(passes: list[Pass], leaves: list[int]) -> bool | None:
+    """Are the same examples of one rank others in a later epoch? None: none was read again."""
+    first = content(passes[0])
+    for later in map(content, passes[1:]):
+        again = set(first) & set(later)
+        if again:
+            changed = [i for i in again if any(first[i][leaf] != later[i][leaf] for leaf in leaves)]
+            return len(changed) > DRIFT * len(again)
+    return None
 
 
 def _same_rows(a: Pass, b: Pass, who: str) -> str:
-    """Of an iterable data set: the same rows, in the same order, and not all alike."""
+    """Of an iterable data set: the same rows, and not all alike; in the same order, or at the end of both."""
     pairs = [(x["rows"], y["rows"]) for x, y in zip(a.yields, b.yields) if x["rows"] and y["rows"]]
-    if len(pairs) < 2 or any(x[0] != y[0] for x, y in pairs):
-        return ""
     rows = [digest for x, _ in pairs for digest in x[0]]
-    if len(set(rows)) < LEAST_SHARED:
+    if len(pairs) < 2 or len(set(rows)) < LEAST_SHARED:
         return ""
-    return f"{who} read the same {len(rows)} examples in the same order, by their content"
+    if all(x[0] == y[0] for x, y in pairs):
+        return f"{who} read the same {len(rows)} examples in the same order, by their content"
+    ours, theirs = ({digest for y in p.yields if y["rows"] for digest in y["rows"][0]} for p in (a, b))
+    both, least = len(ours & theirs), min(len(ours), len(theirs))
+    if (
+        a.whole
+        and b.whole
+        and 2 * len(ours) >= len(rows)
+        and least >= 2 * LEAST_SHARED
+        and both > SHARED_STREAM * least
+    ):
+        return f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}, by their content"
+    return ""
 
 
 def _same_inputs(run: Run) -> list[Finding]:
@@ -146,7 +193,7 @@ def _no_set_epoch(run: Run) -> list[Finding]:
             by[one.loader.rpartition(",")[0], _optimizers(run, one)].append(one)
     for passes in by.values():
         about = run.loaders[0].get(passes[0].loader, {})
-        if not about.get("set_epoch") or len({p.epoch for p in passes}) > 1:
+        if not about.get("set_epoch") or not about.get("shuffles", True) or len({p.epoch for p in passes}) > 1:
             continue
         by_order: dict[tuple[int, ...], list[Pass]] = defaultdict(list)
         for one in passes:
@@ -175,5 +222,5 @@ def _goes_on(run: Run, a: Pass, b: Pass) -> bool:
     if a.loader == b.loader:
         return True
     last = max(p.end for p in run.passes[0] if p.loader == a.loader)
-    ours, theirs = _content(a), _content(b)
-    return last < b.begin and (not ours or not theirs or _alike(set(ours) & set(theirs), ours, theirs))
+    ours, theirs = content(a), content(b)
+    return last < b.begin and (not ours or not theirs or alike(set(ours) & set(theirs), ours, theirs))

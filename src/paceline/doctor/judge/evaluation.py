@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.judge.data import LEAST_SHARED, drifts
+from paceline.doctor.judge.places import takes_all
 from paceline.doctor.judge.record import Event, Pass, Run, place
 
+LEAST_BATCHES = 2  # of an evaluation that breaks off: a single one may be looked at for its shapes
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
-_NO_METRIC = re.compile(  # a rate, a time, a count of epochs, and what is measured in seconds or bytes
-    r"(lr|learning.?rate|time|took|elapsed|eta|epoch|step|iter|iteration|memory|mem)s?\W*[\d.]+(e[+-]?\d+)?(\s*(/|of)\s*\d+)?"
+_NO_METRIC = re.compile(  # a file's name, a rate, a time, a count of epochs or of things, seconds, bytes
+    r"\S+\.(pt|pth|ckpt|bin|npy|npz|json|jsonl|csv|txt|log|pkl|safetensors)\b"
+    r"|\b\d+ (files?|ranks?|process(es)?|gpus?|workers?|shards?|batches|predictions?)\b"
+    r"|(lr|learning.?rate|time|took|elapsed|eta|epoch|step|iter|iteration|memory|mem)s?\W*[\d.]+(e[+-]?\d+)?(\s*(/|of)\s*\d+)?"
     r"|\d[\d.]*\s*(s|secs?|seconds|ms|min|minutes|h|hours|it/s|[kmg]i?b)\b|\d+:\d\d(:\d\d)?([.,]\d+)?|\d{4}-\d\d-\d\d",
     re.IGNORECASE,
 )
@@ -43,19 +47,22 @@ def findings(run: Run) -> list[Finding]:
             if not padded:
                 padded = _padded(run, loader, one)
             if not local:
-                local = _local(run, one)
+                local = _local(run, loader, one)
         if not local:
             local = _alone(run, loader)
     return [*padded, *local]
 
 
 def _rounds(run: Run, loader: str) -> list[_Round]:
-    of = [[p for p in passes if p.loader == loader and p.whole and not p.training] for passes in run.passes]
+    of = [
+        [p for p in passes if p.loader == loader and not p.training and (p.whole or len(p.yields) >= LEAST_BATCHES)]
+        for passes in run.passes
+    ]
     if not all(of):
         return []  # only some ranks evaluate: on all the data, or not sharded by this loader
     rounds = []
     for passes in zip(*of):
-        if all(p.indices for p in passes):
+        if all(p.yields for p in passes):
             after = [_until_training(run, rank, p) for rank, p in enumerate(passes)]
             rounds.append(_Round(list(passes), after))
     return rounds
@@ -78,14 +85,36 @@ def _until_training(run: Run, rank: int, one: Pass) -> list[Event]:
 def _sharded(one: _Round) -> bool:
     """Does each rank read a part only, and together (nearly) all?"""
     union = len(one.reads)
-    return all(len(set(p.indices or [])) < union for p in one.passes)
+    return all(p.indices and len(set(p.indices)) < union for p in one.passes)
+
+
+def _apart(run: Run, loader: str, one: _Round) -> bool:
+    """Does each rank read data of its own, by their content: a stream's part, a data set that was cut before, or one
+    that deals its examples out itself, and has the same ones in every evaluation?"""
+    read: list[set[int]] = []
+    for p in one.passes:
+        leaves = [{d for y in p.yields if y["rows"] for d in y["rows"][leaf]} for leaf in range(_leaves(p))]
+        read.append(max(leaves, key=len, default=set()))
+    if min(map(len, read)) < LEAST_SHARED or sum(map(len, read)) > len(set().union(*read)):
+        return False
+    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in range(run.size)]
+    if not all(p.indices for p in one.passes) or all(h and held[0] and h != held[0] for h in held[1:]):
+        return True
+    again = [p for p in run.passes[0] if p.loader == loader and p.yields]
+    return drifts(again, list(range(_leaves(one.passes[0])))) is False
+
+
+def _leaves(one: Pass) -> int:
+    return min((len(y["rows"]) for y in one.yields if y["rows"]), default=0)
 
 
 def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
     reads = one.reads
     total, unique = sum(reads.values()), len(reads)
     twice = total - unique
-    if not _sharded(one) or not 0 < twice < total / 3 or not _same_data(one):
+    if not all(p.whole for p in one.passes) or not 0 < twice < total / 3:
+        return []
+    if not _sharded(one) or not _same_data(one):
         return []
     exchanged = [e for e in one.after[0] if e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of")]
     if not exchanged:
@@ -96,10 +125,14 @@ def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
     if unique in values:
         return []  # the script counted each once
     gathers = [e for e in exchanged if e["op"] not in _SUMS]
-    if gathers and total not in values and not all(_takes_all(e) for e in gathers):
+    loop = one.passes[0].at
+    if gathers and total not in values and not all(takes_all(e, loop) for e in gathers):
         return []
-    if sums and total not in values and not all(_takes_all(e, sums=True) for e in sums):
-        return []
+    if sums and total not in values:
+        if any(e.get("n", 0) % unique == 0 and e.get("n") for e in sums):
+            return []  # a place for each example
+        if not all(takes_all(e, loop, sums=True) for e in sums):
+            return []
     if sums and values and total not in values and any(_counts(v, unique, total) for v in values):
         return []
     counted = f", and the count that it summed over the ranks is {total}" if total in values else ""
@@ -141,54 +174,9 @@ def _same_data(one: _Round) -> bool:
     return True
 
 
-def _takes_all(call: Event, sums: bool = False) -> bool:
-    """Does the function that gathers use all that it got? Not if it cuts it, or sorts it by index: then it may well
-    have dropped the duplicates. Before a sum it can only have cut its own, or have written it to its places."""
-    file, line = call["at"] or ("", 0)
-    try:
-        with open(file, encoding="utf-8") as source:
-            tree = ast.parse(source.read())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    scopes = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inside = [n for n in scopes if n.lineno <= line <= (n.end_lineno or 0)]
-    names = {n.name for n in inside}
-    callers = [n for n in scopes if names & {_called(c) for c in ast.walk(n) if isinstance(c, ast.Call)}]
-    whole: list[ast.AST] = [*inside, *callers]
-    for scope in whole or [tree]:
-        for node in ast.walk(scope):
-            if isinstance(node, ast.Slice) and node.upper is not None:
-                return False
-            if sums:
-                continue
-            if isinstance(node, (ast.DictComp, ast.SetComp, ast.Dict)):
-                return False
-            if isinstance(node, ast.Call) and _called(node) in (
-                "unique",
-                "dict",
-                "set",
-                "narrow",
-                "setdefault",
-            ):
-                return False
-            if isinstance(node, ast.Call) and _called(node) == "update" and _merges(node):
-                return False
-    return True
-
-
-def _merges(call: ast.Call) -> bool:
-    """Is an `update` that of a dictionary, and not of a metric, which takes (predictions, targets) or a number?"""
-    one = call.args[0] if len(call.args) == 1 else None
-    return isinstance(one, (ast.Name, ast.Subscript)) or (isinstance(one, ast.Call) and _called(one) == "zip")
-
-
 def _metric(said: Event) -> bool:
     """Does a line that was logged tell more than the rate, the time, the epoch?"""
     return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
-
-
-def _called(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def _alone(run: Run, loader: str) -> list[Finding]:
@@ -212,22 +200,27 @@ def _alone(run: Run, loader: str) -> list[Finding]:
     return []
 
 
-def _local(run: Run, one: _Round) -> list[Finding]:
-    if not _sharded(one) or not _same_data(one):
+def _told(loader: str, events: list[Event]) -> list[Event]:
+    """What came after an evaluation, until another one began."""
+    begins = (i for i, e in enumerate(events) if e["k"] == "pass" and e["loader"] != loader)
+    return events[: next(begins, len(events))]
+
+
+def _local(run: Run, loader: str, one: _Round) -> list[Finding]:
+    if not (_sharded(one) and _same_data(one)) and not _apart(run, loader, one):
         return []
     for events in one.after:
         if any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             return []
         if any(e["k"] == "p2p" for e in events):
             return []
-    lines = [
-        [e for e in events[p.end - p.begin :] if e["k"] == "said" and _metric(e)]
-        for events, p in zip(one.after, one.passes, strict=True)
-    ]
-    said = lines[0]
-    if not said or any(lines[1:]):  # every rank tells of its own shard
-        return []
-    own, union = len(set(one.passes[0].indices or [])), len(one.reads)
+    after = [_told(loader, events[p.end - p.begin :]) for events, p in zip(one.after, one.passes, strict=True)]
+    said, *others = ([e for e in events if e["k"] == "said" and _metric(e)] for events in after)
+    written = [{e["path"] for e in events if e["k"] in ("save", "wrote") or e.get("how") == "file"} for events in after]
+    if not said or any(others) or any(paths - written[0] for paths in written[1:]):
+        return []  # every rank tells of its own shard, or keeps what it has of it
+    sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
+    own, union = (len(set(one.passes[0].indices or [])), len(one.reads)) if _sharded(one) else (sizes[0], sum(sizes))
     evidence = (
         f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
         "ranks evaluate; nothing was exchanged in between"

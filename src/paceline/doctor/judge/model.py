@@ -95,6 +95,12 @@ def _apart(ranks: list[dict[str, list[float]]]) -> list[tuple[str, float]]:
     return found
 
 
+def _copied(run: Run, never: set[str]) -> bool:
+    """Is an optimizer none of whose parameters has a gradient the only one, while several are trained in vain: made
+    from another copy of the model? (One that idles may be there for its schedule, or train a part later.)"""
+    return len(never) > 1 and len(list(run.of(0, "optimizer"))) == 1 and len(list(run.of(0, "backward"))) >= LEAST_STEPS
+
+
 def _no_gradient(run: Run) -> list[Finding]:
     """Parameters of an optimizer that had no gradient at any of its steps, on any rank."""
     found: list[Finding] = []
@@ -106,7 +112,7 @@ def _no_gradient(run: Run) -> list[Finding]:
         never = set(steps[0]["without"])
         for e in steps[1:]:
             never &= set(e["without"])
-        if not never or len(never) == steps[0]["parameters"]:
+        if not never or (len(never) == steps[0]["parameters"] and not _copied(run, never)):
             continue
         names = [name for name in steps[0]["without"] if name in never]
         shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

@@ -99,7 +99,7 @@ class Run:
             stepped = False
             for e in events:
                 stepped = stepped or e["k"] == "step"
-                if stepped and e["k"] == "coll" and e.get("of") == "weight" and e["op"] != "broadcast":
+                if stepped and e["k"] == "coll" and e.get("of") == "weight" and "reduce" in e["op"]:
                     return True
         return False
 

@@ -6,10 +6,13 @@ import math
 from collections import Counter, defaultdict
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.judge.places import accumulates
 from paceline.doctor.judge.record import Event, Run, place
 
 OVER = 1e-5  # of the highest rate: the schedule is over
 OVER_SHARE = 0.2  # of the steps
+FELL, FELL_EPOCH = 0.05, 0.8  # of the highest rate: of what is meant for epochs, in a whole run, in one epoch
+MANY = 5  # drops of the rate
 LEAST_BATCHES = 4  # of an epoch, for it to be told from a step
 LEAST = 3  # times that something must have happened to be a habit
 
@@ -81,15 +84,18 @@ def _too_early(run: Run, steps: list[Event]) -> str:
     if error is not None:
         return f"{often}; it refused: {error['text'].splitlines()[0][:120]}"
     epochs, each = len(passes), max((len(p.yields) for p in passes), default=0)
-    meant = _meant_for_epochs(steps[-1], epochs, each)
+    meant = _meant_for_epochs(steps, epochs, each) or _meant_for_updates(steps, len(updates))
     if meant and len(steps) > 1.1 * steps[-1]["horizon"] + 1:
         return f"{often}; {meant}"
     rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0] is not None]
     if not rates or max(rates) <= 0:
         return ""
     first = rates[: max(each, 1)]
-    if steps[-1]["type"] == "ExponentialLR" and each >= LEAST_BATCHES and first[-1] < 0.1 * max(rates):
-        return f"{often}; the rate fell from {first[0]:.1e} to {first[-1]:.1e} within the first epoch"
+    if steps[-1]["type"] == "ExponentialLR" and each >= LEAST_BATCHES:
+        if first[-1] < 0.1 * max(rates):
+            return f"{often}; the rate fell from {first[0]:.1e} to {first[-1]:.1e} within the first epoch"
+        if epochs > 1 and first[-1] < FELL_EPOCH * max(rates) and rates[-1] < FELL * max(rates):
+            return f"{often}; the rate fell from {first[0]:.1e} to {rates[-1]:.1e} within {epochs} epochs"
     top = rates.index(max(rates))
     over = sum(1 for r in rates[top:] if r <= OVER * max(rates))
     if over >= max(2, OVER_SHARE * len(rates)):
@@ -99,18 +105,36 @@ def _too_early(run: Run, steps: list[Event]) -> str:
     return ""
 
 
-def _meant_for_epochs(scheduler: Event, epochs: int, each: int) -> str:
+def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
     """Why its lengths must be epochs; each: batches of an epoch. On purpose a cosine may go up and down again with
     every epoch, and steps may come every ten batches."""
-    horizon, kind = scheduler["horizon"], scheduler["type"]
+    last = steps[-1]
+    horizon, kind = last["horizon"], last["type"]
     if not horizon or not epochs or each < LEAST_BATCHES:
         return ""
-    told = f"its {scheduler['name']} is {horizon}, where an epoch has {each} batches"
-    if kind == "CosineAnnealingLR" and horizon % each != 0 and (horizon == epochs or horizon < each / 2):
+    told = f"its {last['name']} is {horizon}, where an epoch has {each} batches"
+    fell = last["lr"][0] / last["base"] if last["base"] and last["lr"] and last["lr"][0] is not None else 1.0
+    shorter = horizon < each / 2 or (horizon < each and each % horizon != 0)
+    if kind == "CosineAnnealingLR" and horizon % each != 0 and (horizon == epochs or shorter):
         return told
-    if kind in ("MultiStepLR", "StepLR") and horizon <= epochs and scheduler["lr"][0] <= 0.1 * (scheduler["base"] or 0):
-        return f"{told}, and the rate has come down to {scheduler['lr'][0]:.1e}"
+    counts = last["count"] is not None and last["count"] >= 0.9 * len(steps)  # whole steps, and no parts of an epoch
+    if kind == "CosineAnnealingWarmRestarts" and counts and horizon <= epochs and horizon < each / 2:
+        return told
+    if kind == "MultiStepLR" and horizon <= epochs and (fell <= 0.1 or (horizon < each / 2 and fell < 1)):
+        return f"{told}, and the rate has come down to {last['lr'][0]:.1e}"
+    often = horizon < each / 2 and len(steps) >= MANY * horizon and fell <= FELL
+    if kind == "StepLR" and ((horizon <= epochs and fell <= 0.1) or often):
+        return f"{told}, and the rate has come down to {last['lr'][0]:.1e}"
     return ""
+
+
+def _meant_for_updates(steps: list[Event], updates: int) -> str:
+    """Why its length must be the number of optimizer steps: a cosine as long as all of them, that went far beyond."""
+    last = steps[-1]
+    horizon = last["horizon"]
+    if last["type"] != "CosineAnnealingLR" or not horizon or abs(horizon - updates) > 0.1 * updates:
+        return ""
+    return f"its {last['name']} is {horizon}, for {updates} optimizer steps" if len(steps) > 1.5 * horizon else ""
 
 
 def _per_batch(run: Run, steps: list[Event], updates: int, batches: int, epochs: int) -> str:
@@ -126,7 +150,8 @@ def _per_batch(run: Run, steps: list[Event], updates: int, batches: int, epochs:
 
 
 def _micro(run: Run) -> list[tuple[list[Event], Event]]:
-    """(backward passes, the optimizer step after them) of rank 0, of steps whose batches came one for each backward."""
+    """(backward passes, the optimizer step after them) of rank 0, of steps whose batches came one for each backward, or
+    whose backward stands in a loop over micro-batches by its words."""
     found = []
     backwards: list[Event] = []
     since = 0  # yields since the last backward
@@ -141,7 +166,9 @@ def _micro(run: Run) -> list[tuple[list[Event], Event]]:
             since = 0
             backwards.append(e)
         elif e["k"] == "before":
-            if len(backwards) > 1 and single and len(loaders) == 1:
+            one_line = len({tuple(b["at"]) for b in backwards}) == 1
+            in_loop = one_line and bool(backwards[0]["at"]) and accumulates(*backwards[0]["at"])
+            if len(backwards) > 1 and ((single and len(loaders) == 1) or in_loop):
                 found.append((backwards, e))
             elif backwards:
                 found.append((backwards[:1], e))

@@ -8,6 +8,7 @@ imports.py      to be there when the script imports a module
 data.py         DataLoaders and samplers: which examples, how long they were waited for
 models.py       DistributedDataParallel, batch norm, the names of parameters
 training.py     backward, optimizers, schedulers, clipping, GradScaler; digests of the weights
+losses.py       what a loss is, by its graph
 collectives.py  torch.distributed's collectives, each written down before it begins
 saying.py       what is printed and logged; checkpoints
 waiting.py      synchronisations and empty_cache; threads

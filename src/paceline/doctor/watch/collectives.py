@@ -32,6 +32,8 @@ SAME_SIZE = (
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
 )
+_OF_GRADIENTS = ("all_reduce", "reduce", "broadcast", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor",
+                 "all_reduce_coalesced")  # fmt: skip
 _OTHERS = (
     "all_gather_object", "all_reduce_coalesced", "all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier",
     "broadcast_object_list", "gather_object", "monitored_barrier", "reduce_scatter", "scatter", "scatter_object_list",
@@ -41,6 +43,7 @@ _QUIET = ("new_group", "init_process_group", "destroy_process_group", "new_subgr
 # gloo's thread needs the interpreter to let go of the last backward's calls (torch 2.13 keeps its context in them), and
 # the interpreter waits for that thread when the group ends: let it come first.
 _SETTLE_SECONDS = 0.05
+_FEW, _COMPARED, _ROUNDING = 4, 64, 2e-2  # values of a gradient with a copy of it, which may be in bfloat16
 _MOST_VALUES, _MOST_DIGESTS, _MOST_RESULTS = 16, 400, 600
 
 
@@ -123,7 +126,7 @@ class Collectives:
                 with self.book.aside():
                     if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
                         told["result"] = self._values(tensor, told)
-                    self.book.note("coll", op=op, **told)
+                    self.book.note("coll", op=op, path=[] if told.get("of") else self.book.path(), **told)
                 return result
 
             return call
@@ -135,6 +138,8 @@ class Collectives:
         tensor = next(
             (given[n] for n in ("tensor", "input_tensor", "input") if isinstance(given.get(n), torch.Tensor)), None
         )
+        if op == "all_reduce_coalesced":
+            tensor = next((t for t in given.get("tensors") or () if isinstance(t, torch.Tensor)), None)
         about: dict[str, Any] = {}
         if op in SAME_SIZE and tensor is not None:
             about = {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}
@@ -145,7 +150,7 @@ class Collectives:
         if op in ("all_reduce", "reduce"):
             about["by"] = str(reduction).rpartition(".")[2] if reduction is not None else "SUM"
         told: dict[str, Any] = {**about}
-        if tensor is not None and op in ("all_reduce", "reduce", "broadcast", "reduce_scatter_tensor"):
+        if tensor is not None and op in _OF_GRADIENTS:
             told |= self._whose(tensor)
         return tensor, about, told
 
@@ -165,13 +170,40 @@ class Collectives:
             of = "grad" if self.book.fresh else "weight"
         elif self._backward and tuple(tensor.shape) in self._shapes:
             of = "grad"
+        elif self.book.fresh and tensor.is_floating_point():
+            number, grad = self._copied(tensor)
+            of = "grad" if grad is not None else ""
         if of != "grad":
             return {"of": of, "number": number} if of else {}
-        told: dict[str, Any] = {"of": of, "number": number, "clipped": id(grad) in self.book.clipped}
+        clipped = id(grad) in self.book.clipped if grad is not None else bool(self.book.clipped)
+        told: dict[str, Any] = {"of": of, "number": number, "clipped": clipped}
         if self._digests < _MOST_DIGESTS:
             self._digests += 1
             told["digest"] = _digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
         return told
+
+    def _copied(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
+        """The gradient that a tensor holds a copy of, divided or in another precision, or that several in one piece
+        begin with."""
+        flat = tensor.detach().reshape(-1)
+        for number, grad in (self._grads or {}).values():
+            size = grad.numel()
+            whole = size == flat.numel()
+            if grad.layout is not torch.strided or size > flat.numel() or grad.device != flat.device:
+                continue
+            if not whole and (tensor.dim() > 1 or size < _FEW):
+                continue
+            step = max(1, size // _COMPARED)
+            ours, theirs = flat[:size:step].double(), grad.detach().reshape(-1)[::step].double()
+            most, same = theirs.abs().max(), ours.abs().max()
+            if size < _FEW:  # too few to be told from other numbers, but by their bits
+                found = bool((ours == theirs).all() or torch.allclose(ours * dist.get_world_size(), theirs, rtol=1e-6))
+            else:
+                near = float(0.1 * _ROUNDING * most * same)
+                found = torch.allclose(ours * most, theirs * same, rtol=_ROUNDING, atol=near)
+            if found and most > 0:
+                return (number if whole else None), grad
+        return None, None
 
     def _look(self) -> None:
         self._grads, self._weights, self._totals, self._shapes = {}, {}, set(), set()

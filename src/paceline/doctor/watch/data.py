@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -28,6 +30,8 @@ from paceline.doctor.watch.notebook import Notebook, put
 
 DIGESTED = 64  # batches of each pass whose rows are digested
 _MOST_ROWS, _ELEMENTS, _MOST_LEAVES = 256, 64, 4
+_LEAST_NUMBERS = 4
+_HELD, _LEAST_HELD, _MOST_HELD, _DEEP = 512, 16, 32, 5
 _QUEUE, _PASS = "_paceline_doctor_indices", "_paceline_doctor_pass"
 
 
@@ -103,7 +107,7 @@ class _Loaders:
                 queue = iterator.__dict__.get(_QUEUE)
                 index = queue.popleft() if queue else None
                 indices = _resolve(iterator._dataset, index)
-                rows = _rows(batch, None if indices is None else len(indices)) if place[2] < DIGESTED else None
+                rows = _rows(batch, _given(index), indices) if place[2] < DIGESTED else None
                 place[2] += 1
                 self._book.note(
                     "yield",
@@ -145,7 +149,60 @@ def _describe(loader: Any) -> dict[str, Any]:
         "set_epoch": any(hasattr(part, "set_epoch") for part in (sampler, loader.batch_sampler, loader.sampler)),
         "drawn": bool(explicit),
         "replicas": getattr(sampler, "num_replicas", None),
+        "shuffles": getattr(sampler, "shuffle", None) is not False,
+        "repeats": _number(sampler, "num_repeats") > 1 or _number(sampler, "repetitions") > 1,
+        "holds": None if iterable else holds(loader.dataset),
     }
+
+
+def _number(thing: Any, name: str) -> int:
+    value = getattr(thing, name, 1)
+    return value if type(value) is int else 1
+
+
+def holds(dataset: Any) -> dict[str, int]:
+    """Digests of what a data set holds, by the way to it: tensors, arrays, and lists of plain things. Empty where it
+    makes or reads its examples one by one."""
+    found: dict[str, int] = {}
+    todo: list[tuple[str, Any, int]] = [("", dataset, 0)]
+    while todo and len(found) < _MOST_HELD:
+        way, thing, depth = todo.pop(0)
+        if isinstance(thing, Subset):
+            todo.append((way, thing.dataset, depth))
+        elif isinstance(thing, (torch.Tensor, np.ndarray)):
+            tensor = thing if isinstance(thing, torch.Tensor) else _as_tensor(thing)
+            if tensor is not None and tensor.numel() >= _LEAST_HELD and tensor.device.type != "meta":
+                found[way] = _digest(tensor)
+        elif isinstance(thing, (list, tuple)) and len(thing) >= _LEAST_HELD:
+            some = [thing[i] for i in range(0, len(thing), max(1, len(thing) // _ELEMENTS))]
+            found[way] = zlib.crc32(repr([_plain(one) for one in some]).encode())
+        elif depth < _DEEP:
+            parts: Iterable[Any] = enumerate(thing) if isinstance(thing, (list, tuple)) else ()
+            if isinstance(thing, Dataset):
+                parts = vars(thing).items()
+            elif isinstance(thing, dict) and len(thing) <= _MOST_HELD:
+                parts = thing.items()
+            todo += [(f"{way}.{name}", part, depth + 1) for name, part in parts]
+    return found
+
+
+def _as_tensor(array: Any) -> torch.Tensor | None:
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # of strings, or objects
+        return None
+
+
+def _plain(thing: Any) -> Any:
+    if isinstance(thing, torch.Tensor):
+        return _digest(thing) if thing.numel() and thing.device.type != "meta" else None
+    if isinstance(thing, (list, tuple)):
+        return [_plain(one) for one in thing[:4]]
+    return thing if isinstance(thing, (str, int, float, bytes)) else None
+
+
+def _digest(leaf: torch.Tensor) -> int:
+    return rows_of(leaf.detach().reshape(1, -1), _HELD)[0]
 
 
 def _innermost(loader: Any) -> Any:
@@ -168,12 +225,19 @@ def _size(dataset: Any) -> int | None:
         return None
 
 
+def _given(index: Any) -> list[Any]:
+    """The indices of a batch, as the sampler gave them."""
+    if index is None:
+        return []
+    index = getattr(index, "indices", index)  # of what a sampler hands out in its own way, as Paceline's does
+    return list(index) if isinstance(index, (list, tuple)) else [index]
+
+
 def _resolve(dataset: Any, index: Any) -> list[int] | None:
     """The indices of a batch in the data set that has them, or None where it has none or they are no numbers."""
     if index is None:
         return None
-    index = getattr(index, "indices", index)  # of what a sampler hands out in its own way, as Paceline's does
-    indices = list(index) if isinstance(index, (list, tuple)) else [index]
+    indices = _given(index)
     try:
         while isinstance(dataset, Subset):
             indices = [dataset.indices[i] for i in indices]
@@ -192,13 +256,19 @@ def _leaves(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from _leaves(part, depth + 1)
 
 
-def _rows(batch: Any, size: int | None) -> list[list[int]] | None:
-    """For each tensor that has a row for each example: the rows' digests."""
+def _rows(batch: Any, given: list[Any], indices: list[int] | None) -> list[list[int]] | None:
+    """For each tensor that has a row for each example: the rows' digests. Not of one that holds the indices: it says
+    nothing of the example."""
+    size = None if indices is None else len(indices)
     found = []
     for leaf in _leaves(batch):
         if leaf.device.type == "meta" or leaf.layout is not torch.strided or leaf.dim() == 0:
             continue
         size = leaf.shape[0] if size is None else size
+        numbers = len(given) >= _LEAST_NUMBERS and leaf.dim() == 1 and not leaf.is_floating_point()
+        if numbers and leaf.tolist() in (given, indices):  # in a batch of few a label may be the index by chance
+            found.append([0] * len(given))
+            continue
         if leaf.shape[0] == size and size:
             found.append(rows_of(leaf))
         if len(found) == _MOST_LEAVES:
@@ -206,10 +276,10 @@ def _rows(batch: Any, size: int | None) -> list[list[int]] | None:
     return found or None
 
 
-def rows_of(leaf: torch.Tensor) -> list[int]:
-    """A number for each row of a tensor, from at most _ELEMENTS of its values."""
+def rows_of(leaf: torch.Tensor, elements: int = _ELEMENTS) -> list[int]:
+    """A number for each row of a tensor, from about so many of its values."""
     flat = leaf.detach()[:_MOST_ROWS].reshape(min(len(leaf), _MOST_ROWS), -1)
-    stride = max(1, flat.shape[1] // _ELEMENTS)
+    stride = max(1, flat.shape[1] // elements)
     taken = flat[:, ::stride].cpu()
     if taken.dtype is torch.bfloat16:
         taken = taken.float()

@@ -33,9 +33,11 @@ class Models:
         self.reduced: set[int] = set()  # modules that have reduced, and will order their buckets anew
         self._ordered: set[int] = set()  # modules that have
         self.members: Any = WeakIdKeyDictionary()  # parameter -> DDP module
+        self._inside: Any = WeakIdKeyDictionary()  # module, or buffer, in a DDP module -> its number
+        self._norming = False
         self.alive: Any = weakref.WeakSet()
         self._forwards = 0
-        self._norms: Any = WeakIdKeyDictionary()  # module -> how often it was noted
+        self._norms: Any = WeakIdKeyDictionary()  # module -> how often it was noted, frozen and trained
         self._reached: dict[int, set[int]] = {}  # of modules with find_unused_parameters: parameters reached
 
     def init(self, original: Any) -> Any:
@@ -53,6 +55,7 @@ class Models:
     def _describe(self, module: Any, number: int) -> None:
         parameters = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
         self.members.update({p: number for _, p in parameters})
+        self._inside.update(dict.fromkeys((*module.module.modules(), *module.module.buffers()), number))
         self.book.note(
             "ddp",
             ddp=number,
@@ -128,21 +131,55 @@ class Models:
         def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 return original(module, x)
-            times = self._norms.get(module, 0)
-            if module.training and torch.is_grad_enabled() and times < _LOOKS and self.book.watching:
-                self._norms[module] = times + 1
-                with self.book.aside():
-                    names = [f"{owner}.{name}" for owner, name in _names_of(module)]
-                    weight = module.weight
-                    number = self.members.get(weight) if weight is not None else None
-                    trained = weight is None or weight.requires_grad
-                    self.book.note(
-                        "norm", name=min(names, key=len, default=""), size=x.shape[0], trained=trained, ddp=number,
-                        kind=type(module).__name__,
-                    )  # fmt: skip
-            return original(module, x)
+            if module.training:
+                looks = self._looks(module, module.weight)
+                names = [f"{owner}.{name}" for owner, name in _names_of(module)] if looks else []
+                self._norm(module, x, module.weight, self._inside.get(module), min(names, key=len, default=""))
+            self._norming = True
+            try:
+                return original(module, x)
+            finally:
+                self._norming = False
 
         return forward
+
+    def functional(self, original: Any) -> Any:
+        """Of a module of the script's own that calls torch's function."""
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+
+        def batch_norm(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or self._norming:
+                return original(*args, **options)
+            given = {**dict(zip(names, args)), **options}
+            if given.get("training"):
+                weight = given.get("weight")
+                buffer = given.get("running_mean")
+                number = None if weight is None else self.members.get(weight)
+                number = self._inside.get(buffer) if number is None and buffer is not None else number
+                key = weight if weight is not None else buffer
+                if key is not None:
+                    self._norm(key, given["input"], weight, number, f"batch_norm of {tuple(key.shape)}")
+            return original(*args, **options)
+
+        return batch_norm
+
+    def _looks(self, key: Any, weight: Any) -> bool:
+        times = self._norms.get(key, (0, 0))[_trained(weight)]
+        return bool(times < _LOOKS and torch.is_grad_enabled() and self.book.watching)
+
+    def _norm(self, key: Any, x: torch.Tensor, weight: Any, number: int | None, name: str) -> None:
+        """One in training mode is about to be used."""
+        if not self._looks(key, weight):
+            return
+        frozen, trained = self._norms.get(key, (0, 0))
+        self._norms[key] = (frozen, trained + 1) if _trained(weight) else (frozen + 1, trained)
+        with self.book.aside():
+            kind = type(key).__name__ if isinstance(key, nn.Module) else "batch norm"
+            self.book.note("norm", name=name, size=x.shape[0], trained=_trained(weight), ddp=number, kind=kind)
+
+
+def _trained(weight: Any) -> bool:
+    return weight is None or bool(weight.requires_grad)
 
 
 def _digest(leaf: torch.Tensor) -> int:
@@ -186,3 +223,4 @@ def watch(book: Notebook) -> None:
     if hasattr(DistributedDataParallel, "_post_forward"):
         put(DistributedDataParallel, "_post_forward", models.post_forward)
     put(_BatchNorm, "forward", models.norm)
+    put(torch.nn.functional, "batch_norm", models.functional)

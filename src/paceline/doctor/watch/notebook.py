@@ -95,16 +95,21 @@ class Notebook:
 
     def at(self) -> list[Any]:
         """[file, line] of the innermost call in a file of the script's folder; empty where there is none."""
+        return next(iter(self.path(1)), [])
+
+    def path(self, most: int = 6) -> list[list[Any]]:
+        """[file, line] of the calls in files of the script's folder, the innermost first."""
+        found: list[list[Any]] = []
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        while frame is not None and len(found) < most:
             name = frame.f_code.co_filename
             users = self._files.get(name)
             if users is None:
                 users = self._files[name] = self._is_users(name)
             if users:
-                return [name, frame.f_lineno]
+                found.append([name, frame.f_lineno])
             frame = frame.f_back
-        return []
+        return found
 
     def way(self) -> tuple[list[Any], dict[str, Any], dict[str, bool]]:
         """What at() says; how the script came to make this call; the branches of `if`s in which it is made.

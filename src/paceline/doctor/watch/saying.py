@@ -11,6 +11,7 @@ import re
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.doctor.watch.imports import after_import
@@ -18,6 +19,7 @@ from paceline.doctor.watch.notebook import Notebook, put
 
 _NUMBER = re.compile(r"\d")
 _VALUE = re.compile(r"\d\.\d")  # no count, as a bar of progress has
+_PLAIN = (str, int, float, torch.Tensor, np.generic, dict, list, tuple)
 _MOST = 3000
 _PREFIX = "module."
 
@@ -41,7 +43,7 @@ class _Saying:
             finally:
                 self._printing = False
             if self.book.watching and self._said < _MOST:
-                text = " ".join(str(a) for a in args if isinstance(a, (str, int, float, torch.Tensor)))
+                text = " ".join(str(a) for a in args if isinstance(a, _PLAIN))
                 self._say("print", text, self.book.at())
 
         return print
@@ -62,11 +64,15 @@ class _Saying:
         def open(*args: Any, **options: Any) -> Any:
             file = original(*args, **options)
             mode = getattr(file, "mode", "")
-            if self.book.watching and isinstance(mode, str) and mode[:1] in ("w", "a", "x") and "b" not in mode:
+            if self.book.watching and isinstance(mode, str) and mode[:1] in ("w", "a", "x") and self._said < _MOST:
                 at = self.book.at()
-                if at and at[0] == sys._getframe(1).f_code.co_filename and self._said < _MOST:
+                if at:
                     self._said += 1
-                    self.book.note("said", at=at, how="file", text=f"into {os.path.basename(str(file.name))}")
+                    path = str(getattr(file, "name", ""))
+                    if "b" not in mode and at[0] == sys._getframe(1).f_code.co_filename:
+                        self.book.note("said", at=at, how="file", text=f"into {os.path.basename(path)}", path=path)
+                    else:
+                        self.book.note("wrote", at=at, path=path)
             return file
 
         return open

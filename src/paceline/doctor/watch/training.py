@@ -11,16 +11,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.doctor.watch.losses import divided
 from paceline.doctor.watch.models import Models, names
 from paceline.doctor.watch.notebook import Notebook, put
 from paceline.doctor.watch.waiting import machine
 
 _SAMPLE, _MOST_TENSORS, _MOST_MAGNITUDES = 6, 2000, 120
-_MEANS = {"MeanBackward0", "MeanBackward1"}
-_LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
-           "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
-           "BinaryCrossEntropyWithLogitsBackward0", "CrossEntropyLossBackward0", "KlDivBackward0"}  # fmt: skip
-_PASSED = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0"}
 
 
 class Enough(SystemExit):
@@ -40,6 +36,7 @@ class _Training:
         self._gradient: float | None = None  # its magnitude after the last backward
         self._share: float | None = None  # of that, what there was when it was clipped
         self._magnitudes = 0
+        self._had: set[int] = set()  # id of each parameter that had a gradient after a backward, since its step
 
     # --- backward
 
@@ -56,6 +53,8 @@ class _Training:
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
                 mean = divided(root) if root is not None and root.numel() == 1 and plain else "other"
+                if any(p._backward_hooks for o in book.optimizers for p in _parameters(o)):
+                    mean = "other"  # which may divide the gradients
                 book.collectives.stale(backward=True)
             end = book.collectives.begin("DDP's gradients", None) if synced else None
             began = book.clock()
@@ -69,6 +68,7 @@ class _Training:
             seconds = book.clock() - began
             with book.aside():
                 self._gradient, self._share = self._magnitude(), None
+                self._had |= {id(p) for o in book.optimizers for p in _parameters(o) if p.grad is not None}
             models.reduced.update(synced)
             reached = {number: models.reached(number) for number in synced}
             book.note("backward", synced=synced, local=local, mean=mean, seconds=seconds, reached=reached)
@@ -125,8 +125,8 @@ class _Training:
         with book.aside():
             parameters = [p for p in _parameters(optimizer) if p.requires_grad]
             without = []
-            if any(p.grad is None for p in parameters):
-                without = [name for name, p in self._named(optimizer) if p.requires_grad and p.grad is None]
+            if any(self._lacks(p) for p in parameters):
+                without = [name for name, p in self._named(optimizer) if p.requires_grad and self._lacks(p)]
             weights = self._weights(optimizer) if made == 0 else None
             lrs = [_number(group.get("lr")) for group in optimizer.param_groups]
             rescaled = self._rescaled()
@@ -136,12 +136,18 @@ class _Training:
                 outside=outside, rescaled=rescaled, logged=self._logged(),
             )  # fmt: skip
 
+    def _lacks(self, parameter: torch.Tensor) -> bool:
+        """Has it no gradient, or zeros that the script put there since the backward?"""
+        grad = parameter.grad
+        return grad is None or bool(self._had and id(parameter) not in self._had and not grad.any())
+
     def after(self, optimizer: Any, args: Any, options: Any) -> None:
         number = optimizer.__dict__.get("_paceline_doctor")
         if number is None or not self.book.watching:
             return
         made = self._steps[number] = self._steps.get(number, 0) + 1
         self.book.clipped, self.book.fresh = set(), False
+        self._had -= {id(p) for p in _parameters(optimizer)}
         self.book.collectives.stale()
         with self.book.aside():
             looked = made <= 4 or (made & (made - 1)) == 0 or made % 50 == 0
@@ -305,52 +311,25 @@ def _number(value: Any) -> float | None:
 
 def _schedule(scheduler: Any) -> dict[str, Any]:
     """What a scheduler says of itself; horizon: the length that it counts in its own steps, where it has one."""
+    kind, name, horizon = _horizon(scheduler)
+    base = _number(next(iter(getattr(scheduler, "base_lrs", [])), None))
+    number, count = scheduler.__dict__.get("_paceline_doctor"), getattr(scheduler, "last_epoch", None)
+    return {"sched": number, "type": kind, "horizon": horizon, "name": name, "base": base, "count": count}
+
+
+def _horizon(scheduler: Any) -> tuple[str, str, int | None]:
+    """(class, what it calls its length, the length). Of a sequence: its last part's, after the others'."""
     kind = type(scheduler).__name__
-    name = {"CosineAnnealingLR": "T_max", "StepLR": "step_size"}.get(kind, "")
+    parts = getattr(scheduler, "_schedulers", None)
+    if kind == "SequentialLR" and parts:
+        kind, name, horizon = _horizon(parts[-1])
+        start = max(scheduler._milestones, default=0)
+        return kind, f"sequence's end ({start} + {name})", None if horizon is None else start + horizon
+    name = {"CosineAnnealingLR": "T_max", "StepLR": "step_size", "CosineAnnealingWarmRestarts": "T_0"}.get(kind, "")
     horizon = getattr(scheduler, name, None) if name else None
     if kind == "MultiStepLR":
         name, horizon = "last milestone", max(scheduler.milestones, default=None)
-    base = _number(next(iter(getattr(scheduler, "base_lrs", [])), None))
-    number = scheduler.__dict__.get("_paceline_doctor")
-    return {"sched": number, "type": kind, "horizon": horizon, "name": name, "base": base}
-
-
-def divided(root: torch.Tensor) -> str:
-    """What a loss is. "mean": a mean that was not divided; "divided": it was, or multiplied by a number below 1;
-    "other": neither can be said of it."""
-    node = root.grad_fn
-    for _ in range(12):
-        if node is None:
-            return "other"
-        name = node.name()
-        if name in _MEANS or (name in _LOSSES and getattr(node, "_saved_reduction", 1) == 1):
-            return "mean"
-        if name == "DivBackward0":
-            return "divided"
-        if name == "MulBackward0":
-            factor = getattr(node, "_saved_other", None)
-            if factor is None:
-                factor = getattr(node, "_saved_self", None)
-            if factor is not None and factor.numel() == 1 and 0 < abs(float(factor)) < 1:
-                return "divided"
-        elif name == "AddBackward0":
-            kinds = {divided_node(child) for child, _ in node.next_functions if child is not None}
-            return "divided" if "divided" in kinds else "mean" if kinds == {"mean"} else "other"
-        elif name not in _PASSED:
-            return "other"
-        node = next((child for child, _ in node.next_functions if child is not None), None)
-    return "other"
-
-
-def divided_node(node: Any) -> str:
-    return divided(_Root(node))  # type: ignore[arg-type]
-
-
-class _Root:
-    """A node of the graph, where a tensor is expected."""
-
-    def __init__(self, node: Any) -> None:
-        self.grad_fn = node
+    return kind, name, horizon
 
 
 def watch(book: Notebook) -> None:

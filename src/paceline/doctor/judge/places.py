@@ -1,0 +1,127 @@
+"""What can only be read in the script's text: does it leave the padding's duplicates out of an evaluation's results,
+does a loop accumulate?"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from paceline.doctor.judge.record import Event
+
+_DROPS = ("unique", "dict", "set", "narrow", "setdefault", "drop_duplicates", "index_copy_", "index_put_", "scatter_")
+_COUNTED = re.compile(
+    r"\blen\(|arange|\bidx|\bindex|\bindices|\bids?\b|position|\bseen\b|\bown\b|total|num_|\bn\b|rank"
+)
+_PARTS = re.compile(r"accum|micro|chunk", re.IGNORECASE)
+_LOOPS = re.compile(r"batch|step|iter|epoch|max_")
+_OF_NAMES = re.compile(r"^range\(|\.items\(\)$")
+_MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*|remainder|surplus)(_|$)")
+_MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
+
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+
+
+def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
+    """Does the script use all that this exchange gave it?
+
+    Not if it cuts it, or puts it to places by index: then it may well have dropped the duplicates. Looked at are the
+    function that exchanges, the one with the evaluation's loop, what the callers do afterwards, and the functions that
+    these call. sums: before a sum a rank can only have cut its own, or have masked it, with the counts before its eyes.
+    """
+    path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
+    if not path or any(_tree(file) is None for file, _ in path):
+        return False
+    whole = [_scope(*path[0])] + ([_scope(*loop)] if loop and _tree(loop[0]) is not None else [])
+    after = [] if sums else [(_scope(*frame), frame[1]) for frame in path[1:]]
+    files = {file for file, _ in path} | ({loop[0]} if loop else set())
+    nodes = [n for scope in whole for n in ast.walk(scope)]
+    nodes += [n for scope, line in after for n in ast.walk(scope) if getattr(n, "end_lineno", 0) >= line]
+    called = {_called(n) for n in nodes if isinstance(n, ast.Call) and (not sums or _COUNTED.search(_said(n.args)))}
+    nodes += [n for scope in _named(files, called) for n in ast.walk(scope)]
+    return not any(_cuts(n) or (_masks(n) if sums else _places(n)) for n in nodes)
+
+
+def accumulates(file: str, line: int) -> bool:
+    """Does a line stand in a loop over micro-batches, by the loop's own words? (Not where the loop is over batches, and
+    its body alone speaks of them.)"""
+    tree = _tree(file)
+    loops = [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.For)]
+    inside = [n for n in loops if n.lineno <= line <= (n.end_lineno or 0)]
+    innermost = max(inside, key=lambda n: n.lineno, default=None)
+    return innermost is not None and bool(
+        _PARTS.search(f"{ast.unparse(innermost.target)} {ast.unparse(innermost.iter)}")
+    )
+
+
+@cache
+def _tree(file: str) -> ast.Module | None:
+    try:
+        with open(file, encoding="utf-8") as text:
+            return ast.parse(text.read())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _scope(file: str, line: int) -> _Scope:
+    """The innermost function that holds a line, or the module."""
+    tree = _tree(file)
+    assert tree is not None
+    inside = [n for n in _functions(tree) if n.lineno <= line <= (n.end_lineno or 0)]
+    return max(inside, key=lambda n: n.lineno, default=tree)
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def _named(files: set[str], names: set[str]) -> list[_Scope]:
+    trees = [tree for file in sorted(files) if (tree := _tree(file)) is not None]
+    return [n for tree in trees for n in _functions(tree) if n.name in names]
+
+
+def _called(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+
+def _said(nodes: list[ast.expr]) -> str:
+    return ", ".join(map(ast.unparse, nodes))
+
+
+def _cuts(node: ast.AST) -> bool:
+    """Is it a slice with an end, of the first dimension?"""
+    if not isinstance(node, ast.Subscript):
+        return False
+    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    return isinstance(first, ast.Slice) and first.upper is not None
+
+
+def _places(node: ast.AST) -> bool:
+    """Is something put to a place by its index or name, which leaves one of two that are the same?"""
+    if isinstance(node, ast.DictComp):  # over a range of classes, or another dictionary, it leaves out nothing
+        return not all(_OF_NAMES.search(ast.unparse(part.iter)) for part in node.generators)
+    if isinstance(node, ast.SetComp) or (isinstance(node, ast.Dict) and None in node.keys):
+        return True
+    if isinstance(node, ast.Assign):
+        targets = [t for t in node.targets if isinstance(t, ast.Subscript)]
+        return any(not isinstance(t.slice, ast.Constant) for t in targets)
+    if not isinstance(node, ast.Call):
+        return False
+    return _called(node) in _DROPS or (_called(node) == "update" and _merges(node))
+
+
+def _merges(call: ast.Call) -> bool:
+    """Is an `update` that of a dictionary, and not of a metric, which takes (predictions, targets) or a number?"""
+    one = call.args[0] if len(call.args) == 1 else None
+    return isinstance(one, (ast.Name, ast.Subscript)) or (isinstance(one, ast.Call) and _called(one) == "zip")
+
+
+def _masks(node: ast.AST) -> bool:
+    """Are examples told apart by their number, or by a mask?"""
+    if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in node.ops):
+        text = ast.unparse(node)
+        return bool(_COUNTED.search(text)) and not _LOOPS.search(text)
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return bool(_MASKS.search(name)) and not _MODELS_MASK.search(name)

@@ -1,0 +1,89 @@
+"""What a loss is, by its graph: a mean, and was it divided?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_LEAST_PARTS = 1.9  # that a loss is divided into
+_MEANS = {"MeanBackward0", "MeanBackward1"}
+_LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
+           "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
+           "BinaryCrossEntropyWithLogitsBackward0", "CrossEntropyLossBackward0", "KlDivBackward0",
+           "SoftMarginLossBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}  # fmt: skip
+_PASSED = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0",
+           "NegBackward0", "RsubBackward1"}  # fmt: skip
+_SCALED = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"}
+
+
+def divided(root: torch.Tensor) -> str:
+    """What a loss is. "mean": a mean that was not divided, or a sum of such (of weighted ones, where one has more than
+    half of its weight); "divided": it was, or multiplied by 1/2 or less; "other": neither can be said of it."""
+    return _kind(root.grad_fn, 12)
+
+
+def _kind(node: Any, depth: int) -> str:
+    for _ in range(depth):
+        if node is None:
+            return "other"
+        name, children = node.name(), _children(node)
+        if name in _MEANS:
+            return "divided" if any(_divides(child) for child in children) else "mean"
+        if name in _LOSSES and getattr(node, "_saved_reduction", 1) == 1:
+            return "mean"
+        if name in _SCALED:
+            factor = _factor(node)
+            if factor is None and name.startswith("Div"):
+                return "divided"
+            if factor is not None and any(
+                math.isclose(factor * count, 1.0, rel_tol=1e-6) for count in _counts(children)
+            ):
+                return "mean"
+            if factor is not None and 0 < abs(factor) <= 1 / _LEAST_PARTS:
+                return "divided"
+        elif name in ("AddBackward0", "SubBackward0"):
+            kinds = {_kind(child, depth - 1) for child in children}
+            return "other" if "other" in kinds else "mean" if "mean" in kinds else "divided"
+        elif name not in _PASSED:
+            return "other"
+        node = next(iter(children), None)
+    return "other"
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def _factor(node: Any) -> float | None:
+    """By what single number a node multiplies."""
+    value = getattr(node, "_saved_other", None)
+    value = getattr(node, "_saved_self", None) if value is None else value
+    if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        return None
+    number = float(value)
+    if node.name().startswith("Div"):
+        return 1 / number if number else None
+    return number
+
+
+def _divides(node: Any) -> bool:
+    factor = _factor(node) if node.name() in _SCALED else None
+    return factor is not None and 0 < abs(factor) <= 1 / _LEAST_PARTS
+
+
+def _counts(nodes: list[Any]) -> tuple[int, ...]:
+    """How many values, or examples, a node has summed: with that many a division makes a mean of it."""
+    node = next(iter(nodes), None)
+    while node is not None and node.name() in _PASSED:
+        node = next(iter(_children(node)), None)
+    if node is None:
+        return ()
+    if node.name() == "SumBackward0":
+        shape = tuple(getattr(node, "_saved_self_sym_sizes", ()))
+        return (math.prod(shape), shape[0]) if shape else ()
+    target = getattr(node, "_saved_target", None)
+    if node.name() in _LOSSES and getattr(node, "_saved_reduction", 1) == 2 and target is not None and target.dim():
+        return (target.numel(), target.shape[0])
+    return ()
