@@ -257,6 +257,23 @@ def test_what_cannot_be_prepared(run: paceline.Run) -> None:
         run.prepare(3)
 
 
+def test_a_parameter_that_an_optimizer_gets_late(run: paceline.Run, tmp_path: Path) -> None:
+    """Is named by the step, and by a checkpoint that comes before it."""
+    model, late = build(), nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    optimizer.param_groups[0]["params"].append(late)
+    words = (
+        r"SGD has 1 parameter\(s\) \(shapes \(4,\)\) that the prepared models did not have.*run.prepare\(model\) again"
+    )
+    with pytest.raises(UsageError, match=words):
+        run.save(tmp_path)
+    for batch in run.loader(DATA, global_batch=20):
+        run.forward_backward(loss_fn, model, batch)
+        with pytest.raises(UsageError, match=words):
+            run.step()
+
+
 def test_losses_that_are_none(run: paceline.Run) -> None:
     model, _, loader = prepared(run)
     for batch in loader:

@@ -8,14 +8,14 @@ have no "class".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
 from paceline.strategies.masters import in_place_of
 
 
@@ -58,7 +58,26 @@ def _with_masters(
     return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 
+def strange_parameters(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> str:
+    """Which of its parameters no prepared model has, in words; nothing where all are known."""
+    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
+    return f"{len(strange)} parameter(s) (shapes {shapes})" if strange else ""
+
+
+def check_known(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> None:
+    """Raises UsageError where it has got parameters that no prepared model has."""
+    strange = strange_parameters(optimizer, known)
+    if strange:
+        raise UsageError(
+            f"{type(optimizer).__name__} has {strange} that the prepared models did not have: their gradients are not "
+            "combined over the processes. Call run.prepare(model) again, on every process, after adding them to the "
+            "model."
+        )
+
+
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
+    check_known(optimizer, names)
     groups = [
         {
             **{key: value for key, value in group.items() if key != "params"},

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from paceline.errors import UsageError
+from paceline.strategies.replicated import strange_parameters
 from paceline.train.sources import DATALOADER_OPTIONS
 
 
@@ -37,13 +38,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor])
             "that it was made for, with or before it; a parameter of its own, such as a temperature, belongs into a "
             "module."
         )
-
-
-def strange_parameters(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> str:
-    """Which of its parameters no prepared model has, in words; nothing where all are known."""
-    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-    shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
-    return f"{len(strange)} parameter(s) (shapes {shapes})" if strange else ""
 
 
 def check_scheduler(scheduler: LRScheduler, optimizers: Collection[torch.optim.Optimizer]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.errors import UsageError, WorldError
 from paceline.strategies.base import BackwardPass, Strategy, Term, Weight, Weights, Work
+from paceline.strategies.replicated import check_known
 from paceline.train.canonical import in_turn
 from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch, gradient_norm
@@ -31,7 +32,6 @@ from paceline.train.loss import local_loss, mean_term, parts_of, sum_term
 from paceline.train.messages import CLOSURE_NEEDED, LOST_BETWEEN_UPDATES, without_backward
 from paceline.train.order import Request
 from paceline.train.precision import Precision
-from paceline.train.preparable import strange_parameters
 from paceline.train.randomness import seed_torch, tag
 from paceline.train.sharded import clip_
 
@@ -369,13 +369,7 @@ class Stepper:
 
     def _look_at(self, optimizer: torch.optim.Optimizer, count: int) -> None:
         """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`."""
-        strange = strange_parameters(optimizer, self.names)
-        if strange:
-            raise UsageError(
-                f"run.step: {type(optimizer).__name__} has {strange} that the prepared models did not have: their "
-                "gradients are not combined over the processes. Call run.prepare(model) again, on every process, after "
-                "adding them to the model."
-            )
+        check_known(optimizer, self.names)
         self._sizes[optimizer] = count
 
     def _known(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
