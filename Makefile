@@ -24,7 +24,7 @@ test: $(READY)  ## all tests but the fuller matrices
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not conformance and not campaign"
 
 conformance: $(VENV)/.trackers  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers
-	@$(PYTEST) -m conformance
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m conformance
 
 campaign: $(READY)  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)
 	@$(PYTEST) -m campaign
