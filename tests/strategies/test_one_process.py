@@ -17,6 +17,7 @@ from tests.strategies import checks
 from torch import Tensor, nn
 
 import paceline
+from paceline.comm.canonical import ranges
 from paceline.errors import ModelError, SettingError, UsageError
 from paceline.strategies.devices import devices_of
 from paceline.train.randomness import mix, tag
@@ -577,3 +578,14 @@ def test_each_call_of_a_closure_draws_numbers_of_its_own(strategy: str) -> None:
         generator = torch.Generator().manual_seed(mix(key, call) if call else key)
         assert drawn == float(torch.rand((), generator=generator))
     assert len(set(found.values())) == 6
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "mirrored"])
+def test_the_shards_of_a_reproducible_run_are_spread_over_the_devices(strategy: str) -> None:
+    """As over processes: each device has weights of its own, which its shards share."""
+    model = nn.Linear(2, 1)
+    with started(f"{strategy}:devices=cpu,cpu,cpu reproducible=5") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        places = [weight.data_ptr() for weight in (model.weight, *(c[model.weight] for c in run._strategy.copies))]
+    assert [places.count(place) for place in dict.fromkeys(places)] == [hi - lo for lo, hi in ranges(5, 3)]
+    assert len(places) == 5

@@ -9,8 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import paceline
 from paceline.errors import LaunchError
-from paceline.trial import kept
+from paceline.trial import kept, watched
+
+
+def test_what_a_script_asks_all_processes_is_passed_on_whole() -> None:
+    """run.ratio(sum=..., count=...) is as good as run.ratio(..., ...)."""
+    run = paceline.start(device="cpu", progress="off")
+    try:
+        watch = watched.Watch(run, lambda: None)
+        assert watch.asking(run.ratio)(sum=6.0, count=4) == watch.asking(run.ratio)(6.0, 4) == 1.5
+        assert watch.asked
+    finally:
+        run.close()
 
 
 def test_a_disk_that_takes_no_more_is_named_with_what_helps(tmp_path: Path) -> None:

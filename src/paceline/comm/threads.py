@@ -108,7 +108,8 @@ class Meeting:
         self._round = 0
         self._left = 0
         self._turn = 0
-        self._generator_states = [generators.get_state(device) if self.take_turns else {} for device in self._devices]
+        begun = {device: generators.get_state(device) for device in set(self._devices)} if self.take_turns else {}
+        self._generator_states = [begun.get(device, {}) for device in self._devices]
 
     def end(self) -> BaseException | None:
         """What failed first, if anything. The caller goes on with the generators as replica 0 left them."""

@@ -87,8 +87,9 @@ class Mirrored(Strategy):
         self.copies = self._replicas.copies
         self._mirrored = self._replicas.holders
         self._reduction = reduction
-        # Replicas on CPUs take turns in the replicas' team; here they hand tensors to each other and must not.
-        self._team = ThreadTeam(len(self.devices)) if self.devices[0].type == "cpu" else self._replicas.team
+        # Replicas on CPUs take turns in the replicas' team; where they hand tensors to each other they must not.
+        apart = self.devices[0].type == "cpu" and sums is None
+        self._team = ThreadTeam(len(self.devices)) if apart else self._replicas.team
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}

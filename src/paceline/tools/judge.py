@@ -101,9 +101,9 @@ class _Case:
         if spread and self.ours.gathers and not {d.quantity for d in spread} & DATA:
             self.shards, spread = None, []
             self.why_not_shards = (
-                "the loss depends on numbers of all processes (run.gather, run.mean), which are there "
+                "the loss depends on numbers of all processes (run.gather, run.mean), which are there together only "
+                "where each computes its shard"
             )
-            self.why_not_shards += "together only where each computes its shard"
         answer = self._verdict(cut, spread) if steady or {d.quantity for d in cut} & DATA else self._unsteady()
         answer.steps = self.ours.steps
         answer.notes += self.notes

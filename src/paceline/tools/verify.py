@@ -65,6 +65,8 @@ _WHAT = {
     "B1": "one process, the same shards at once",
     "C": "one process, whole batches",
     "C2": "the same, in reverse order and rounded elsewhere",
+    "P": "the run in question, with one shard's loss alone",
+    "T": "the run in question, each shard on another rank",
 }
 
 
@@ -78,6 +80,6 @@ class LaunchedRuns(Runs):
 
     def launched(self, name: str, start: Start, order: Mapping[str, Any]) -> str | None:
         strategy = f" ({start.strategy})" if start.strategy is not None else ""
-        sys.stderr.write(f"{name}: {_WHAT.get(name, 'once more')}{strategy} ...\n")
+        sys.stderr.write(f"{name}: {_WHAT.get('P' if name.startswith('P') else name, 'once more')}{strategy} ...\n")
         with quiet_output() as output:
             return launch(self.question.script, start, self.length, order, self._interrupts, output, tidy=True)

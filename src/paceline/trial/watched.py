@@ -73,9 +73,9 @@ class Watch:
     def asking(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """In the place of what a script asks all processes with."""
 
-        def asked(*values: Any) -> Any:
+        def asked(*values: Any, **named: Any) -> Any:
             self.asked = True
-            return method(*values)
+            return method(*values, **named)
 
         return asked
 
