@@ -151,8 +151,8 @@ def test_only_comm_calls_collectives(name: str) -> None:
 def test_units_stay_small(name: str) -> None:
     path = MODULES[name]
     lines = len(path.read_text().splitlines())
-    assert lines <= 400, f"{path} has {lines} lines: 400 are enough for one subject"
+    assert lines <= 600, f"{path} has {lines} lines: 600 are enough for one subject"
     for function in functions(path):
         docstring = ast.get_docstring(function, clean=False)
         size = function.end_lineno - function.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)  # type: ignore[operator]
-        assert size <= 60, f"{path}:{function.lineno} {function.name} has {size} lines besides its docstring"
+        assert size <= 80, f"{path}:{function.lineno} {function.name} has {size} lines besides its docstring"
