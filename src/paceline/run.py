@@ -142,6 +142,7 @@ class Run:
         drop_last: bool = False,
         name: str | None = None,
         shuffle_buffer: int | None = None,
+        collate: str = "example",
         **options: Any,
     ) -> Loader:
         """A loader that yields this process's part of each global batch, on `run.device`.
@@ -157,6 +158,9 @@ class Run:
             drop_last: leave out a last global batch that is short.
             name: by which a checkpoint keeps its position; needed where a run has several training loaders.
             shuffle_buffer: among how many waiting examples an iterable data set is shuffled; 10,000 if not given.
+            collate: what collate_fn is handed. "example": this process's part; rows that it draws with torch belong to
+                their examples. "global": the whole global batch on every process, for what mixes examples or draws
+                otherwise. "shard": this process's part, with draws of its own, which changes the model.
             options: num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, worker_init_fn, timeout,
                 multiprocessing_context, as of torch.utils.data.DataLoader.
 
@@ -169,6 +173,7 @@ class Run:
         group = self._strategy.group
         layout = self._strategy.layout if train else Layout(collectives.size_of(group), (collectives.rank_of(group),))
         own: dict[str, Any] = {"seed": self.seed, "name": name, "shuffle_buffer": shuffle_buffer, "options": options}
+        own["collate"] = collate
         order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
         source = make_source(dataset, layout=layout, **own, **order, **sizes)

@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "batch_sampler": None,
     "drop_last": False,
     "shuffle_buffer": None,
+    "collate": "example",
 }
 
 
@@ -112,10 +113,11 @@ def test_the_three_generators_draw_differently_from_each_other() -> None:
         assert raw != random.getrandbits(31)
 
 
-def test_collation_draws_by_step_and_shard() -> None:
+def test_collation_draws_by_step_and_shard_where_that_is_asked_for() -> None:
     draws = []
     for rank in range(2):
-        for batch in loader(Noisy(), rank, 2, global_batch=6, micro_batch=2, collate_fn=draw_in_collate):
+        own = {"global_batch": 6, "micro_batch": 2, "collate_fn": draw_in_collate, "collate": "shard"}
+        for batch in loader(Noisy(), rank, 2, **own):
             draws += [float(x) for x in batch["collated"][:1]] + [batch["python_collated"]]
     assert len(set(draws)) == len(draws)
 

@@ -129,9 +129,10 @@ class Recorder:
             return loader
         if self._order.whole:
             options["micro_batch"] = None
-        collated = Collated.of(options, self._order.backwards)
+        collated = Collated.of(options)
         loader = self._runs["loader"](dataset, **options)
         self._collated[loader] = collated
+        loader._source.collating.backwards = self._order.backwards
         loader._source.probing = False  # the data of all ranks are compared afterwards, and a difference is a finding
         return loader
 
@@ -152,7 +153,7 @@ class Recorder:
         if not loader.train or now is None:
             return
         now["yields"] += 1
-        parts, drew = self._collated[loader].take(request)
+        parts, drew = self._collated[loader].take(request, self._order.backwards)
         now["drew"] |= drew
         for part, digests in parts:
             if part.indices:
