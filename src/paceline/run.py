@@ -187,6 +187,8 @@ class Run:
         self._monitor.on_yield(loader)
 
     def _on_end(self, loader: Loader, whole: bool) -> None:
+        if loader.train:
+            self._stepper.on_end(loader, whole)
         self._stepper.catch_up(self._state.schedulers)
         self._monitor.on_end(loader, whole)
 
@@ -246,7 +248,7 @@ class Run:
         chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
         acted = self._stepper.step(chosen, [s for s in self._state.schedulers if s.optimizer is chosen], max_grad_norm)
         if acted:
-            self._normalisation.agree(self._models)
+            self._normalisation.agree(self._models, self._stepper.fetched_ahead)
         return acted
 
     @property

@@ -20,6 +20,13 @@ def without_backward(parameters: Sequence[Tensor]) -> str:
     )
 
 
+def outside_a_loop(call: str) -> str:
+    return (
+        f"run.{call} was called outside a loop over a training loader, so that the size of the global batch is not "
+        "known. Iterate over run.loader(...), or what run.prepare(DataLoader) returned, and call it there."
+    )
+
+
 def empty_message(error: BaseException) -> str:
     return (
         f"this rank's shard of the global batch is empty, and the model or the loss cannot take its zero-length batch: "
@@ -56,4 +63,33 @@ LOST_BETWEEN_UPDATES = (
 SAVED_IN_MID_BATCH = (
     "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after run.step, "
     "when that returned True."
+)
+
+LOSS_OVER_YIELDS = (
+    "run.backward: a part of this loss was computed before the loader's latest yield, and a part after it, so that it "
+    "cannot be known of which batch it is a mean. Compute the whole loss (the model and the criterion) before the next "
+    "batch is fetched; fetch it just before run.backward, or after run.step."
+)
+
+LOSS_OF_AN_EARLIER_YIELD = (
+    "this loss is of a batch whose turn is over: a loss of a later batch has had its backward, or the next batch was "
+    "fetched after this one's update. Make all backward calls of a batch before the first one of the next."
+)
+
+FETCHED_AHEAD = (
+    "the loader was asked for further batches before the loss of an earlier one was computed, and the script still "
+    "has that one: it cannot be known of which batch this loss is a mean. Compute the loss of a batch before the next "
+    "one is fetched (the loader's workers fetch ahead by themselves: num_workers=, prefetch_factor=); or let the "
+    "closure get the batch as the loader yielded it, run.forward_backward(loss_fn, model, batch), by which it is known."
+)
+
+FETCHED_AHEAD_AND_ELASTIC = (
+    "the loader was asked for the next batch before run.step, and the chosen strategy may have to compute the batch at "
+    "hand once more when a process is lost. Fetch the next batch after run.step(optimizer)."
+)
+
+FETCHED_AHEAD_IN_TURNS = (
+    "the loader was asked for the next batch before run.step, where one process computes several shards one after the "
+    "other and the model has batch norm with statistics of each shard, which begin anew with each global batch. Fetch "
+    "the next batch after run.step(optimizer)."
 )
