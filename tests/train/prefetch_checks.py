@@ -12,8 +12,8 @@ from tests.ranks import checks_in, run_checks
 from tests.strategies.checks import (
     BATCH,
     EPOCHS,
-    N,
     TOKENS,
+    N,
     Net,
     X,
     Y,
@@ -192,7 +192,7 @@ def check_what_cannot_be_known_is_refused() -> None:
             run.backward(one_head(model, held[0]))
         with pytest.raises(UsageError, match="the script still has that one"):
             run.forward_backward(one_head, model, [t.clone() for t in held[0]])
-        run.forward_backward(one_head, model, [t for t in held[0]])  # its own tensors
+        run.forward_backward(one_head, model, list(held[0]))  # its own tensors
         run.step(optimizer)
 
 

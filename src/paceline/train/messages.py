@@ -35,6 +35,45 @@ def empty_message(error: BaseException) -> str:
     )
 
 
+DIRECT_BACKWARD = (
+    "there are gradients that run.backward did not make, as by loss.backward() called directly: they are neither "
+    "weighed by their share of the global batch nor combined over the processes. Write run.backward(loss) in its place "
+    "(several calls add), and keep gradients of your own elsewhere (torch.autograd.grad), or clear them."
+)
+
+
+def not_reached(left: bool) -> str:
+    what = ": the gradients that are there were left by an earlier one" if left else ""
+    return (
+        "run.step without backward: no run.backward of this global batch has reached this optimizer's parameters"
+        f"{what}. Call run.backward(loss) for its loss, in place of loss.backward(), before this run.step; and see "
+        "that the loss depends on its model (a detach() in between cuts it off)."
+    )
+
+
+def unstepped(name: str, step: int, epoch: int) -> str:
+    return (
+        f"loader {name!r} begins a global batch, but the gradients of the last one (step {step} of epoch {epoch}) were "
+        "neither used by run.step nor cleared: this one's would be added to them. Call run.step(optimizer) in every "
+        "turn of the loop, without a condition such as (i + 1) % 4 == 0: it acts when a global batch is complete. To "
+        "accumulate over more examples raise global_batch=, with micro_batch= for the memory. To leave a batch out "
+        "clear its gradients: optimizer.zero_grad()."
+    )
+
+
+def never_stepped(name: str) -> str:
+    return (
+        f"the last global batch of loader {name!r} has gradients that no run.step has used, and that were not cleared: "
+        "they change no model. Call run.step(optimizer) after run.backward, in every turn of the loop."
+    )
+
+
+BY_HAND_APART = (
+    "the script has used and cleared gradients without run.step, and no optimizer is prepared: the chosen strategy "
+    "lets replicas train apart and averages them at run.step, so that they would never meet. Prepare an optimizer "
+    "(torch.optim.SGD makes the same update) and call run.step(optimizer); or use --strategy ddp."
+)
+
 CLOSURE_NEEDED = (
     "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get "
     "a loss from a batch. Write\n"
@@ -62,7 +101,7 @@ LOST_BETWEEN_UPDATES = (
 
 SAVED_IN_MID_BATCH = (
     "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after run.step, "
-    "when that returned True."
+    "when that returned True (of updates that the script makes itself, when it has cleared the gradients)."
 )
 
 LOSS_OVER_YIELDS = (

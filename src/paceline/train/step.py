@@ -11,6 +11,7 @@ strategy is told what its gradient is a mean over. Steps and schedules are still
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, engine
+from paceline.comm import collectives, engine, slices
 from paceline.errors import UsageError, WorldError
 from paceline.strategies.base import BackwardPass, Strategy, Term, Weight, Weights, Work
 from paceline.strategies.replicated import check_known
@@ -30,10 +31,14 @@ from paceline.train.guards import Guards
 from paceline.train.loader import Loader
 from paceline.train.loss import local_loss, mean_term, parts_of, sum_term
 from paceline.train.messages import (
+    BY_HAND_APART,
     CLOSURE_NEEDED,
     FETCHED_AHEAD_AND_ELASTIC,
     LOST_BETWEEN_UPDATES,
+    never_stepped,
+    not_reached,
     outside_a_loop,
+    unstepped,
     without_backward,
 )
 from paceline.train.order import Request
@@ -64,6 +69,7 @@ class Stepper:
         self.updates: dict[torch.optim.Optimizer, int] = {}
         self.skipped = 0  # updates that no replica made
         self.sat_out = 0  # that this replica alone did not make
+        self.by_hand = 0  # global batches whose gradients the script has cleared without run.step
         self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
         self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
         self._counts = Counts(strategy.reduces_each)
@@ -127,6 +133,8 @@ class Stepper:
     def _begin(self, loader: Loader) -> None:
         others = {}
         for other, last in self._open.items():
+            if other is loader:
+                self._check_stepped(last)
             if other is loader or other.current is None:
                 continue
             if not last.request.final:
@@ -144,9 +152,55 @@ class Stepper:
             self._call, self._called, self._seen = 0, set(), 0.0
             self._counts.clear()
             self._watch.forget()
+            if self.accounts.reached is not None:
+                self.accounts.reached.clear()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
             self.strategy.loss_scale = self.precision.scaler.scale
+
+    def _check_stepped(self, last: Yield) -> None:
+        """Another global batch of the same loader begins. Raises UsageError where the gradients of the last one are
+        still there. Where the script has cleared them it is done with that batch, and perhaps made an update of its
+        own."""
+        if self._unused(last):
+            raise UsageError(unstepped(last.loader.name, last.request.step, last.request.epoch))
+
+    def _unused(self, last: Yield) -> bool:
+        """Whether its global batch is complete, and its gradients are still there."""
+        if last.stepped or not last.calls or not last.request.final:
+            return False
+        if self._left():
+            return True
+        if not self.updates and self.strategy.layout.local:
+            raise UsageError(BY_HAND_APART)
+        last.stepped = True
+        last.loader.mark_stepped(last.request)
+        self.by_hand += 1
+        return False
+
+    def count_by_hand(self) -> int:
+        """Global batches whose gradients the script has cleared without run.step."""
+        for last in self._open.values():
+            self._unused(last)
+        return self.by_hand
+
+    def _left(self) -> bool:
+        """Whether there are gradients."""
+        grads = [p.grad for p in self.accounts.parameters if p.grad is not None]
+        return any(bool(slices.local(grad).any()) for grad in grads)
+
+    def warn_unstepped(self) -> None:
+        """The script has left its loops. Warns of gradients that nothing has used."""
+        for last in self._open.values():
+            if not last.told and self._unused(last):
+                last.told = True
+                warnings.warn(never_stepped(last.loader.name), stacklevel=2)
+
+    def between_epochs(self, numbers: Iterator[int]) -> Iterator[int]:
+        """The numbers of epochs, each of which has its updates."""
+        for number in numbers:
+            yield number
+            self.warn_unstepped()
 
     # --- backward
 
@@ -176,8 +230,12 @@ class Stepper:
             request.total,
         )
         # Stages of a pipeline run outside the closure, and belong under autocast with it.
-        with self.precision.autocast() if self.strategy.layout.together else nullcontext():
-            terms = self.strategy.forward_backward(work)
+        self.guards.inside = True
+        try:
+            with self.precision.autocast() if self.strategy.layout.together else nullcontext():
+                terms = self.strategy.forward_backward(work)
+        finally:
+            self.guards.inside = False
         loss = local_loss(terms, counts, apart=self._turns is not None)
         self._saw(terms[0][0].count, request, call)
         self._watch.saw(loss, request)
@@ -204,9 +262,13 @@ class Stepper:
         inputs = self._inputs(optimizer)
         one = yields.of_loss(term.value, self._first or 0)
         call, request = self._opened(yields, one), one.request
-        for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
-            assert weight is not None
-            self.strategy.backward(BackwardPass([term.value], [weight], request.final, call, inputs, retain))
+        self.guards.inside = True
+        try:
+            for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
+                assert weight is not None
+                self.strategy.backward(BackwardPass([term.value], [weight], request.final, call, inputs, retain))
+        finally:
+            self.guards.inside = False
         value = (term.value if loss is None else loss).detach()
         self._quiet = next_node()
         if yields.ahead and loss is not None:
@@ -224,6 +286,8 @@ class Stepper:
             self._enter(yields, one)
         if yields.waiting:
             self._check_ahead()
+        if self.guards.foreign:
+            self.guards.refuse_foreign()
         one.calls += 1
         one.late = one.loader.current is None
         self._open[one.loader] = one
@@ -334,7 +398,14 @@ class Stepper:
                 "make, so that its gradient was never combined over the processes. Make the same backward calls in "
                 "every micro-batch (a loss of zero is fine)."
             )
+        if self.guards.foreign:
+            self.guards.refuse_foreign(parameters)
         graded = [p for p in parameters if p.grad is not None]
+        reached = self.accounts.reached
+        if reached is not None and self.strategy.parts is None:
+            if reached.isdisjoint(parameters):
+                raise UsageError(not_reached(bool(graded)))
+            reached.difference_update(parameters)
         if not graded and self.strategy.parts is None:
             raise UsageError(without_backward(parameters))
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
@@ -434,6 +505,8 @@ class Stepper:
     @property
     def incomplete(self) -> bool:
         """Whether a global batch has gradients but no update yet."""
+        for one in self._open.values():
+            self._unused(one)  # where the script has cleared them it is done with them
         return any(
             not one.stepped and (loader.current is not None or one.late) for loader, one in self._open.items()
         ) or any(yields.computed for yields in self._yields.values())

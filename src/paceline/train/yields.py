@@ -37,7 +37,7 @@ MOST = 16  # entries of a batch, or of what is in it, that are looked at to know
 class Yield:
     """One yield of a training loader, from its coming to the update of its global batch."""
 
-    __slots__ = ("asked", "batch", "calls", "key", "late", "loader", "request", "since", "stepped", "unsure")
+    __slots__ = ("asked", "batch", "calls", "key", "late", "loader", "request", "since", "stepped", "told", "unsure")
 
     def __init__(self, loader: Loader, request: Request, key: int, since: int, unsure: bool) -> None:
         self.loader, self.request = loader, request
@@ -48,6 +48,7 @@ class Yield:
         self.asked = False  # whether run.step was called when it was the last that had a backward
         self.stepped = False  # whether an optimizer has acted on its global batch
         self.batch: list[weakref.ref[Any]] = []  # its tensors, noted when the next yield comes
+        self.told = False  # whether the script was warned that its gradients are left
         self.late = False  # whether its backward came after its loader's pass had ended
 
     @property
