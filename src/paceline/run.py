@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Run:
         self._precision = Precision(settings.precision, device)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy)
         self._guards = Guards()
+        self._guards.watch_backward(lambda: self._stepper.accounts.parameters)
         skip = settings.nonfinite == "skip"
         self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
@@ -121,6 +123,8 @@ class Run:
         self._optimizers.append(optimizer)
         self._stepper.updates[optimizer] = 0
         self._guards.watch_optimizer(optimizer, self._stepper.accounts.unreduced)
+        if len(self._optimizers) > 1 and self._stepper.accounts.reached is None:
+            self._stepper.accounts.reached = set()
 
     def _add_scheduler(self, scheduler: Any) -> None:
         if scheduler in self._state.schedulers:
@@ -192,12 +196,15 @@ class Run:
         self._monitor.on_yield(loader)
 
     def _on_end(self, loader: Loader, whole: bool) -> None:
+        if loader.train:
+            self._stepper.on_end(loader, whole)
         self._stepper.catch_up(self._state.schedulers)
         self._monitor.on_end(loader, whole)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
-        return self._monitor.epochs(self._epochs.upto(count), count, self._stepper.settle)
+        numbers = self._stepper.between_epochs(self._epochs.upto(count))
+        return self._monitor.epochs(numbers, count, self._stepper.settle)
 
     # --- the step
 
@@ -251,13 +258,14 @@ class Run:
         chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
         acted = self._stepper.step(chosen, [s for s in self._state.schedulers if s.optimizer is chosen], max_grad_norm)
         if acted:
-            self._normalisation.agree(self._models)
+            self._normalisation.agree(self._models, self._stepper.fetched_ahead)
         return acted
 
     @property
     def steps(self) -> int:
-        """Updates that the first prepared optimizer has made."""
-        return self._stepper.updates[self._optimizers[0]] if self._optimizers else 0
+        """Updates that the first prepared optimizer has made. Where none is prepared, global batches whose gradients
+        the script has used and cleared itself."""
+        return self._stepper.updates[self._optimizers[0]] if self._optimizers else self._stepper.count_by_hand()
 
     @property
     def skipped(self) -> int:
@@ -397,6 +405,8 @@ class Run:
         if self.closed:
             return
         self.closed = True
+        if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
+            self._stepper.warn_unstepped()
         self._monitor.close()
         self._put_backends_back()
         self._guards.close()

@@ -375,7 +375,7 @@ def test_drop_last() -> None:
 def test_break_ends_the_epoch() -> None:
     made = loader(Noisy(), global_batch=8)
     for _ in made:
-        made.mark_stepped()
+        made.mark_stepped(made.current)
         break
     assert (made.epoch, made.step) == (1, 0)
     assert made.state_dict()["epoch"] == 1

@@ -10,6 +10,10 @@ objects. In training each layer then takes three steps, the second of which is t
 
     N = Σ n_r        mean = Σ (n_r / N) mean_r        var = Σ M2_r / N + Σ (n_r / N) (mean_r - mean)²
 
+Running variances are unbiased, N / (N - 1) times as large. Where all replicas were given the same examples, as for
+pictures of a generator from fixed noise, their rows are the same bits: the mean and variance are those of one replica,
+and so is the N of that factor, since these examples count once.
+
 No large numbers are subtracted, so this is as stable as two passes over the whole batch. An empty shard has a row of
 zeros: it adds nothing, and takes part. The backward sums one vector, [Σ dy, Σ dy·x̂], over the replicas. Gradients of
 weight and bias are this replica's part, as for any other layer.
@@ -66,8 +70,9 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, centred.square_().sum(_other_dims(x))
 
 
-def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, Tensor]:
-    """(C,) mean, (C,) biased variance and () count over all replicas; NaN, NaN and 0 where all shards are empty.
+def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(C,) mean, (C,) biased variance and () count over all replicas, () those that are not the same ones once more;
+    NaN, NaN, 0 and 0 where all shards are empty.
 
     Few operations, for they are small: on a GPU their number is what this costs.
     """
@@ -77,13 +82,24 @@ def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, T
         row = torch.cat((torch.full((1,), x.numel() // channels, dtype=exact, device=x.device), *_moments(x)))
     else:
         row = torch.zeros(1 + 2 * channels, dtype=exact, device=x.device)
-    counts, means, m2s = replicas.rows(row).split((1, channels, channels), dim=1)
+    rows = replicas.rows(row)
+    counts, means, m2s = rows.split((1, channels, channels), dim=1)
     count = counts.sum()
     shares = counts / count  # (R, 1)
     mean = (shares * means).sum(0)
     var = torch.addcmul(m2s / count, shares, (means - mean).square()).sum(0)
     dtype = _statistics_dtype(x)
-    return mean.to(dtype), var.to(dtype), count.to(dtype)
+    return mean.to(dtype), var.to(dtype), count.to(dtype), _once(rows, count).to(dtype)
+
+
+def _once(rows: Tensor, count: Tensor) -> Tensor:
+    """(), the count of one replica where the rows of all are the same bits, else of all together. One example alone
+    has a variance of zero, whatever it is multiplied by, and no factor."""
+    own = rows[0, 0]
+    if rows.device.type == "cpu":
+        same = torch.equal(rows[0], rows[1]) and torch.equal(rows[1:], rows[:-1]) and own.item() > 1
+        return own if same else count
+    return torch.where((rows == rows[:1]).all() & (own > 1), own, count)  # to know it would wait for the device
 
 
 class _Statistics(torch.autograd.Function):
@@ -225,7 +241,7 @@ class _Global(_BatchNorm):
                 f"{tuple(input.shape)}, with {input.size(1)}. Give it num_features={input.size(1)}."
             )
         with torch.no_grad():
-            mean, var, count = _global_statistics(input, replicas)
+            mean, var, count, once = _global_statistics(input, replicas)
             # Reading the count waits for the device, so it is read only where n does not say already that N > 1.
             known = int(count) if input.numel() <= input.size(1) else 2
             if known == 1:
@@ -234,7 +250,7 @@ class _Global(_BatchNorm):
                     f"replica and 1 value per channel over all {replicas.size} replicas"
                 )
             if known > 1:
-                self._update_running_statistics(mean, var * (count / (count - 1)))
+                self._update_running_statistics(mean, var * (once / (once - 1)))
         if known == 0:
             return _BatchNorm.forward(self, input)  # all shards are empty: nothing to share, now or in the backward
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, replicas)

@@ -74,6 +74,7 @@ class Loader:
         self._version = source.layout.version
         self._iteration = 0  # counts the iterators that were made
         self._used = False
+        self.presented: Any = None  # what the script got at the current yield of a training pass
         self.stepped = False  # whether the optimizer has acted on the current global batch
         self.waited = 0.0  # seconds that this process has waited for data, in all
         self.key = 0  # of the current global batch, the same for all its shards
@@ -132,7 +133,8 @@ class Loader:
             for request, batches in self._fetch(epoch, start):
                 engine.enter("training")
                 self._enter(request)
-                yield self._present(request, batches)
+                self.presented = self._present(request, batches)
+                yield self.presented
             whole = True
             if request is None and start == 0 and not (self._source.layout.dealt and self.steps):
                 self._warn_empty()
@@ -211,11 +213,15 @@ class Loader:
             ]
         )
 
-    def mark_stepped(self) -> None:
-        """The optimizer has acted on the current global batch: a checkpoint goes on with the next one."""
-        self.stepped = self._used = True
+    def mark_stepped(self, request: Request) -> None:
+        """The optimizer has acted on the global batch of this request: a checkpoint goes on with the next one. That is
+        the current one, unless the script has fetched ahead."""
+        current = self.current
+        if current is not None and current.epoch == request.epoch:
+            self._used = True
+            self.stepped = self.stepped or current.step == request.step
         if self._source.probing:
-            self._source.compare(self.name, self.current)
+            self._source.compare(self.name, request)
 
     def state_dict(self) -> dict[str, Any]:
         if self.current is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -11,10 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm import collectives
 from paceline.comm.canonical import CanonicalSums, Tree
-from paceline.errors import ModelError
+from paceline.errors import ModelError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.train import batchnorm
 from paceline.train.loader import Loader
+from paceline.train.messages import FETCHED_AHEAD_IN_TURNS
 from paceline.train.order import Request, micros_of_a_shard
 
 
@@ -72,9 +73,12 @@ class Normalisation:
                 "or set batch_norm='shard', which changes the model."
             )
 
-    def agree(self, models: Sequence[nn.Module]) -> None:
+    def agree(self, models: Sequence[nn.Module], fetched_ahead: Callable[[], bool]) -> None:
         """After an update, with `shard`: running statistics become their mean over the shards, as every replica is
-        to evaluate the same model. (Replicas that train apart average them with their weights.)"""
+        to evaluate the same model. (Replicas that train apart average them with their weights.) fetched_ahead: whether
+        the script has fetched of the next global batch."""
+        if self._turns.begun and fetched_ahead():
+            raise UsageError(FETCHED_AHEAD_IN_TURNS)
         self._turns.complete()
         if not self._found or self._choice != "shard" or self._layout.local or self._layout.turns:
             return
@@ -148,6 +152,11 @@ class _Turns:
         if self._shard < self._shards:
             self._tree.put(self._shard, [buffer.clone() for buffer in self._tensors])
             self._most = [torch.maximum(a, b) for a, b in zip(self._most, self._counters, strict=True)]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a global batch is at hand."""
+        return self._leader is not None
 
     def complete(self) -> None:
         """All shards have been computed."""
