@@ -4,7 +4,8 @@
 objects. In training each layer then takes three steps, the second of which is the only one that communicates:
 
 1. each replica computes count, mean and M2 (the sum of squared distances from that mean) of its own examples;
-2. one sum over replicas tells everyone all rows (count, mean, M2): each adds a table that is zero but for its own row;
+2. one sum over replicas tells everyone all rows (count, mean, M2; and a number for biases.py): each adds a table that
+   is zero but for its own row;
 3. each combines the rows alike, in float64 (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm
    for computing sample variances", for any number of parts):
 
@@ -34,6 +35,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from paceline.comm.collectives import size_of
 from paceline.comm.replicas import Replicas, current, differentiable_sum
 from paceline.errors import ModelError
+from paceline.train import biases
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -70,26 +72,28 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, centred.square_().sum(_other_dims(x))
 
 
-def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(C,) mean, (C,) biased variance and () count over all replicas, () those that are not the same ones once more;
-    NaN, NaN, 0 and 0 where all shards are empty.
+def _global_statistics(x: Tensor, replicas: Replicas, listens: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(C,) mean, (C,) biased variance and () count over all replicas, () the count of those that are not the same ones
+    once more; NaN, NaN, 0 and 0 where all shards are empty. And (), whether all that have examples listen for the
+    gradient of x (biases.py).
 
     Few operations, for they are small: on a GPU their number is what this costs.
     """
     channels = x.size(1)
     exact = torch.float32 if x.device.type == "mps" else torch.float64
     if x.numel() > 0:
-        row = torch.cat((torch.full((1,), x.numel() // channels, dtype=exact, device=x.device), *_moments(x)))
+        head = [torch.full((1,), n, dtype=exact, device=x.device) for n in (x.numel() // channels, 1 - listens)]
+        row = torch.cat((*head, *_moments(x)))
     else:
-        row = torch.zeros(1 + 2 * channels, dtype=exact, device=x.device)
+        row = torch.zeros(2 + 2 * channels, dtype=exact, device=x.device)
     rows = replicas.rows(row)
-    counts, means, m2s = rows.split((1, channels, channels), dim=1)
+    counts, deaf, means, m2s = rows.split((1, 1, channels, channels), dim=1)
     count = counts.sum()
     shares = counts / count  # (R, 1)
     mean = (shares * means).sum(0)
     var = torch.addcmul(m2s / count, shares, (means - mean).square()).sum(0)
     dtype = _statistics_dtype(x)
-    return mean.to(dtype), var.to(dtype), count.to(dtype), _once(rows, count).to(dtype)
+    return mean.to(dtype), var.to(dtype), count.to(dtype), _once(rows, count).to(dtype), deaf.sum() == 0
 
 
 def _once(rows: Tensor, count: Tensor) -> Tensor:
@@ -228,7 +232,7 @@ class _Global(_BatchNorm):
         of_this_batch = self.training or (self.running_mean is None and self.running_var is None)
         replicas = current() if of_this_batch else None
         if replicas is None or replicas.size == 1:
-            return _BatchNorm.forward(self, input)
+            return _BatchNorm.forward(self, biases.alone(input) if of_this_batch else input)
         self._check_input_dim(input)
         from paceline.train import uncompiled  # here: importing it takes a second (see there)
 
@@ -240,8 +244,9 @@ class _Global(_BatchNorm):
                 f"{type(self).__name__} was made for {self.num_features} channels and got an input of shape "
                 f"{tuple(input.shape)}, with {input.size(1)}. Give it num_features={input.size(1)}."
             )
+        listens = biases.offered(input)
         with torch.no_grad():
-            mean, var, count, once = _global_statistics(input, replicas)
+            mean, var, count, once, agreed = _global_statistics(input, replicas, listens)
             # Reading the count waits for the device, so it is read only where n does not say already that N > 1.
             known = int(count) if input.numel() <= input.size(1) else 2
             if known == 1:
@@ -253,6 +258,8 @@ class _Global(_BatchNorm):
                 self._update_running_statistics(mean, var * (once / (once - 1)))
         if known == 0:
             return _BatchNorm.forward(self, input)  # all shards are empty: nothing to share, now or in the backward
+        if listens:
+            input = biases.shared(input, agreed)
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, replicas)
 
     def _update_running_statistics(self, mean: Tensor, unbiased_var: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -13,7 +14,7 @@ from paceline.comm import collectives
 from paceline.comm.canonical import CanonicalSums, Tree
 from paceline.errors import ModelError, UsageError
 from paceline.strategies.base import Strategy
-from paceline.train import batchnorm
+from paceline.train import batchnorm, biases
 from paceline.train.loader import Loader
 from paceline.train.messages import FETCHED_AHEAD_IN_TURNS
 from paceline.train.order import Request, micros_of_a_shard
@@ -27,6 +28,7 @@ class Normalisation:
         self._layout = strategy.layout
         self._choice = "shard" if self._layout.local else choice
         self._found: list[nn.Module] = []
+        self._told = False  # which biases have no effect
         self._turns = _Turns(self._layout.shards, strategy.sums)
         self._reproducible, self._began = strategy.sums is not None, False
 
@@ -46,6 +48,7 @@ class Normalisation:
                 module.register_forward_pre_hook(_pass_over_empty)
                 module.register_forward_hook(_after_empty, always_call=True)
         self._found += present
+        biases.convert(model)
 
     def on_yield(self, loader: Loader) -> None:
         """A training loader yields. Raises ModelError where `global` would not be what it says: statistics of
@@ -80,6 +83,9 @@ class Normalisation:
         if self._turns.begun and fetched_ahead():
             raise UsageError(FETCHED_AHEAD_IN_TURNS)
         self._turns.complete()
+        if not self._told and self._found:
+            self._told = True
+            self._tell(models)
         if not self._found or self._choice != "shard" or self._layout.local or self._layout.turns:
             return
         if collectives.size_of() == 1:
@@ -97,6 +103,11 @@ class Normalisation:
             mean = collectives.all_reduce(flat) / collectives.size_of()
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
+
+    def _tell(self, models: Sequence[nn.Module]) -> None:
+        names = biases.without_effect(models)
+        if names and collectives.rank_of() == 0:
+            print(f"paceline: {biases.note(names)}", file=sys.stderr)
 
 
 PREPARED_LATE = (
