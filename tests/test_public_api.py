@@ -20,7 +20,7 @@ RUN = {
     "step", "steps", "sum", "track",
 }  # fmt: skip
 START = [
-    "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "log_dir",
+    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "device", "log_dir",
     "trackers", "log_every", "progress", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
     "reproducible", "init_method", "rank", "world_size",
 ]  # fmt: skip

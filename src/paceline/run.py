@@ -26,6 +26,7 @@ from paceline.train.guards import Guards
 from paceline.train.handover import Handover
 from paceline.train.loader import Loader, current_examples
 from paceline.train.messages import SAVED_IN_MID_BATCH
+from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
@@ -47,6 +48,7 @@ class Run:
         self.world, self.settings, self.device, self.seed = world, settings, device, settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device)
+        self._noise = make_noise(settings, self._strategy)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy)
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._stepper.accounts.parameters)
@@ -102,6 +104,8 @@ class Run:
                 if self.settings.compile:
                     model.compile()
                 self._models.append(model)
+        if self._noise is not None:
+            check_modules(self._models)
         for model in self._models:  # also those of earlier calls: a layer may have been added
             self._normalisation.convert(model)
         names = parameter_names(self._models)
@@ -181,7 +185,7 @@ class Run:
         order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
         source = make_source(dataset, layout=layout, **own, **order, **sizes)
-        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
+        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end, "noise": self._noise}
         loader = Loader(source, name=name, train=train, device=self.device, **hooks)
         if train:
             self._state.add_loader(loader)
@@ -256,7 +260,12 @@ class Run:
         prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop").
         """
         chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
-        acted = self._stepper.step(chosen, [s for s in self._state.schedulers if s.optimizer is chosen], max_grad_norm)
+        schedulers = [s for s in self._state.schedulers if s.optimizer is chosen]
+        if self._noise is None:
+            acted = self._stepper.step(chosen, schedulers, max_grad_norm)
+        else:
+            with self._noise.outside():
+                acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         if acted:
             self._normalisation.agree(self._models, self._stepper.fetched_ahead)
         return acted
@@ -409,6 +418,8 @@ class Run:
             self._stepper.warn_unstepped()
         self._monitor.close()
         self._put_backends_back()
+        if self._noise is not None:
+            self._noise.close()
         self._guards.close()
         self._strategy.close()
         replicas.set_default(self._before)

@@ -46,6 +46,7 @@ class Streams:
 
     def __init__(self, seed: int, name: str) -> None:
         self.name = name
+        self.backwards = False  # a trial of `paceline verify`: examples come in reverse order, with their own draws
         self._example = mix(seed, tag("example"), tag(name))
         self._collate = mix(seed, tag("collate"), tag(name))
         self._rows = mix(seed, tag("rows"), tag(name))
@@ -64,11 +65,11 @@ class Streams:
 
     def collate_rows(self, request: Request, part: Part) -> RowKeys:
         """While examples are collated: the streams of these examples."""
-        return _row_keys(self._rows, request, part)
+        return self._row_keys(self._rows, request, part)
 
     def noise_rows(self, request: Request, part: Part) -> RowKeys:
         """While a micro-batch is computed: the streams of these examples."""
-        return _row_keys(self._noise, request, part)
+        return self._row_keys(self._noise, request, part)
 
     def torch_key(self, request: Request, shard: int, micro: int) -> int:
         """While a micro-batch is computed: other noise on every shard and micro-batch."""
@@ -78,10 +79,10 @@ class Streams:
         """While a global batch is computed: choices that all shards must agree on."""
         return mix(self._yield, request.epoch, request.step)
 
-
-def _row_keys(purpose: int, request: Request, part: Part) -> RowKeys:
-    keys = mix_each(mix(purpose, request.epoch), np.asarray(part.indices, dtype=np.int64))
-    return RowKeys(mix_each(keys, np.asarray(part.visits, dtype=np.int64)) if part.visits else keys)
+    def _row_keys(self, purpose: int, request: Request, part: Part) -> RowKeys:
+        keys = mix_each(mix(purpose, request.epoch), np.asarray(part.indices, dtype=np.int64))
+        keys = mix_each(keys, np.asarray(part.visits, dtype=np.int64)) if part.visits else keys
+        return RowKeys(keys[::-1].copy() if self.backwards else keys)
 
 
 class Found(NamedTuple):
@@ -97,7 +98,6 @@ class Collating:
 
     def __init__(self, collate: Collate, streams: Streams, scope: str = "example") -> None:
         self.collate, self.streams, self.scope = collate, streams, scope
-        self.backwards = False  # a trial of `paceline verify`: examples come in reverse order, with their own draws
         self._plain = getattr(collate, "__wrapped__", collate)  # what a trial has wrapped: its own calls are no batch
         self._found: Found | None = None if scope == "example" else Found()
         self._due = True  # whether the next batch is looked at
@@ -111,8 +111,7 @@ class Collating:
         if self.scope == "shard":
             self._seed(self.streams.collate_key(request, part))
             return self.collate(examples)
-        if self.backwards:
-            examples, part = examples[::-1], part.backwards()
+        examples = examples[:: -1 if self.streams.backwards else 1]
         keys = self.streams.collate_rows(request, part)
         if self._found is not None:
             batch = self._run(request, keys, examples)[0]
@@ -152,14 +151,14 @@ class Collating:
         needed. Raises UsageError for a batch that cannot be cut by examples."""
         step = (request.epoch, request.step)
         if self._last is None or self._last[0] != step:
-            given = examples()[:: -1 if self.backwards else 1]
+            given = examples()[:: -1 if self.streams.backwards else 1]
             if self._forms is None:
                 one, several = ([_spare(given[:1]) or given[:1] for _ in range(n)] for n in (1, _COPIES))
                 self._forms = self._form(request, one), self._form(request, several)
             self._last = (step, self._run(request, None, given)[0])
         assert self._forms is not None
         low, high = part.start, part.start + len(part.indices)
-        if self.backwards:
+        if self.streams.backwards:
             low, high = request.total - high, request.total - low
         return take_rows(*self._forms, self._last[1], low, high, request.total, many=_COPIES)
 

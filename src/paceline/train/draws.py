@@ -15,7 +15,8 @@ exponential, Cauchy and geometric by inversion, drawing without replacement by e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,13 +62,14 @@ class Call(NamedTuple):
     values: dict[str, Any]
     shape: tuple[int, ...]
 
-    def plain(self, generator: torch.Generator | None = None) -> Any:
-        """The operator itself. generator: in place of what the caller gave; None: torch's default one."""
-        if "generator" not in self.values:
-            return self.func(*self.args, **self.kwargs)
-        if generator is not None and generator.device != self.device:
-            generator = torch.Generator(self.device).manual_seed(generator.initial_seed())
-        return self.func(*self.args, **{**self.kwargs, "generator": generator})
+    def plain(self, key: int | None = None) -> Any:
+        """The operator itself, with torch's default generator, whichever one the caller gave. key: seeded with it for
+        this call alone."""
+        kwargs = {**self.kwargs, "generator": None} if "generator" in self.values else self.kwargs
+        if key is None:
+            return self.func(*self.args, **kwargs)
+        with _seeded(key, self.device):
+            return self.func(*self.args, **kwargs)
 
     @property
     def mixes(self) -> bool:
@@ -105,21 +107,15 @@ class RowKeys:
 class ExampleDraws(TorchDispatchMode):
     """Keys the draws of what runs inside by the examples at hand.
 
-    keys: of the examples. number: gives the number of each draw, of whatever kind. others: makes a draw that has no row
-    for each example, given its number.
+    keys: of the examples. others: makes a draw that has no row for each example, given its number. arranged: where the
+    examples are in what is drawn: "rows", the first dimension; "folded", the first dimension is (examples x anything);
+    "second", the second dimension.
     """
 
-    def __init__(
-        self,
-        keys: RowKeys,
-        others: Callable[[Call, int], Any],
-        *,
-        number: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, keys: RowKeys, others: Callable[[Call, int], Any], *, arranged: str = "rows") -> None:
         super().__init__()
-        self.keys, self.others = keys, others
+        self.keys, self.others, self.arranged = keys, others, arranged
         self.calls: list[tuple[bool, tuple[int, ...]]] = []  # of each draw whether it mixes, and its shape
-        self._number = number or (lambda: len(self.calls))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -135,22 +131,41 @@ class ExampleDraws(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         call = bind(func, args, kwargs or {})
+        number = self.number(call)
+        self.calls.append((call.mixes, call.shape))
         if call.device.type == "meta" or not math.prod(call.shape):
-            self._note(call)
             return call.plain()
-        number = self._note(call)
-        if call.shape[0:1] != (len(self.keys),) or call.mixes or self.is_whole(call, number) or not _ours(args):
+        shape = self._by_example(call.shape)
+        if shape is None or call.mixes or self.is_whole(call, number) or not _ours(args):
             return self.others(call, number)
-        return rows(call, self.keys.on(call.device), number)
+        keys = self.keys.on(call.device)
+        if self.arranged == "rows":
+            return rows(call, keys, number)
+        if call.name not in ("bernoulli_", "native_dropout"):  # what dropout is made of
+            return self.others(call, number)
+        values = {"p": 1 - call.values["p"] if call.name == "native_dropout" else call.values["p"]}
+        drawn = rows(call._replace(name="bernoulli", shape=shape, values={**values, "dtype": torch.bool}), keys, number)
+        kept = drawn.transpose(0, 1) if self.arranged == "second" else drawn.reshape(call.shape)
+        return args[0].copy_(kept) if call.name == "bernoulli_" else dropped(call, kept)
+
+    def number(self, call: Call) -> int:
+        """Of a draw that is made now, of whatever kind."""
+        return len(self.calls)
 
     def is_whole(self, call: Call, number: int) -> bool:
         """Whether a draw belongs to the whole batch, although its length happens to be the number of examples."""
         return False
 
-    def _note(self, call: Call) -> int:
-        number = self._number()
-        self.calls.append((call.mixes, call.shape))
-        return number
+    def _by_example(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape in which the numbers are drawn, with the examples first. None: they have no row for each."""
+        count = len(self.keys)
+        if self.arranged == "second":
+            return (count, shape[0], *shape[2:]) if shape[1:2] == (count,) else None
+        if shape[:1] == (count,):
+            return shape
+        if self.arranged == "folded" and count and len(shape) > 1 and shape[0] % count == 0:
+            return (count, shape[0] // count, *shape[1:])
+        return None
 
 
 _PLAIN, _COMPOSITE, _DRAWS = range(3)
@@ -406,12 +421,15 @@ _SAMPLERS: dict[str, Callable[[dict[str, Any], torch.dtype], Sampler]] = {
 
 
 def _native_dropout(call: Call, keys: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    values = call.values
-    x, p = values["input"], float(values["p"])
-    if values["train"] is False or p == 0:
+    sample, _ = _sample_bernoulli({"p": 1 - call.values["p"]}, torch.bool)
+    return dropped(call, _fill(call.shape, keys, number, torch.bool, sample))
+
+
+def dropped(call: Call, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """native_dropout's results, given what it keeps."""
+    x, p = call.values["input"], float(call.values["p"])
+    if call.values["train"] is False or p == 0:
         return call.plain()
-    limit = min(max(int((1 - p) * 2.0**63), 0), (1 << 63) - 1)
-    kept = _fill(call.shape, keys, number, torch.bool, lambda bits: _shifted(bits(0), 1) < limit)
     return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
 
 
@@ -430,23 +448,30 @@ def _multinomial(call: Call, keys: Tensor, number: int) -> Tensor:
 def _row_by_row(call: Call, number: int, keys: Tensor) -> Any:
     """An operator without a formula above (poisson, binomial, gamma): torch's own, with each row's own generator."""
     count, made = len(keys), []
-    generator = torch.Generator(call.device)
-    takes = "generator" in call.values
     for row, key in enumerate(keys.tolist()):
 
         def cut(value: Any, row: int = row) -> Any:
             return value[row : row + 1] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
 
-        generator.manual_seed(mix(key, number))
-        if takes:
-            one = {**{k: cut(v) for k, v in call.kwargs.items()}, "generator": generator}
-            made.append(call.func(*map(cut, call.args), **one))
-            continue
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix(key, number))
-            made.append(call.func(*map(cut, call.args), **{k: cut(v) for k, v in call.kwargs.items()}))
+        kwargs = {name: cut(value) for name, value in call.kwargs.items()}
+        made.append(call._replace(args=tuple(map(cut, call.args)), kwargs=kwargs).plain(mix(key, number)))
     if call.name.endswith("_"):
         return call.values["self"]
     if isinstance(made[0], tuple):
         return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
     return torch.cat(made)
+
+
+@contextmanager
+def _seeded(key: int, device: torch.device) -> Iterator[None]:
+    """torch's default generator of the device, seeded; afterwards it is as it was."""
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+    else:
+        generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(key)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

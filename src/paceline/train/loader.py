@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from paceline.strategies.placement import move
 from paceline.train import randomness
 from paceline.train.fetch import Fetched
 from paceline.train.messages import CANNOT_BE_UNPACKED
+from paceline.train.noise import Noise
 from paceline.train.order import Request
 from paceline.train.sources import ADDED_LATER, Source
 
@@ -62,8 +64,9 @@ class Loader:
         device: torch.device,
         on_yield: Callable[[Loader], None],
         on_end: Callable[[Loader, bool], None] = lambda loader, whole: None,
+        noise: Noise | None = None,
     ) -> None:
-        self.name, self.train, self._device = name, train, device
+        self.name, self.train, self._device, self.noise = name, train, device, noise
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
         self.streams = source.streams
         source.probing = train and collectives.size_of() > 1 and not source.layout.dealt
@@ -134,12 +137,20 @@ class Loader:
                 engine.enter("training")
                 self._enter(request)
                 self.presented = self._present(request, batches)
-                yield self.presented
+                if self.noise is None:
+                    yield self.presented
+                else:
+                    part = None if self._source.layout.opaque else request.parts[0]
+                    self.noise.enter(self.streams, request, part)
+                    yield self.presented
+                    self.noise.leave()
             whole = True
             if request is None and start == 0 and not (self._source.layout.dealt and self.steps):
                 self._warn_empty()
         finally:
             engine.enter("between", loader=self.name)
+            if self.noise is not None:
+                self.noise.leave()
             if mine == self._iteration:  # and not one that was left behind, and is closed late
                 self.current, self.stepped = None, False
                 if whole or self._used:
@@ -165,9 +176,10 @@ class Loader:
             self._source.layout.shards = collectives.size_of()
             self._source.layout.mine = (collectives.rank_of(),)
         try:
-            for request, batches in self._fetch(0, 0):
-                self._enter(request)
-                yield self._present(request, batches)
+            with nullcontext() if self.noise is None else self.noise.outside():
+                for request, batches in self._fetch(0, 0):
+                    self._enter(request)
+                    yield self._present(request, batches)
         finally:
             engine.enter("between")
             self.current = None

@@ -29,9 +29,6 @@ class Part(NamedTuple):
     start: int = 0
     visits: tuple[int, ...] = ()
 
-    def backwards(self) -> Part:
-        return self._replace(indices=self.indices[::-1], visits=self.visits[::-1])
-
 
 class Request(NamedTuple):
     """One yield of a loader on one process.

@@ -132,7 +132,7 @@ class Recorder:
         collated = Collated.of(options)
         loader = self._runs["loader"](dataset, **options)
         self._collated[loader] = collated
-        loader._source.collating.backwards = self._order.backwards
+        loader.streams.backwards = self._order.backwards
         loader._source.probing = False  # the data of all ranks are compared afterwards, and a difference is a finding
         return loader
 
@@ -164,7 +164,7 @@ class Recorder:
 
     def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:
         def seen(model: Any, batch: Any) -> Any:
-            draws = watched.Draws(self._run.device)  # of this replica, which may be a thread's
+            draws = watched.Draws(self._run.device, self._run._noise)  # of this replica, which may be a thread's
             draws.mark()
             loss = loss_fn(model, batch)
             self._watch.drew(draws)
