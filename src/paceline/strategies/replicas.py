@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -353,7 +352,8 @@ def _forward(work: Work, model: Any, piece: Piece, number: int, at: _At, shared:
     if shared:  # the cache is the process's: whoever ends first empties it, and a weight used again is cast again
         torch.set_autocast_cache_enabled(False)
     with _on(number, at):
-        return work.compute(model, replace(piece, batch=move(piece.batch, at[0])), at[0])
+        piece.batch = move(piece.batch, at[0])  # once: what a closure leaves in it is there for the next closure
+        return work.compute(model, piece, at[0])
 
 
 def _backward(
