@@ -152,10 +152,10 @@ def check_what_it_refuses() -> None:
         run.backward(F.mse_loss(model(batch[0]), batch[1]))
         with pytest.raises(UsageError, match=r"LBFGS computes the loss several times in a step\. Give it a closure"):
             run.step(optimizer)
-        with pytest.raises(UsageError, match="the closure clips, after run.backward"):
+        with pytest.raises(UsageError, match=r"the closure clips, after run\.backward"):
             run.step(optimizer, closure_of(run, model, batch), max_grad_norm=1.0)
         optimizer.zero_grad()
-        with pytest.raises(UsageError, match="run.step without backward"):
+        with pytest.raises(UsageError, match=r"run\.step without backward"):
             run.step(optimizer, lambda: F.mse_loss(model(batch[0]), batch[1]))  # noqa: B023
         with pytest.raises(NonFiniteError, match="the loss is not finite"):
             run.step(optimizer, closure_of(run, model, batch, wrong=float("inf")))
