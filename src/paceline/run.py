@@ -28,6 +28,7 @@ from paceline.train.loader import Loader, current_examples
 from paceline.train.messages import SAVED_IN_MID_BATCH
 from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
+from paceline.train.objective import step_by_closure
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
 from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
@@ -245,23 +246,40 @@ class Run:
         """Adds a loss's gradients, as `loss.backward()` does in a script for one device.
 
         backward(loss): a mean over this micro-batch's examples. backward(loss, count=n): a mean over n things, such as
-        tokens. backward(total=s, count=n): a sum over n things. Several calls for one micro-batch add. optimizer, of:
+        tokens. backward(total=s, count=n): a sum over n things. backward(total=s): a plain sum over the global batch,
+        divided by nothing. Several calls for one micro-batch add. optimizer, of:
         as for forward_backward. After the last one of a global batch `.grad` is the exact mean over it, unscaled.
         """
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
         self._stepper.backward(loss, total, count, optimizer, of, retain_graph)
 
-    def step(self, optimizer: torch.optim.Optimizer | None = None, *, max_grad_norm: float | None = None) -> bool:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        closure: Callable[[], object] | None = None,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> bool:
         """Updates, when the global batch is complete; else does nothing. Returns whether it was complete.
 
         Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
         the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
         prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop").
+
+        closure: for an optimizer that evaluates the loss itself, several times in a step (torch.optim.LBFGS): clears
+        the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and returns the loss.
+        Each evaluation is of the whole global batch; the optimizer gets its mean loss, alike on all processes. Under
+        single and ddp, without micro-batches.
         """
         chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
         schedulers = [s for s in self._state.schedulers if s.optimizer is chosen]
-        if self._noise is None:
+        if closure is not None and max_grad_norm is not None:
+            raise UsageError("run.step(optimizer, closure, max_grad_norm=...): the closure clips, after run.backward.")
+        if closure is not None:
+            step_by_closure(self._stepper, chosen, schedulers, closure)
+            acted = True
+        elif self._noise is None:
             acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         else:
             with self._noise.outside():

@@ -46,7 +46,7 @@ def computing(
             seed_torch(mix(key, call) if call else key, device)
         with precision.autocast(), _noise(loader, request, piece, call):
             try:
-                return terms_of(loss_fn(replica, piece.batch))
+                return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
             except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
                 if piece.count:
                     raise

@@ -74,6 +74,15 @@ BY_HAND_APART = (
     "(torch.optim.SGD makes the same update) and call run.step(optimizer); or use --strategy ddp."
 )
 
+CLOSURE_OF_AN_OPTIMIZER = (
+    "run.step: {0} computes the loss several times in a step. Give it a closure: run.step(optimizer, closure), where\n"
+    "    def closure():\n"
+    "        optimizer.zero_grad()\n"
+    "        loss = criterion(model(input), target)\n"
+    "        run.backward(loss)\n"
+    "        return loss"
+)
+
 CLOSURE_NEEDED = (
     "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get "
     "a loss from a batch. Write\n"

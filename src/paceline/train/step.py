@@ -33,6 +33,7 @@ from paceline.train.loss import local_loss, mean_term, parts_of, sum_term
 from paceline.train.messages import (
     BY_HAND_APART,
     CLOSURE_NEEDED,
+    CLOSURE_OF_AN_OPTIMIZER,
     FETCHED_AHEAD_AND_ELASTIC,
     LOST_BETWEEN_UPDATES,
     never_stepped,
@@ -43,6 +44,7 @@ from paceline.train.messages import (
 )
 from paceline.train.order import Request
 from paceline.train.precision import Precision
+from paceline.train.preparable import needs_closure
 from paceline.train.randomness import seed_torch, tag
 from paceline.train.sharded import clip_
 from paceline.train.yields import Yield, Yields, next_node
@@ -75,7 +77,7 @@ class Stepper:
         self._counts = Counts(strategy.reduces_each)
         self._turns = in_turn(strategy, self.accounts, device)
         self._watch = FiniteWatch(device, strategy.layout.local)
-        self._device, self._skip = device, skip
+        self.device, self.skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
         self._yields: dict[Loader, Yields] = {}  # by the same loaders
         self._open: dict[Loader, Yield] = {}  # by loader whose global batch has gradients: its last that had a backward
@@ -258,9 +260,11 @@ class Stepper:
         if self.strategy.closure_only:
             raise UsageError(CLOSURE_NEEDED)
         yields = self._yields_of(of, "backward")
-        term = mean_term(loss, count) if loss is not None else sum_term(total, count)
+        root = total if loss is None else loss
+        one = yields.of_loss(root, self._first or 0) if isinstance(root, Tensor) else yields.at_hand()
+        whole = one.request.examples, one.request.total
+        term = mean_term(loss, count) if loss is not None else sum_term(total, count, *whole)
         inputs = self._inputs(optimizer)
-        one = yields.of_loss(term.value, self._first or 0)
         call, request = self._opened(yields, one), one.request
         self.guards.inside = True
         try:
@@ -338,14 +342,14 @@ class Stepper:
         if not request.final:
             for number, key in enumerate(keys):
                 self.accounts.hold(key)
-                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key, self._device)} if key[1] != MEANS else {}
+                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key, self.device)} if key[1] != MEANS else {}
                 weights = weigh(terms, counts, self._whole(request), scale, plan, only=key[1])
                 yield weights, retain or number < len(keys) - 1
                 self.accounts.note(key)
             return
         inverse = self._inverse_totals(counted)
         factors: list[Weight | None] = [
-            self._counts.scale(key, self._device) * inverse[key[1]] if key in counted and request.micros > 1 else None
+            self._counts.scale(key, self.device) * inverse[key[1]] if key in counted and request.micros > 1 else None
             for key in keys
         ]
         self.accounts.gather(keys, factors)
@@ -357,9 +361,9 @@ class Stepper:
         if not keys:
             return {}
         if self.strategy.layout.local:
-            counts = self._counts.vector(keys, self._device)
+            counts = self._counts.vector(keys, self.device)
         else:
-            counts = collectives.all_reduce(self._counts.vector(keys, self._device), group=self.strategy.group)
+            counts = collectives.all_reduce(self._counts.vector(keys, self.device), group=self.strategy.group)
         inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
         return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
 
@@ -368,7 +372,7 @@ class Stepper:
     def step(
         self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
     ) -> bool:
-        optimizer = self._only(optimizer)
+        optimizer = self.only(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.strategy.held:
             parameters = [self.strategy.held.get(p, p) for p in parameters]
@@ -398,34 +402,16 @@ class Stepper:
                 "make, so that its gradient was never combined over the processes. Make the same backward calls in "
                 "every micro-batch (a loss of zero is fine)."
             )
-        if self.guards.foreign:
-            self.guards.refuse_foreign(parameters)
+        self._check_made(parameters)
         graded = [p for p in parameters if p.grad is not None]
-        reached = self.accounts.reached
-        if reached is not None and self.strategy.parts is None:
-            if reached.isdisjoint(parameters):
-                raise UsageError(not_reached(bool(graded)))
-            reached.difference_update(parameters)
-        if not graded and self.strategy.parts is None:
-            raise UsageError(without_backward(parameters))
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
-        seed_torch(opened[0].key ^ _UPDATE, self._device)
+        seed_torch(opened[0].key ^ _UPDATE, self.device)
         if self._update(optimizer, graded, max_grad_norm):
             self._come_forward(optimizer, schedulers)
         else:
             self.skipped += 1
-        for p in parameters:
-            p.grad = None
-        for copies in self.strategy.copies:
-            for p in parameters:
-                if p in copies:
-                    copies[p].grad = None
-        for one in opened:
-            one.stepped = True
-            one.loader.mark_stepped(one.request)
-            if self._yields[one.loader].waiting:
-                self._go_on(one.loader)
+        self._complete(parameters, opened)
         return True
 
     def _came_late(self, opened: Sequence[Yield]) -> bool:
@@ -441,11 +427,66 @@ class Stepper:
         self._check_ahead()
         if loader.current is not None:
             part = loader.current.parts[0]
-            seed_torch(loader.streams.torch_key(loader.current, part.shard, part.micro), self._device)
+            seed_torch(loader.streams.torch_key(loader.current, part.shard, part.micro), self.device)
 
     def fetched_ahead(self) -> bool:
         """Whether the next batch of a global batch that is open was fetched already."""
         return any(self._yields[loader].waiting for loader in self._open)
+
+    # --- for an optimizer that evaluates the loss itself (objective.py)
+
+    def at_hand(self) -> list[Yield]:
+        """The latest yield of each training loader that is being iterated."""
+        found = [self._yields[loader].latest for loader in self._loaders if loader.current is not None]
+        return [one for one in found if one is not None]
+
+    def again(self) -> None:
+        """The global batch at hand is computed anew: backward calls count from 0."""
+        self._call, self._called = 0, set()
+        self._counts.clear()
+        self._watch.forget()
+
+    def evaluated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError or NonFiniteError unless this evaluation has left good gradients."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._check_made(parameters)
+        graded = [p for p in parameters if p.grad is not None]
+        self._watch.check([p.grad for p in graded], None, self.updates, self.names, graded)
+
+    def made(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
+        """It has made its update."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        opened = [one for one in self._open.values() if one.loader.current is not None]
+        seed_torch(opened[0].key ^ _UPDATE, self.device)
+        self._come_forward(optimizer, schedulers)
+        self._complete(parameters, opened)
+
+    def _check_made(self, parameters: Sequence[Tensor]) -> None:
+        """Raises UsageError unless these have gradients that backward calls of this global batch have made."""
+        if self.guards.foreign:
+            self.guards.refuse_foreign(parameters)
+        graded = any(p.grad is not None for p in parameters)
+        reached = self.accounts.reached
+        if reached is not None and self.strategy.parts is None and reached.isdisjoint(parameters):
+            raise UsageError(not_reached(graded))
+        if not graded and self.strategy.parts is None:
+            raise UsageError(without_backward(parameters))
+
+    def _complete(self, parameters: Sequence[Tensor], opened: Sequence[Yield]) -> None:
+        """The update of a global batch has been made, or was left out."""
+        for p in parameters:
+            p.grad = None
+        for copies in self.strategy.copies:
+            for p in parameters:
+                if p in copies:
+                    copies[p].grad = None
+        if self.accounts.reached is not None:
+            self.accounts.reached.difference_update(parameters)
+        for one in opened:
+            one.stepped = True
+            one.loader.mark_stepped(one.request)
+            if self._yields[one.loader].waiting:
+                self._go_on(one.loader)
 
     def _forget(self, opened: Sequence[Yield]) -> None:
         """A replica was lost: the global batch at hand comes once more. Raises WorldError where that is too late."""
@@ -471,8 +512,8 @@ class Stepper:
         """Whether the update was made, and not skipped for a gradient that is not finite (on all ranks alike)."""
         grads = [p.grad for p in graded if p.grad is not None]
         parts = self.strategy.parts
-        norm = gradient_norm(grads, parts, self._device) if max_grad_norm is not None else None
-        if self.precision.scaler is not None or self._skip:
+        norm = gradient_norm(grads, parts, self.device) if max_grad_norm is not None else None
+        if self.precision.scaler is not None or self.skip:
             finite = self._watch.flag.all_finite(grads, parts) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
@@ -534,7 +575,7 @@ class Stepper:
         """Whether it is being iterated, or was read to its end before the script was through with its last yield."""
         return loader.current is not None or self._yields[loader].unfinished
 
-    def _only(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    def only(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if optimizer is not None:
             return self._known(optimizer)
         if len(self.updates) != 1:
@@ -544,7 +585,10 @@ class Stepper:
         return next(iter(self.updates))
 
     def _look_at(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`."""
+        """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`, or where it
+        cannot be stepped without a closure."""
+        if needs_closure(optimizer):
+            raise UsageError(CLOSURE_OF_AN_OPTIMIZER.format(type(optimizer).__name__))
         check_known(optimizer, self.names)
         self._sizes[optimizer] = count
 

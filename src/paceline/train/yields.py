@@ -84,6 +84,11 @@ class Yields:
     def known(self) -> list[Yield]:
         return ([] if self.entered is None else [self.entered]) + self.waiting
 
+    def at_hand(self) -> Yield:
+        """The latest, of a loader that has yielded."""
+        assert self.latest is not None
+        return self.latest
+
     def supersede(self, presented: Any) -> None:
         """Another yield comes: of this one's batch only its tensors are remembered, as long as the script has them."""
         last, self.ended = self.latest, None
@@ -118,8 +123,7 @@ class Yields:
     def of_loss(self, root: Tensor, first: int) -> Yield:
         """The yield to which the graph of this scalar belongs. first: the number of autograd's next node when the first
         yield of the run came; what is older was there before the loop. Raises UsageError where it is not one yield."""
-        latest = self.latest
-        assert latest is not None
+        latest = self.at_hand()
         node = root.grad_fn
         number = latest.since if node is None else node._sequence_nr()
         if self.ended is not None and number >= self.ended:
@@ -139,8 +143,7 @@ class Yields:
 
     def of_batch(self, batch: Any) -> Yield:
         """The yield to which the batch belongs that a closure is given."""
-        latest = self.latest
-        assert latest is not None
+        latest = self.at_hand()
         presented = latest.loader.presented
         if batch is presented and latest is self.entered:
             return latest
