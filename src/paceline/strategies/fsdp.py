@@ -32,6 +32,7 @@ from torch import nn
 
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import BackwardPass, Strategy, Term, Work
+from paceline.strategies.pickling import NoPickles
 from paceline.strategies.sharded import Sharded
 from paceline.strategies.sliced import SlicedUpdate
 from paceline.world import World
@@ -101,10 +102,12 @@ class FSDP(Strategy):
             if stage == 1
             else Sharded(world, device, keep=stage == 2, mixed=_MIXED[mixed], offload=offload, **options)
         )
+        self._no_pickles = NoPickles("fsdp")
         self.layout, self.views, self.reduces_each = self._inner.layout, self._inner.views, self._inner.reduces_each
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._inner.setup(models, optimizers)
+        self._no_pickles.guard(models)
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         return self._inner.forward_backward(work)
@@ -123,3 +126,4 @@ class FSDP(Strategy):
 
     def close(self) -> None:
         self._inner.close()
+        self._no_pickles.close()
