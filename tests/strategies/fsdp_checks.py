@@ -32,6 +32,7 @@ from tests.strategies.checks import (
     same,
     started,
 )
+from tests.strategies.misuse_checks import named
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -575,7 +576,9 @@ def check_a_pickle_of_slices_is_refused_and_nobody_waits() -> None:
                 run.step(optimizer)
             for what in (model.state_dict(), model, {"state": optimizer.state_dict()}, {"model": model}):
                 if run.main:
-                    named(lambda it=what: torch.save(it, io.BytesIO()), UsageError, "run.export(path, model)", "run.save")
+                    named(
+                        lambda it=what: torch.save(it, io.BytesIO()), UsageError, "run.export(path, model)", "run.save"
+                    )
             whole = {name: _whole(p) for name, p in model.state_dict().items()}
             torch.save(whole, io.BytesIO())
     pickle.dumps(DTensor.from_local(torch.ones(1), _mesh(), [Replicate()]))  # as ever, when the run is over
@@ -601,7 +604,3 @@ def run_most() -> dict[str, str]:
 
 def run_all() -> dict[str, str]:
     return run_checks(checks_in(globals()))
-
-
-def run_tmp() -> dict[str, str]:
-    return run_checks([check_rank_0_alone_may_ask_for_the_state_after_an_evaluation, check_a_pickle_of_slices_is_refused_and_nobody_waits])

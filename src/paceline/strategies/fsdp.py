@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import BackwardPass, Strategy, Term, Work
@@ -107,7 +108,7 @@ class FSDP(Strategy):
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._inner.setup(models, optimizers)
-        self._no_pickles.guard(models)
+        self._no_pickles.guard(m for model in models for m in model.modules() if isinstance(m, FSDPModule))
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         return self._inner.forward_backward(work)
