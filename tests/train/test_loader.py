@@ -204,7 +204,7 @@ def empty_of(collate: Callable[[list[Any]], Any] | None) -> Any:
     """The batch of the third of three ranks, which shares two examples with the others."""
     batches = [everything(loader(Images(), rank, 3, global_batch=2, collate_fn=collate)) for rank in range(3)]
     assert all(len(own) == 1 for own in batches)
-    return batches[0][0]
+    return batches[2][0]
 
 
 def test_zero_length_batches_of_many_kinds() -> None:
@@ -406,10 +406,6 @@ def test_a_position_of_other_data_is_refused() -> None:
     assert made.epoch == 2
 
 
-def test_an_empty_data_set_has_no_steps() -> None:
-    assert everything(loader(TensorDataset(torch.zeros(0, 1)), global_batch=4)) == []
-
-
 # --- what cannot be
 
 
@@ -449,7 +445,14 @@ def test_what_is_no_data_set_is_named() -> None:
 
 def test_a_loader_without_a_batch_says_so() -> None:
     run = paceline.start(progress="off", device="cpu")
-    loader = run.loader(TensorDataset(torch.ones(3, 1)), global_batch=4, drop_last=True)
-    with pytest.warns(UserWarning, match=r"'train' has no batch.*\(4\) with drop_last"):
-        assert list(loader) == []
+    short = run.loader(TensorDataset(torch.ones(3, 1)), global_batch=4, drop_last=True)
+    with pytest.raises(SettingError, match=r"'train' has no batch.*has 3 examples, its global batch 4, and drop_last"):
+        next(iter(short))
+    empty = run.loader(TensorDataset(torch.ones(0, 1)), global_batch=4, name="empty")
+    with pytest.raises(SettingError, match=r"'empty' has no batch: its data set is empty"):
+        next(iter(empty))
+    stream = run.loader(Stream(0), global_batch=4, name="stream")
+    with pytest.raises(SettingError, match=r"'stream' has no batch: its data set, or its sampler, gives no example"):
+        next(iter(stream))
+    assert list(run.loader(TensorDataset(torch.ones(0, 1)), global_batch=4, train=False)) == []
     run.close()

@@ -36,6 +36,7 @@ from paceline.comm.collectives import size_of
 from paceline.comm.replicas import Replicas, current, differentiable_sum
 from paceline.errors import ModelError
 from paceline.train import biases
+from paceline.train.messages import ONE_VALUE, one_value_message
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -251,8 +252,8 @@ class _Global(_BatchNorm):
             known = int(count) if input.numel() <= input.size(1) else 2
             if known == 1:
                 raise ValueError(
-                    f"Expected more than 1 value per channel when training, got input size {input.size()} on this "
-                    f"replica and 1 value per channel over all {replicas.size} replicas"
+                    f"{ONE_VALUE}, got input size {input.size()} on this replica and 1 value per channel over all "
+                    f"{replicas.size} replicas. {one_value_message(1, 1)}"
                 )
             if known > 1:
                 self._update_running_statistics(mean, var * (once / (once - 1)))

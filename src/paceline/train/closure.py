@@ -12,7 +12,7 @@ from paceline.errors import EmptyShardError
 from paceline.strategies.base import Piece, Term
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import terms_of
-from paceline.train.messages import empty_message
+from paceline.train.messages import ONE_VALUE, empty_message
 from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.randomness import mix, seed_torch
@@ -48,7 +48,7 @@ def computing(
             try:
                 return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
             except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-                if piece.count:
+                if piece.count or ONE_VALUE in str(error):
                     raise
                 raise EmptyShardError(empty_message(error)) from error
 

@@ -6,16 +6,17 @@ function (order.py), so that the examples of step k are known without having rea
 
 from __future__ import annotations
 
+import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.comm import collectives, engine, generators
-from paceline.errors import UsageError
+from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Piece
 from paceline.strategies.placement import move
 from paceline.train import randomness
@@ -48,6 +49,14 @@ class Bundle:
         raise UsageError(CANNOT_BE_UNPACKED)
 
 
+class Left(NamedTuple):
+    """The yield at which a loop over a loader was left, and the line that was being run then."""
+
+    request: Request
+    code: CodeType
+    line: int
+
+
 class Loader:
     """Made by `run.loader`, which documents its arguments.
 
@@ -72,6 +81,7 @@ class Loader:
         source.probing = train and collectives.size_of() > 1 and not source.layout.dealt
         self.epoch = 0
         self.current: Request | None = None
+        self.left: Left | None = None
         self.ended = 0  # epochs that have ended since the process started
         self._start = 0
         self._version = source.layout.version
@@ -146,7 +156,7 @@ class Loader:
                     self.noise.leave()
             whole = True
             if request is None and start == 0 and not (self._source.layout.dealt and self.steps):
-                self._warn_empty()
+                raise SettingError(self._source.why_empty(self.name))
         finally:
             engine.enter("between", loader=self.name)
             if self.noise is not None:
@@ -157,16 +167,15 @@ class Loader:
                     self.epoch, self._start = epoch + 1, 0
                     self.ended += 1
                 if not whole:
+                    self._leave(request)
                     self._on_end(self, False)
         if mine == self._iteration:
             self._on_end(self, True)
 
-    def _warn_empty(self) -> None:
-        warnings.warn(
-            f"loader {self.name!r} has no batch, so that nothing is trained: its data set is empty, or has fewer "
-            f"examples than the global batch ({self.global_batch}) with drop_last=True.",
-            stacklevel=2,
-        )
+    def _leave(self, request: Request | None) -> None:
+        """The loop is left in the middle, by `break` or an exception: of that a hook asks when the loop has gone."""
+        frame: Any = sys._getframe(2)
+        self.left = None if request is None else Left(request, frame.f_code, frame.f_lineno)
 
     def _evaluating(self) -> Iterator[Any]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
@@ -175,14 +184,18 @@ class Loader:
         if engine.channel() is not None:  # whose members may be fewer than when the loader was made
             self._source.layout.shards = collectives.size_of()
             self._source.layout.mine = (collectives.rank_of(),)
+        request, whole = None, False
         try:
             with nullcontext() if self.noise is None else self.noise.outside():
                 for request, batches in self._fetch(0, 0):
                     self._enter(request)
                     yield self._present(request, batches)
+            whole = True
         finally:
             engine.enter("between")
             self.current = None
+            if not whole:
+                self._leave(request)
             generators.set_state(before, self._device)
         self._on_end(self, True)
 

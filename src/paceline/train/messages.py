@@ -83,6 +83,27 @@ CLOSURE_OF_AN_OPTIMIZER = (
     "        return loss"
 )
 
+
+ONE_VALUE = "Expected more than 1 value per channel when training"
+"""How torch's batch norm, and ours, begins what it says to a single example."""
+
+
+DROP_LAST = "drop_last=True"
+
+
+def one_value_message(examples: int, total: int) -> str:
+    if total == 1:
+        return (
+            "batch norm needs more than one example, and this global batch has one, as the last of an epoch may. Write "
+            f"run.loader(..., {DROP_LAST}), or choose a global_batch that leaves no single example over."
+        )
+    return (
+        f"batch norm needs more than one example, and of this global batch of {total} examples this process computes "
+        f"{examples} at once. Take a larger global_batch (and micro_batch), with drop_last=True for a short last one; "
+        "or batch_norm='global', whose statistics are those of the whole global batch."
+    )
+
+
 CLOSURE_NEEDED = (
     "run.backward: the chosen strategy computes several shards or micro-batches at once, and must be told how to get "
     "a loss from a batch. Write\n"

@@ -72,8 +72,11 @@ def permutation(length: int, seed: int, name: str, epoch: int) -> np.ndarray:
 
 
 def cut(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Bounds of part `part` when `count` things are cut into `parts` as evenly as possible, in order."""
-    return count * part // parts, count * (part + 1) // parts
+    """Bounds of part `part` when `count` things are cut into `parts` as evenly as possible, in order. What is left over
+    goes to the first parts, so that rank 0, whose numbers are shown, has an example whenever there is one."""
+    size, left = divmod(count, parts)
+    start = part * size + min(part, left)
+    return start, start + size + (part < left)
 
 
 def micro_batches(total: int, shards: int, micro_batch: int | None) -> int:

@@ -96,6 +96,20 @@ class Source:
     def steps(self) -> int:
         return len(self.batch_sizes())
 
+    def why_empty(self, name: str) -> str:
+        """An error message for a training loader that has yielded nothing."""
+        count = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        begin = f"loader {name!r} has no batch:"
+        if not count or self.global_batch is None:
+            what = "its data set is empty" if count == 0 else "its data set, or its sampler, gives no example"
+            return f"{begin} {what}. Give it examples to train on, alike on every rank."
+        if count >= self.global_batch:
+            return f"{begin} its sampler gives no global batch of {self.global_batch} examples."
+        return (
+            f"{begin} its data set has {count} examples, its global batch {self.global_batch}, and drop_last=True "
+            f"leaves out what does not fill one. Set global_batch to {count} or less, or drop_last=False."
+        )
+
     def yields(self) -> int:
         if self.layout.dealt:
             raise TypeError("parts are handed out as processes come free: how many yields are this one's is not known")
