@@ -1,0 +1,272 @@
+"""Measures `paceline verify` and `paceline doctor` on the corpus, and writes what they said.
+
+    python -m tests.corpus.measure run verify RESULTS.json [NAME ...]     # or doctor; goes on where it was stopped
+    python -m tests.corpus.measure rates RESULTS.json [OTHER.json]        # prints the rates and the misses by name
+    python -m tests.corpus.measure table verify BLIND.json [MENDED.json]  # the table of the docs
+
+Doctor runs as the command does. Of verify the judge and its runs are those of the command, but the processes are forked
+from ones that have imported torch already (tests/ranks.py): five runs of a script cost five imports otherwise. With
+--command it runs as the command does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.corpus.truth import fault_lines, fault_of, scripts
+
+ROOT = Path(__file__).resolve().parents[2]
+PROCESSES = 2
+DEADLINE = {"verify": 240, "doctor": 90}  # seconds for one run
+Result = dict[str, Any]
+
+
+# --- running
+
+
+def run_verify(script: Path) -> Result:
+    """The answer's document, from runs in forked processes."""
+    from collections.abc import Mapping as Order
+
+    from tests.ranks import run_ranks
+
+    from paceline.errors import PacelineError
+    from paceline.tools.judge import judge
+    from paceline.tools.runs import Question, Runs
+    from paceline.tools.trials import Script, Start
+
+    class Forked(Runs):
+        def launched(self, name: str, start: Start, order: Order[str, Any]) -> str | None:
+            given = {"strategy": start.strategy and str(start.strategy), "precision": start.precision}
+            settings = {key: value for key, value in given.items() if value is not None} | {"device": "cpu"}
+            work = {"name": name, "script": str(script), "args": [], "settings": settings, "order": dict(order)}
+            try:
+                found = run_ranks(start.processes, "tests.verify.job:run", json.dumps([work]), deadline=240)
+            except AssertionError as error:  # its ranks went apart
+                return str(error)
+            return next((why for rank in found for why in rank.values()), None)
+
+    with tempfile.TemporaryDirectory() as folder:
+        question = Question(Script(str(script), (), False, {"device": "cpu"}), PROCESSES)
+        try:
+            document = judge(Forked(question, PROCESSES, folder, int)).document()
+        except PacelineError as error:
+            return {"code": 2, "text": f"{type(error).__name__}: {error}", "cause": None}
+    keep = ("code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes")
+    return {key: plain(document[key]) for key in keep if document.get(key) is not None}
+
+
+def plain(value: Any) -> Any:
+    """JSON's kinds of values only: notes may be records."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def run_command(tool: str, script: Path) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        paceline = str(Path(sys.executable).with_name("paceline"))
+        command = [paceline, tool, "--nproc", str(PROCESSES), "--deadline", str(DEADLINE[tool]), "--json", str(out)]
+        done = subprocess.run([*command, script.name], capture_output=True, text=True, cwd=script.parent, timeout=1500)
+        if not out.exists():
+            return {"code": done.returncode, "text": done.stderr[-600:], "cause": None, "findings": []}
+        document = json.loads(out.read_text())
+    if tool == "verify":
+        keep = ("code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes")
+        return {key: document[key] for key in keep if document.get(key) is not None}
+    keep = ("cause", "changes_model", "kind", "file", "line", "title", "evidence")
+    findings = [{key: finding[key] for key in keep} for finding in document["findings"]]
+    return {"code": document["exit_code"], "not_watched": document["not_watched"], "findings": findings}
+
+
+def circumstances(command: str) -> Result:
+    import torch
+
+    processors = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in processors if line.startswith("model name")), "?")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    return {
+        "command": command,
+        "hardware": f"{cpu}, {os.cpu_count()} cores, no accelerator",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.strip(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def run(tool: str, path: Path, names: Iterable[str], command: bool) -> None:
+    """Runs every script that has no result yet (or those that are named), and writes the file after each."""
+    document = json.loads(path.read_text()) if path.exists() else {"results": {}}
+    document |= circumstances(f"python -m tests.corpus.measure run {tool}")
+    document["tool"] = tool
+    names = set(names)
+    for script in scripts(tool):
+        if (names and script.stem not in names) or (not names and script.stem in document["results"]):
+            continue
+        began = time.monotonic()
+        by_fork = tool == "verify" and not command
+        document["results"][script.stem] = result = run_verify(script) if by_fork else run_command(tool, script)
+        result["how"] = "forked" if by_fork else "command"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        verdict = judged(tool, script.stem, result)
+        print(f"{script.stem:36} {time.monotonic() - began:4.0f} s  {summary(verdict)}", flush=True)
+
+
+# --- judging
+
+
+def script_of(tool: str, name: str) -> Path:
+    return Path(__file__).parent / tool / f"{name}.py"
+
+
+def judged(tool: str, name: str, result: Result) -> Result:
+    """Of one script: is the fault found, with the right cause, at the right line; of a healthy one: is it accused.
+
+    found: verify says "different" (or, where the truth says so, "not deterministic"); doctor has a finding that changes
+    the model, or one that names the fault. cause: one of those that truth.py takes for right, which says what of a
+    finding's words is asked for where the name alone could mean something else. line: a marked one.
+    """
+    script = script_of(tool, name)
+    fault, marked = fault_of(script), fault_lines(script)
+    if tool == "verify":
+        said = [result] if result.get("code") == 1 or (fault and result.get("cause") in fault.causes) else []
+        accused = result.get("code") == 1
+    else:
+        right = fault.causes if fault else ()
+        said = [f for f in result.get("findings", []) if f["changes_model"] or f["cause"] in right]
+        accused = any(f["changes_model"] for f in said)
+    if fault is None:
+        unclear = tool == "verify" and result.get("code") == 2
+        return {"fault": False, "accused": accused, "unclear": unclear, "causes": [f.get("cause") for f in said]}
+    right = [f for f in said if f.get("cause") in fault.causes]
+    lines = [f for f in right if f.get("line") in marked and Path(f.get("file") or "").name == script.name]
+    return {
+        "fault": True,
+        "found": bool(said),
+        "cause": bool(right),
+        "line": bool(lines),
+        "unclear": not said and result.get("code") == 2,
+        "causes": [f.get("cause") for f in said],
+        "besides": sorted({f["cause"] for f in said if f not in right}) if right and tool == "doctor" else [],
+    }
+
+
+def summary(verdict: Mapping[str, Any]) -> str:
+    causes = ", ".join(map(str, verdict["causes"])) or "-"
+    if not verdict["fault"]:
+        return ("ACCUSED " if verdict["accused"] else "could not tell " if verdict["unclear"] else "ok ") + causes
+    marks = "".join("+" if verdict[key] else "." for key in ("found", "cause", "line"))
+    return f"{marks} {causes}" + (" (could not tell)" if verdict["unclear"] else "")
+
+
+def held_out(tool: str) -> set[str]:
+    """A third of the scripts, faulty and healthy alike, whose results the authors of the tools were not told."""
+    names = sorted(script.stem for script in scripts(tool))
+    draw = random.Random(f"held out of {tool}")
+    parts = [[n for n in names if n.startswith("ok_")], [n for n in names if not n.startswith("ok_")]]
+    return {name for part in parts for name in draw.sample(part, round(len(part) / 3))}
+
+
+def rates(document: Result, among: Callable[[str], bool] = lambda name: True) -> Result:
+    """Counts, and who is counted, of the scripts that have a result."""
+    tool = document["tool"]
+    verdicts = {name: judged(tool, name, r) for name, r in document["results"].items() if among(name)}
+    faulty = {name: v for name, v in verdicts.items() if v["fault"]}
+    healthy = {name: v for name, v in verdicts.items() if not v["fault"]}
+    return {
+        "faulty": len(faulty),
+        "found": sum(v["found"] for v in faulty.values()),
+        "cause": sum(v["cause"] for v in faulty.values()),
+        "line": sum(v["line"] for v in faulty.values()),
+        "healthy": len(healthy),
+        "accused": sorted(name for name, v in healthy.items() if v["accused"]),
+        "unclear": sorted(name for name, v in healthy.items() if v["unclear"] and not v["accused"]),
+        "not found": sorted(name for name, v in faulty.items() if not v["found"]),
+        "other cause": sorted(name for name, v in faulty.items() if v["found"] and not v["cause"]),
+        "other line": sorted(name for name, v in faulty.items() if v["cause"] and not v["line"]),
+    }
+
+
+def parts(document: Result) -> dict[str, Result]:
+    apart = held_out(document["tool"])
+    return {
+        "all": rates(document),
+        "shown": rates(document, lambda name: name not in apart),
+        "held out": rates(document, lambda name: name in apart),
+    }
+
+
+# --- the docs
+
+
+def of(count: int, total: int) -> str:
+    return f"{count} of {total}"
+
+
+def table(blind: Result, mended: Result | None = None) -> str:
+    """Markdown: the rates side by side, then the misses by name."""
+    columns = {"blind": rates(blind)}
+    if mended is not None:
+        columns |= {
+            "after mending, shown": parts(mended)["shown"],
+            "after mending, held out": parts(mended)["held out"],
+        }
+    rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for words, key, total in (
+        ("faults found", "found", "faulty"),
+        ("with the right cause", "cause", "faulty"),
+        ("with the right line", "line", "faulty"),
+    ):
+        rows.append(f"| {words} | " + " | ".join(of(c[key], c[total]) for c in columns.values()) + " |")
+    words = "healthy scripts accused"
+    rows.append(f"| {words} | " + " | ".join(of(len(c["accused"]), c["healthy"]) for c in columns.values()) + " |")
+    if blind["tool"] == "verify":
+        words = "healthy, could not tell"
+        rows.append(f"| {words} | " + " | ".join(of(len(c["unclear"]), c["healthy"]) for c in columns.values()) + " |")
+    last = rates(mended if mended is not None else blind)
+    for words, key in (
+        ("Not found", "not found"),
+        ("Found with another cause", "other cause"),
+        ("Healthy and accused", "accused"),
+    ):
+        if last[key]:
+            rows += ["", f"{words}: " + ", ".join(f"`{name}`" for name in last[key]) + "."]
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("tool", choices=["verify", "doctor"])
+    running.add_argument("file", type=Path)
+    running.add_argument("names", nargs="*")
+    running.add_argument("--command", action="store_true", help="verify as the command does")
+    for name in ("rates", "table"):
+        commands.add_parser(name).add_argument("files", type=Path, nargs="+")
+    options = parser.parse_args()
+    if options.what == "run":
+        run(options.tool, options.file, options.names, options.command)
+        return
+    documents = [json.loads(file.read_text()) for file in options.files]
+    if options.what == "table":
+        print(table(*documents), end="")
+        return
+    for file, document in zip(options.files, documents):
+        for part, found in parts(document).items():
+            print(f"{file} {part}: {json.dumps(found, indent=1)}")
+
+
+if __name__ == "__main__":
+    main()
