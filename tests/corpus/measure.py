@@ -1,8 +1,7 @@
 """Measures `paceline verify` and `paceline doctor` on the corpus, and writes what they said.
 
     python -m tests.corpus.measure run verify RESULTS.json [NAME ...]     # or doctor; goes on where it was stopped
-    python -m tests.corpus.measure rates RESULTS.json [OTHER.json]        # prints the rates and the misses by name
-    python -m tests.corpus.measure table verify BLIND.json [MENDED.json]  # the table of the docs
+    python -m tests.corpus.measure table RESULTS.json                     # the rates and the misses, as in the docs
 
 Doctor runs as the command does. Of verify the judge and its runs are those of the command, but the processes are forked
 from ones that have imported torch already (tests/ranks.py): five runs of a script cost five imports otherwise. With
@@ -12,13 +11,14 @@ from ones that have imported torch already (tests/ranks.py): five runs of a scri
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import os
 import platform
 import random
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -79,7 +79,7 @@ def run_command(tool: str, script: Path) -> Result:
         command = [paceline, tool, "--nproc", str(PROCESSES), "--deadline", str(DEADLINE[tool]), "--json", str(out)]
         done = subprocess.run([*command, script.name], capture_output=True, text=True, cwd=script.parent, timeout=1500)
         if not out.exists():
-            return {"code": done.returncode, "text": done.stderr[-600:], "cause": None, "findings": []}
+            raise RuntimeError(f"{script.stem}: paceline {tool} wrote nothing: {done.stderr[-2000:]}")
         document = json.loads(out.read_text())
     if tool == "verify":
         keep = ("code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes")
@@ -90,17 +90,24 @@ def run_command(tool: str, script: Path) -> Result:
 
 
 def circumstances(command: str) -> Result:
+    """What a file of results says of itself, in the words of `paceline compare --json`."""
     import torch
 
+    from paceline.launcher.plan import available_cores
+
     processors = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in processors if line.startswith("model name")), "?")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     return {
         "command": command,
-        "hardware": f"{cpu}, {os.cpu_count()} cores, no accelerator",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.strip(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+        "machine": {
+            "processor": next((line.split(": ")[1] for line in processors if line.startswith("model name")), "?"),
+            "cores": available_cores(),
+            "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
     }
 
 
@@ -115,9 +122,14 @@ def run(tool: str, path: Path, names: Iterable[str], command: bool) -> None:
             continue
         began = time.monotonic()
         by_fork = tool == "verify" and not command
-        document["results"][script.stem] = result = run_verify(script) if by_fork else run_command(tool, script)
+        result = run_verify(script) if by_fork else run_command(tool, script)
         result["how"] = "forked" if by_fork else "command"
+        if "ModuleNotFoundError" in json.dumps(result):
+            print(f"{script.stem:36} left out: a library is missing", flush=True)
+            continue
+        document["results"][script.stem] = result
         path.parent.mkdir(parents=True, exist_ok=True)
+        document["rates"] = parts(document)
         path.write_text(json.dumps(document, indent=1) + "\n")
         verdict = judged(tool, script.stem, result)
         print(f"{script.stem:36} {time.monotonic() - began:4.0f} s  {summary(verdict)}", flush=True)
@@ -190,8 +202,10 @@ def rates(document: Result, among: Callable[[str], bool] = lambda name: True) ->
         "cause": sum(v["cause"] for v in faulty.values()),
         "line": sum(v["line"] for v in faulty.values()),
         "healthy": len(healthy),
-        "accused": sorted(name for name, v in healthy.items() if v["accused"]),
-        "unclear": sorted(name for name, v in healthy.items() if v["unclear"] and not v["accused"]),
+        "accused": sum(v["accused"] for v in healthy.values()),
+        "unclear": sum(v["unclear"] for v in healthy.values()),
+        "who is accused": sorted(name for name, v in healthy.items() if v["accused"]),
+        "who is unclear": sorted(name for name, v in healthy.items() if v["unclear"]),
         "not found": sorted(name for name, v in faulty.items() if not v["found"]),
         "other cause": sorted(name for name, v in faulty.items() if v["found"] and not v["cause"]),
         "other line": sorted(name for name, v in faulty.items() if v["cause"] and not v["line"]),
@@ -210,38 +224,32 @@ def parts(document: Result) -> dict[str, Result]:
 # --- the docs
 
 
-def of(count: int, total: int) -> str:
-    return f"{count} of {total}"
+COLUMNS = {"all": "all", "shown": "told to the authors", "held out": "held out"}
 
 
-def table(blind: Result, mended: Result | None = None) -> str:
-    """Markdown: the rates side by side, then the misses by name."""
-    columns = {"blind": rates(blind)}
-    if mended is not None:
-        columns |= {
-            "after mending, shown": parts(mended)["shown"],
-            "after mending, held out": parts(mended)["held out"],
-        }
-    rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+def table(document: Result) -> str:
+    """Markdown: the rates, then the misses by name."""
+    columns = parts(document)
+    rows = ["| | " + " | ".join(COLUMNS[name] for name in columns) + " |", "|---|" + "---|" * len(columns)]
     for words, key, total in (
         ("faults found", "found", "faulty"),
         ("with the right cause", "cause", "faulty"),
         ("with the right line", "line", "faulty"),
+        ("healthy scripts accused", "accused", "healthy"),
+        ("healthy, could not tell", "unclear", "healthy"),
     ):
-        rows.append(f"| {words} | " + " | ".join(of(c[key], c[total]) for c in columns.values()) + " |")
-    words = "healthy scripts accused"
-    rows.append(f"| {words} | " + " | ".join(of(len(c["accused"]), c["healthy"]) for c in columns.values()) + " |")
-    if blind["tool"] == "verify":
-        words = "healthy, could not tell"
-        rows.append(f"| {words} | " + " | ".join(of(len(c["unclear"]), c["healthy"]) for c in columns.values()) + " |")
-    last = rates(mended if mended is not None else blind)
+        if key != "unclear" or document["tool"] == "verify":
+            cells = (f"{found[key]} of {found[total]}" for found in columns.values())
+            rows.append(f"| {words} | " + " | ".join(cells) + " |")
     for words, key in (
         ("Not found", "not found"),
-        ("Found with another cause", "other cause"),
-        ("Healthy and accused", "accused"),
+        ("Found, with another cause", "other cause"),
+        ("Right cause, another line or none", "other line"),
+        ("Healthy and accused", "who is accused"),
+        ("Healthy, could not tell", "who is unclear"),
     ):
-        if last[key]:
-            rows += ["", f"{words}: " + ", ".join(f"`{name}`" for name in last[key]) + "."]
+        if names := columns["all"][key]:
+            rows += ["", *textwrap.wrap(f"{words}: " + ", ".join(f"`{name}`" for name in names) + ".", 118)]
     return "\n".join(rows) + "\n"
 
 
@@ -253,19 +261,12 @@ def main() -> None:
     running.add_argument("file", type=Path)
     running.add_argument("names", nargs="*")
     running.add_argument("--command", action="store_true", help="verify as the command does")
-    for name in ("rates", "table"):
-        commands.add_parser(name).add_argument("files", type=Path, nargs="+")
+    commands.add_parser("table").add_argument("file", type=Path)
     options = parser.parse_args()
     if options.what == "run":
         run(options.tool, options.file, options.names, options.command)
         return
-    documents = [json.loads(file.read_text()) for file in options.files]
-    if options.what == "table":
-        print(table(*documents), end="")
-        return
-    for file, document in zip(options.files, documents):
-        for part, found in parts(document).items():
-            print(f"{file} {part}: {json.dumps(found, indent=1)}")
+    print(table(json.loads(options.file.read_text())), end="")
 
 
 if __name__ == "__main__":
