@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import platform
-import random
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.corpus.truth import fault_lines, fault_of, scripts
+from tests.corpus.truth import HELD_OUT, fault_lines, fault_of, scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
@@ -182,14 +181,6 @@ def summary(verdict: Mapping[str, Any]) -> str:
     return f"{marks} {causes}" + (" (could not tell)" if verdict["unclear"] else "")
 
 
-def held_out(tool: str) -> set[str]:
-    """A third of the scripts, faulty and healthy alike, whose results the authors of the tools were not told."""
-    names = sorted(script.stem for script in scripts(tool))
-    draw = random.Random(f"held out of {tool}")
-    parts = [[n for n in names if n.startswith("ok_")], [n for n in names if not n.startswith("ok_")]]
-    return {name for part in parts for name in draw.sample(part, round(len(part) / 3))}
-
-
 def rates(document: Result, among: Callable[[str], bool] = lambda name: True) -> Result:
     """Counts, and who is counted, of the scripts that have a result."""
     tool = document["tool"]
@@ -213,7 +204,7 @@ def rates(document: Result, among: Callable[[str], bool] = lambda name: True) ->
 
 
 def parts(document: Result) -> dict[str, Result]:
-    apart = held_out(document["tool"])
+    apart = HELD_OUT[document["tool"]]
     return {
         "all": rates(document),
         "shown": rates(document, lambda name: name not in apart),
@@ -248,7 +239,9 @@ def table(document: Result) -> str:
         ("Healthy and accused", "who is accused"),
         ("Healthy, could not tell", "who is unclear"),
     ):
-        if names := columns["all"][key]:
+        if key == "other line" and columns["all"]["line"] == 0:
+            rows += ["", "No answer named a line."]
+        elif names := columns["all"][key]:
             rows += ["", *textwrap.wrap(f"{words}: " + ", ".join(f"`{name}`" for name in names) + ".", 118)]
     return "\n".join(rows) + "\n"
 

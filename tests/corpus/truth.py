@@ -2,6 +2,9 @@
 
 A script whose name starts with ok_ has no fault. Every other one has a single fault; the lines that bear it end in
 `# fault`, and whoever is shown one of these lines is shown the right place.
+
+One script was written as faulty and is not, as witness.py showed: ok_weighted_sampler_rank_seed, whose generator is
+seeded with the rank. Paceline's loader gives a sampler the same draws on every rank.
 """
 
 from __future__ import annotations
@@ -127,7 +130,9 @@ VERIFY: dict[str, Fault] = {
         ("control-by-rank",),
     ),
     "pretrained_on_main_after_prepare": Fault(
-        "weights written on one rank", "Rank 0 alone loads pretrained weights after prepare.", ("changed-outside",)
+        "weights written on one rank",
+        "Rank 0 alone loads pretrained weights after prepare.",
+        ("changed-outside", "initialisation-by-rank"),  # the second one was added when it had been said: it is right
     ),
     "reinforce_local_advantage": Fault(
         "batch statistics of the shard",
@@ -193,9 +198,6 @@ VERIFY: dict[str, Fault] = {
     ),
     "weight_decay_by_world": Fault(
         "setting by world size", "The weight decay is divided by the number of processes.", ("control-by-rank",)
-    ),
-    "weighted_sampler_rank_seed": Fault(
-        "sampler by rank", "The sampler's generator is seeded by the rank.", ("examples-overlap-or-miss",)
     ),
 }
 
@@ -336,6 +338,56 @@ DOCTOR: dict[str, Fault] = {
     "zero_without_ddp": Fault(
         "never synchronized", "Nothing averages the gradients under ZeroRedundancyOptimizer.", ()
     ),
+}
+
+# A third of the scripts, faulty and healthy alike, drawn by chance: what was found of them was not told to the authors
+# of the tools before they mended.
+HELD_OUT = {
+    "verify": {
+        "cnn_loss_times_world",
+        "fit_callback_lr_on_loss",
+        "gan_noise_own_generator",
+        "gradient_noise",
+        "loss_weight_by_rank",
+        "moco_queue_local",
+        "noise_level_by_rank",
+        "ok_advantage_global",
+        "ok_detection_total",
+        "ok_multitask_counts",
+        "ok_plateau_global",
+        "ok_stream_shuffled",
+        "ok_vae_reparametrised",
+        "padding_row_on_main",
+        "rnn_hidden_of_last_row",
+        "stream_sharded_twice",
+        "subset_by_rank",
+        "time_seed",
+        "vqgan_adaptive_weight",
+        "vqvae_ema_codebook",
+    },
+    "doctor": {
+        "accumulation_not_divided",
+        "all_reduce_on_main_hang",
+        "allreduce_sum_not_divided",
+        "clip_before_allreduce",
+        "contrastive_in_shard",
+        "criterion_parameters_unsynced",
+        "fsdp2_optimizer_before_shard",
+        "iterable_workers_repeat",
+        "local_sgd_average_lost",
+        "lr_by_rank",
+        "no_sync_always",
+        "ok_ddp_complete",
+        "ok_ema_on_main_eval",
+        "ok_fabric",
+        "ok_join_uneven",
+        "ok_local_sgd",
+        "shard_stride_hardcoded",
+        "token_mean_of_means",
+        "trainer_own_dataloader",
+        "uneven_batches_hang",
+        "worker_init_same_numbers",
+    },
 }
 
 

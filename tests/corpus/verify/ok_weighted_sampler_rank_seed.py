@@ -15,8 +15,8 @@ features = torch.randn(360, 8, generator=g) + labels[:, None]
 weights = torch.where(labels == 1, 5.0, 1.0)
 
 sampler_generator = torch.Generator()
-sampler_generator.manual_seed(SEED + run.world.rank)  # fault
-sampler = WeightedRandomSampler(weights, num_samples=360, generator=sampler_generator)  # fault
+sampler_generator.manual_seed(SEED + run.world.rank)
+sampler = WeightedRandomSampler(weights, num_samples=360, generator=sampler_generator)
 
 model = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 2))
 optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
