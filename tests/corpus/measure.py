@@ -122,7 +122,7 @@ def run(tool: str, path: Path, names: Iterable[str], command: bool) -> None:
         began = time.monotonic()
         by_fork = tool == "verify" and not command
         result = run_verify(script) if by_fork else run_command(tool, script)
-        result["how"] = "forked" if by_fork else "command"
+        result |= {"how": "forked" if by_fork else "command", "commit": document["commit"]}
         if "ModuleNotFoundError" in json.dumps(result):
             print(f"{script.stem:36} left out: a library is missing", flush=True)
             continue
