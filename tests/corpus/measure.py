@@ -145,8 +145,8 @@ def judged(tool: str, name: str, result: Result) -> Result:
     """Of one script: is the fault found, with the right cause, at the right line; of a healthy one: is it accused.
 
     found: verify says "different" (or, where the truth says so, "not deterministic"); doctor has a finding that changes
-    the model, or one that names the fault. cause: one of those that truth.py takes for right, which says what of a
-    finding's words is asked for where the name alone could mean something else. line: a marked one.
+    the model, or one that names the fault. cause: one of those that truth.py takes for right. line: a marked one, named
+    with such a cause.
     """
     script = script_of(tool, name)
     fault, marked = fault_of(script), fault_lines(script)
@@ -158,7 +158,7 @@ def judged(tool: str, name: str, result: Result) -> Result:
         said = [f for f in result.get("findings", []) if f["changes_model"] or f["cause"] in right]
         accused = any(f["changes_model"] for f in said)
     if fault is None:
-        unclear = tool == "verify" and result.get("code") == 2
+        unclear = result.get("code") == 2 and not accused
         return {"fault": False, "accused": accused, "unclear": unclear, "causes": [f.get("cause") for f in said]}
     right = [f for f in said if f.get("cause") in fault.causes]
     lines = [f for f in right if f.get("line") in marked and Path(f.get("file") or "").name == script.name]
@@ -229,9 +229,8 @@ def table(document: Result) -> str:
         ("healthy scripts accused", "accused", "healthy"),
         ("healthy, could not tell", "unclear", "healthy"),
     ):
-        if key != "unclear" or document["tool"] == "verify":
-            cells = (f"{found[key]} of {found[total]}" for found in columns.values())
-            rows.append(f"| {words} | " + " | ".join(cells) + " |")
+        cells = (f"{found[key]} of {found[total]}" for found in columns.values())
+        rows.append(f"| {words} | " + " | ".join(cells) + " |")
     for words, key in (
         ("Not found", "not found"),
         ("Found, with another cause", "other cause"),
