@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance campaign deepspeed lint format bench compare docs examples clean
+.PHONY: help setup demo test conformance campaign corpus deepspeed lint format bench compare docs examples clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,12 @@ conformance: $(VENV)/.trackers $(VENV)/.foreign  ## the fuller matrices: jobs x 
 
 campaign: $(READY)  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)
 	@$(PYTEST) -m campaign
+
+# Needs transformers, accelerate and lightning beside the environment; a script that asks for a missing one is left out.
+corpus: $(READY)  ## what verify and doctor make of 121 scripts that were written without them in mind (an hour)
+	@for tool in verify doctor; do \
+	  $(BIN)/python -m tests.corpus.measure run $$tool build/corpus_$$tool.json \
+	    && $(BIN)/python -m tests.corpus.measure table build/corpus_$$tool.json || exit 1; done
 
 deepspeed: $(VENV)/.deepspeed  ## strategy deepspeed against plain PyTorch (installs DeepSpeed; needs a C++ compiler)
 	@$(PYTEST) tests/strategies/test_deepspeed.py

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import WorldError
 
@@ -345,3 +347,13 @@ def _consistent(world: World, names: tuple[str, ...]) -> World:
     if problem:
         raise WorldError(f"{problem}. Set them right, or start the script with `paceline run` or torchrun. {_ALONE}")
     return world
+
+
+def processor() -> str:
+    """The model of this machine's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import math
+import platform
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.config import StrategySpec
 from paceline.errors import SettingError
@@ -233,6 +237,20 @@ def test_which_one(rows: list[Row], chosen: str, words: str) -> None:
     assert found[0].case.name == chosen
     assert words in found[1]
     assert found[1].count(". ") == 0  # one sentence
+
+
+def test_the_report_says_by_which_command_and_on_what_it_was_measured() -> None:
+    script = Script("my train.py", ("--lr", "0.1"), False, {"seed": 3})
+    document = tool.report(tool.Question(script, "2", "ddp,fsdp:stage=2", rounds=2), 2, Length(30, 5, 9.0), [])
+    assert document["command"] == (
+        "paceline compare --nproc=2 --strategies=ddp,fsdp:stage=2 --rounds=2 --seed=3 'my train.py' --lr 0.1"
+    )
+    machine = document["machine"]
+    assert machine["processor"] in Path("/proc/cpuinfo").read_text() + platform.processor() + platform.machine()
+    assert len(machine["processor"]) > 2
+    assert machine["cores"] >= 1
+    assert {machine["torch"], machine["python"]} == {str(torch.__version__), platform.python_version()}
+    assert datetime.datetime.fromisoformat(document["time"]).tzinfo is not None
 
 
 def test_nothing_ran() -> None:

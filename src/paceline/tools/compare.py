@@ -14,7 +14,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline import __version__
@@ -28,6 +28,7 @@ from paceline.tools.results import examples_per_second, figures, loss_difference
 from paceline.tools.table import number, table
 from paceline.tools.trials import Length, Record, Script, check, check_script, run_trial
 from paceline.tools.verdict import Row, verdict
+from paceline.world import processor
 
 LEAST_STEPS = 3
 SCHEMA = 1
@@ -161,6 +162,7 @@ def report(question: Question, nproc: int, length: Length, rows: Sequence[Row]) 
         "schema": SCHEMA,
         "paceline": __version__,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command(question),
         "machine": _machine(),
         "script": shlex.join([*(["-m"] if script.module else []), script.path, *script.args]),
         "settings": dict(script.settings),
@@ -173,12 +175,28 @@ def report(question: Question, nproc: int, length: Length, rows: Sequence[Row]) 
     }
 
 
+def command(question: Question) -> str:
+    """The command line that asks this question; without --html and --json, which change no figure."""
+    defaults = {field.name: field.default for field in fields(question)}
+    asked: dict[str, object] = {"nproc": question.nproc}
+    for name in ("strategies", "precision", "global_batch", "steps", "rounds", "deadline"):
+        if getattr(question, name) != defaults[name]:
+            asked[name] = getattr(question, name)
+    options = [
+        f"--{name.replace('_', '-')}={value}" for name, value in (asked | dict(question.script.settings)).items()
+    ]
+    script = question.script
+    called = ["-m"] if script.module else []
+    return shlex.join(["paceline", "compare", *options, *called, script.path, *script.args])
+
+
 def _machine() -> dict[str, Any]:
     import torch
 
     accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     return {
         "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
         "cores": available_cores(),
         "accelerators": accelerators,
         "accelerator": torch.cuda.get_device_name(0) if accelerators and torch.cuda.is_available() else None,

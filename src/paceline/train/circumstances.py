@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.comm import collectives
 from paceline.errors import CheckpointError, SettingError
+from paceline.world import processor
 
 _MUST = {"shards": "reproducible", "threads": "threads in each process"}
 _SHOULD = {"torch": "torch", "device": "the device", "capability": "the CPU's instructions"}
@@ -20,7 +19,7 @@ _SHOULD = {"torch": "torch", "device": "the device", "capability": "the CPU's in
 
 def circumstances(shards: int, device: torch.device) -> dict[str, Any]:
     """Of this process."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {_processor()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {processor()}"
     libraries = f", cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
     return {
         "shards": shards,
@@ -29,15 +28,6 @@ def circumstances(shards: int, device: torch.device) -> dict[str, Any]:
         "device": name,
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def compare(saved: Mapping[str, Any] | None, here: Mapping[str, Any], told: bool) -> None:

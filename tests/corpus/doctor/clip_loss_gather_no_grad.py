@@ -1,0 +1,54 @@
+"""CLIP-like training: all_gather collects the features, and gives no gradient; the own ones are not put back."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(20, 12), nn.Linear(16, 12)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, image, text):
+        return F.normalize(self.image(image), dim=1), F.normalize(self.text(text), dim=1), self.scale.exp()
+
+
+def gather(x):
+    parts = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)  # fault
+    return torch.cat(parts)  # fault
+
+
+def contrastive(image, text, scale):
+    every_image, every_text = gather(image), gather(text)  # fault
+    logits = scale * every_image @ every_text.T
+    target = torch.arange(len(logits))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(256, 8, generator=g)
+    data = TensorDataset(z @ torch.randn(8, 20, generator=g), z @ torch.randn(8, 16, generator=g))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler, drop_last=True)
+    model = DDP(Towers(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for image, text in loader:
+            loss = contrastive(*model(image, text))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,203 @@
+"""Measured figures on the pages can be traced to the run that gave them.
+
+A table of measured figures stands below a comment that names the JSON file of its run:
+
+    <!-- figures: benchmarks/results/compare_digits.json -->
+
+The file holds the command, the hardware, the date, and the figures. A table of `paceline compare` is what the command
+prints of these; of any other table, each number is one of the file's, rounded to the digits that are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import parse_strategy
+from paceline.tools.cases import Case
+from paceline.tools.results import Figures
+from paceline.tools.table import table
+from paceline.tools.verdict import Row
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "README.zh-CN.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+NAMED = re.compile(r"<!-- figures: (?P<file>\S+) -->")
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+CELL = re.compile(r"[^A-Za-z]*(?:\d[\d,.]*(?:e-?\d+)?)[^A-Za-z]*(?:us|ms|s|MB|of \d+)?[^A-Za-z]*(?:us|ms|s|MB)?")
+UNITS = (1.0, 1e2, 1e3, 1e6, 1e-6, 1e-3)  # the page's unit in the file's: %, ms, us, MB
+
+# Tables that were measured before the results of a run were kept, as of 2026-11-22: the page, and how the table begins.
+# They go when they are measured anew, and nothing is to be added.
+BEFORE_RESULTS_WERE_KEPT = {
+    ("benchmarks/README.md", "| model | A, A' | P, P' |"),
+    ("benchmarks/README.md", "| model | D, D' | R, R' |"),
+    ("docs/learning_rate.md", "| batch | fixed | sqrt |"),
+    ("docs/learning_rate.md", "| batch | fixed | linear, warm-up |"),
+    ("docs/examples.md", "| | first step | last step (MobileNetV2"),
+    ("docs/strategies/ddp.md", "| sent by each process in a step |"),
+    ("docs/strategies/diloco.md", "| sent by each process |"),
+    ("docs/strategies/fsdp.md", "| | n = 2: kept |"),
+    ("docs/strategies/local_sgd.md", "| sent by each process, a step on average |"),
+    ("docs/strategies/parameter_server.md", "| mode | examples/s |"),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """page: from the root. lines: as they stand there, without indentation. file: the JSON named above it, or None."""
+
+    page: str
+    line: int
+    lines: tuple[str, ...]
+    file: str | None
+
+    @property
+    def fenced(self) -> bool:
+        return not self.lines[0].startswith("|")
+
+    def cells(self) -> list[str]:
+        """Those of the body; of a fenced table its words."""
+        if self.fenced:
+            return [word for line in self.lines for word in line.split()]
+        rows = [line.strip().strip("|").split("|") for line in self.lines[2:]]
+        return [cell.strip() for row in rows for cell in row[1:] if cell.strip()]
+
+    def begins(self, page: str, words: str) -> bool:
+        return self.page == page and self.lines[0].startswith(words)
+
+    def measured(self) -> bool:
+        """Whether it shows figures: columns over dashes, or cells of which most are numbers (with a unit)."""
+        if self.fenced:
+            return any(re.fullmatch(r"-+(  -+){2,}", line) for line in self.lines)
+        cells = self.cells()
+        return sum(bool(CELL.fullmatch(cell)) for cell in cells) * 2 > len(cells)
+
+
+def tables(page: Path) -> Iterator[Table]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        line, start, kind = lines[number].strip(), number, None
+        if re.fullmatch(r"```\w*", line):
+            kind = line
+            end = next(k for k in range(number + 1, len(lines)) if lines[k].strip() == "```")
+            body, number = lines[number + 1 : end], end + 1
+        elif line.startswith("|"):
+            end = next((k for k in range(number, len(lines)) if not lines[k].strip().startswith("|")), len(lines))
+            body, number = lines[number:end], end
+        else:
+            number += 1
+            continue
+        if body and kind in (None, "```text"):
+            above = next((text for text in reversed(lines[:start]) if text.strip()), "")
+            named = NAMED.fullmatch(above.strip())
+            stripped = tuple(text.strip() if kind is None else text for text in body)
+            yield Table(str(page.relative_to(ROOT)), start + 1, stripped, named and named["file"])
+
+
+TABLES = [found for page in PAGES for found in tables(page)]
+MEASURED = [found for found in TABLES if found.measured()]
+TRACED = [found for found in TABLES if found.file is not None]
+
+
+def test_no_table_and_no_row_of_figures_stands_twice() -> None:
+    seen: dict[tuple[str, ...], Table] = {}
+    for found in TABLES:
+        rows = (tuple(line.split()) for line in found.lines if len(NUMBER.findall(line)) > 4)
+        for key in ((found.lines), *(rows if found.measured() else ())):
+            first = seen.setdefault(key, found)
+            same = first is found or {first.page, found.page} == {"README.md", "README.zh-CN.md"}
+            assert same, f"{found.page}:{found.line} shows what {first.page}:{first.line} does: {key}"
+
+
+def test_measured_figures_name_the_file_of_their_run() -> None:
+    untraced = [found for found in MEASURED if found.file is None]
+    listed = {id(found): entry for found in untraced for entry in BEFORE_RESULTS_WERE_KEPT if found.begins(*entry)}
+    without = [f"{found.page}:{found.line}" for found in untraced if id(found) not in listed]
+    assert without == [], "put <!-- figures: benchmarks/results/NAME.json --> above"
+    assert set(listed.values()) == BEFORE_RESULTS_WERE_KEPT, "measured anew, or gone: take it off the list"
+
+
+@pytest.mark.parametrize("found", TRACED, ids=lambda found: f"{found.page}:{found.line}")
+def test_figures_are_those_of_their_file(found: Table) -> None:
+    assert found.file is not None
+    document = json.loads((ROOT / found.file).read_text(encoding="utf-8"))
+    command, machine, date = (document.get(key) for key in ("command", "machine", "time"))
+    assert command, "which command gave it"
+    assert machine["processor"], "on what it was measured"
+    assert {"cores", "accelerators", "torch", "python"} <= machine.keys()
+    assert re.match(r"20\d\d-\d\d-\d\d", date), "when it was measured"
+    if "rows" in document and found.fenced:
+        assert "\n".join(found.lines) == compared(document)
+        return
+    held = sorted(set(numbers(document)))
+    missing = [text for cell in found.cells() for text in NUMBER.findall(cell) if not shown(text, held)]
+    assert missing == [], f"{found.page}:{found.line} shows numbers that {found.file} does not hold"
+
+
+def test_a_number_is_looked_up_to_the_digits_that_are_shown() -> None:
+    held = [0.0397, 2677.8, 0.899]
+    assert all(shown(text, held) for text in ("39.7", "40", "2,678", "89.9", "0.90"))
+    assert not any(shown(text, held) for text in ("39.8", "2,679", "89.8", "0.91", "7"))
+
+
+def compared(document: dict[str, Any]) -> str:
+    """What `paceline compare` printed when it wrote the file."""
+    text = table([row(entry) for entry in document["rows"]])
+    return f"{text}\n{document['verdict']['sentence']}" if document["verdict"] else text.rstrip("\n")
+
+
+def row(entry: dict[str, Any]) -> Row:
+    case = Case(entry["name"], parse_strategy(entry["strategy"]), entry["processes"], servers=entry["servers"])
+    if entry["failed"] is not None:
+        return Row(case, failed=entry["failed"])
+    step, mean = entry["step_seconds"], entry["mean_step"]
+    figures = Figures(
+        examples_per_second=entry["examples_per_second"],
+        rounds=tuple(entry["examples_per_second_by_round"]),
+        step_seconds=step["median"],
+        p95_seconds=step["p95"],
+        mean_seconds=step["mean"],
+        compute=mean["compute_seconds"],
+        waiting=mean["waiting_for_data_seconds"],
+        communicating=mean["communicating_seconds"],
+        hidden=mean["communicating_behind_compute_seconds"],
+        memory=tuple(entry["peak_memory_bytes_by_rank"]),
+        memory_kind=entry["peak_memory_kind"],
+        wire=entry["wire_bytes_per_step"],
+        start_up=entry["start_up_seconds"],
+        parameter_bytes=entry["parameter_bytes"],
+        losses={},
+    )
+    return Row(case, figures, difference=entry["loss_difference"])
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, bool):
+        return
+    if isinstance(value, (int, float)):
+        yield float(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from numbers(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+
+
+def shown(text: str, held: list[float]) -> bool:
+    """Whether a number is one of those held, in some unit, rounded to the digits that are shown."""
+    value = float(text.replace(",", ""))
+    digits, _, exponent = text.replace(",", "").partition("e")
+    last = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))  # the place of the last digit shown
+    return any(math.isclose(number * unit, value, abs_tol=0.501 * last) for number in held for unit in UNITS)
