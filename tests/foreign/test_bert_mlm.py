@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.conformance
+pytestmark = [pytest.mark.conformance, pytest.mark.timeout(600)]
 pytest.importorskip("transformers", reason="Hugging Face's collator is what is tested")
 pytest.importorskip("tokenizers", reason="Hugging Face's tokenizer is what is tested")
 
@@ -69,7 +69,6 @@ def test_an_empty_shard_which_the_model_cannot_take_is_named() -> None:
         trained("single:shards=4", "0")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("script", "code", "cause"), [("bert_tokens", 0, None), ("bert_mean_of_means", 1, "mean-of-means")]
 )
