@@ -76,7 +76,7 @@ BREAKAGES = {
         "train/step.py", "            self.guards.allow(scheduler.step)\n", "            pass\n", "a-sgd and w1"
     ),
     "the same noise on every shard": Breakage(
-        "train/fetch.py", "request.step, shard, micro)", "request.step)", "yield", "tests/train/test_loader.py"
+        "train/collating.py", "request.step, shard, micro)", "request.step)", "yield", "tests/train/test_loader.py"
     ),
     "shards added in the order in which they came": Breakage(
         "comm/canonical.py",

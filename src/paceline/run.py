@@ -202,8 +202,8 @@ class Run:
     ) -> Loader:
         """A loader whose batches a function makes: random pieces of a text, episodes, numbers that are drawn on the fly.
 
-        fn(rows) returns a batch of len(rows) rows. rows: a sequence of the positions in the global batch that are to be
-        made (`rows.step`, `rows.epoch`, `rows.total`); on one process all, else this process's part. What it draws with
+        fn(rows) returns a batch of len(rows) rows. rows: a sequence of the positions in the global batch that it is to
+        make (`rows.step`, `rows.epoch`, `rows.total`); on one process all, else this process's part. What it draws with
         torch and a row for each, as torch.randint(n, (len(rows),)), is the same whoever makes it.
 
         Args:
