@@ -200,7 +200,7 @@ class Run:
         collate: str = "example",
         **options: Any,
     ) -> Loader:
-        """A loader whose batches a function makes: random pieces of a text, episodes, numbers that are drawn on the fly.
+        """A loader whose batches a function makes: random pieces of a text, episodes, numbers drawn on the fly.
 
         fn(rows) returns a batch of len(rows) rows. rows: a sequence of the positions in the global batch that it is to
         make (`rows.step`, `rows.epoch`, `rows.total`); on one process all, else this process's part. What it draws with
