@@ -29,6 +29,7 @@ from paceline.train.messages import SAVED_IN_MID_BATCH
 from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
 from paceline.train.objective import step_by_closure
+from paceline.train.places import Made, Places, Rows, check_batches
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
 from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
@@ -191,6 +192,37 @@ class Run:
         if train:
             self._state.add_loader(loader)
         return loader
+
+    def batches(
+        self,
+        fn: Callable[[Rows], Any],
+        *,
+        global_batch: int,
+        steps: int | None = None,
+        micro_batch: int | None = None,
+        train: bool = True,
+        name: str | None = None,
+        collate: str = "example",
+        **options: Any,
+    ) -> Loader:
+        """A loader whose batches a function makes: random pieces of a text, episodes, numbers drawn on the fly.
+
+        fn(rows) returns a batch of len(rows) rows. rows: a sequence of the positions in the global batch that it is to
+        make (`rows.step`, `rows.epoch`, `rows.total`); on one process all, else this process's part. What it draws with
+        torch and a row for each, as torch.randint(n, (len(rows),)), is the same whoever makes it.
+
+        Args:
+            fn: is called for each yield, just before it (without num_workers), so that it may use the model.
+            global_batch: rows of one optimizer step, over all devices.
+            steps: global batches in an epoch; not given, they have no end, and the loop needs a `break`.
+            micro_batch, train, name, collate, options: as of `loader`.
+
+        Raises SettingError for arguments that cannot be.
+        """
+        check_batches(fn, global_batch, steps, options)
+        own: dict[str, Any] = {"micro_batch": micro_batch, "train": train, "name": name, "collate": collate}
+        made = Made(fn, global_batch)
+        return self.loader(Places(global_batch, steps), global_batch=global_batch, collate_fn=made, **own, **options)
 
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader

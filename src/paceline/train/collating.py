@@ -29,6 +29,7 @@ from paceline.train.draws import Call, ExampleDraws, RowKeys
 from paceline.train.empty import empty_batch
 from paceline.train.keyed import generators_of
 from paceline.train.order import Part, Request
+from paceline.train.places import Made
 from paceline.train.randomness import mix, mix_each, seed_all, tag
 from paceline.train.rows import take_rows
 
@@ -256,8 +257,8 @@ class _Drawing(ExampleDraws):
 
 def _holder(collate: Any) -> Any:
     """The object whose attributes a collate function's generators may be."""
-    while isinstance(collate, functools.partial):
-        collate = collate.func
+    while isinstance(collate, (functools.partial, Made)):
+        collate = collate.function if isinstance(collate, Made) else collate.func
     return getattr(collate, "__self__", collate)
 
 

@@ -19,6 +19,7 @@ from paceline.strategies.base import Layout
 from paceline.train.agreement import digest_of_example, probe_of_stream
 from paceline.train.collating import Collating
 from paceline.train.order import Part, Request, requests
+from paceline.train.places import Places
 from paceline.train.randomness import mix, tag
 
 Fetched = tuple[Request, list[Any]]
@@ -47,6 +48,8 @@ class MapFetcher(Dataset[Fetched]):
         return self.collating.batch(request, part, [self._example(request.epoch, index) for index in part.indices])
 
     def _example(self, epoch: int, index: int) -> Any:
+        if isinstance(self.dataset, Places):
+            return self.dataset.of_epoch(epoch, index)
         self.streams.for_example(epoch, index)
         return self.dataset[index]
 

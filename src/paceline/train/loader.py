@@ -61,7 +61,8 @@ class Loader:
     """Made by `run.loader`, which documents its arguments.
 
     steps: optimizer steps in an epoch. step: the current one. epoch: the current epoch. indices: the data set indices
-    of the current yield on this process. `len` is the number of yields in an epoch.
+    of the current yield on this process. rows: their places in the global batch. `len` is the number of yields in an
+    epoch.
     """
 
     def __init__(
@@ -121,6 +122,12 @@ class Loader:
     def indices(self) -> tuple[int, ...]:
         """The data set's indices of the examples in the current yield on this process."""
         return self.current.indices if self.current is not None else ()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The positions of these examples in the global batch, from 0: which part of it this yield is."""
+        parts = self.current.parts if self.current is not None else ()
+        return tuple(place for part in parts for place in range(part.start, part.start + len(part.indices)))
 
     @property
     def examples(self) -> int:

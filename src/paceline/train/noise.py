@@ -78,13 +78,13 @@ class Noise:
         self._micros: dict[tuple[Any, ...], Micro] = {}
         self._latest: Micro | None = None
         self._warned: set[str] = set()
-        self._modes: list[_Functions] = []
+        self._modes: list[Functions] = []
         self._join()
 
     def _join(self) -> None:
         if not self._local.joined:
             self._local.joined = True
-            mode = _Functions(self)
+            mode = Functions(self)
             mode.__enter__()
             if threading.current_thread() is threading.main_thread():
                 self._modes.append(mode)
@@ -186,7 +186,7 @@ class _Local(threading.local):
         self.slot = torch.empty((), dtype=torch.int64)
 
 
-class _Functions(TorchFunctionMode):
+class Functions(TorchFunctionMode):
     """Waits for functions that may draw."""
 
     def __init__(self, noise: Noise) -> None:

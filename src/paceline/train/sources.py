@@ -18,6 +18,7 @@ from paceline.train.dealt import Parts
 from paceline.train.fetch import Fetched, MapFetcher, StreamFetcher, is_stream
 from paceline.train.keyed import Keyed, generators_of
 from paceline.train.order import Request, micro_batches, permutation, requests
+from paceline.train.places import Places
 from paceline.train.randomness import mix, tag
 
 STREAM_BUFFER = 1000
@@ -211,6 +212,8 @@ class MapSource(Source):
                 raise TypeError("the sizes of this batch_sampler's batches are not known before it is iterated")
             return [size or 1] * len(self.batch_sampler)
         assert self.global_batch is not None
+        if isinstance(self.dataset, Places) and self.dataset.steps is None:
+            raise TypeError("run.batches without steps= has no end")
         return _even(len(self.sampler if self.sampler is not None else self.dataset), self.global_batch, self.drop_last)
 
     def identity(self) -> dict[str, Any]:
