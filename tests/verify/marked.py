@@ -4,6 +4,7 @@ Each is the same job with some lines replaced. The line that is sought ends in `
 (a statistic, and its use), both do. Made by `script`, which test_lines.py calls.
 """
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 from dataclasses import dataclass

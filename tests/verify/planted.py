@@ -50,9 +50,11 @@ overflow-on-some-ranks            the last rank's numbers leave the range   | no
 not-deterministic                 the model's noise is from an unseeded generator of its own | no noise
 
 And what is no fault, or cannot be told: order (the loss weighs examples by their place in a pair), chaos (the model
-enlarges rounding), noise (from torch's generator), noise/loop (in a loop with batch norm; its bad twin: rank 1 doubles its loss), alone (fails on one process), memory (fails on large batches),
+enlarges rounding), noise (from torch's generator), noise/loop (in a loop with batch norm; its bad twin: rank 1 doubles
+its loss), alone (fails on one process), memory (fails on large batches),
 no-turns (fails where one process computes the shards, and drops out), nan, path (a layer is left out later, by all),
-pickled (the model is saved, pickled and copied), tied (two layers share a weight), of-two (two updates in a step, and dropout).
+pickled (the model is saved, pickled and copied), tied (two layers share a weight), of-two (two updates in a step, and
+dropout).
 """
 
 from __future__ import annotations

@@ -75,11 +75,8 @@ SPOKEN_OF = {  # words of a sentence -> runs of which one at least shows it
 def unfounded(claim: Claim) -> bool:
     """Whether it speaks of a run that it is not bound to."""
     about = {*claim.runs, *claim.without}
-    if (
-        claim.text.startswith("\nRemedy")
-        or (not claim.runs
-        and not claim.without
-        and "the run in question" in claim.text)
+    if claim.text.startswith("\nRemedy") or (
+        not claim.runs and not claim.without and "the run in question" in claim.text
     ):
         return False
     return any(words in claim.text and not about & runs for words, runs in SPOKEN_OF.items())

@@ -19,7 +19,10 @@ STATE = (
     "the script keeps something outside the model, its buffers and the optimizer (a counter, a running number, earlier "
     "examples), which is another where a process has computed another part of the batch, and goes by it"
 )
-STATE_REMEDY = "Make it from all processes' numbers (run.mean, run.gather), count updates and not batches, and keep it in a buffer."
+STATE_REMEDY = (
+    "Make it from the numbers of all processes (run.mean, run.gather), count updates and not batches, and keep it in a "
+    "buffer."
+)
 
 
 def find(e: Evidence) -> Cause | None:
@@ -450,7 +453,7 @@ def _state(e: Evidence) -> Cause:
 
 
 def _told(e: Evidence) -> Cause | None:
-    """The same processes, shards and weights, and each process told that it is the only one: something else comes out."""
+    """The same processes, shards and weights, each process told that it is the only one: something else comes out."""
     if e.told is None or not e.asked or (e.shards is not None and e.ours.drew and not e.cut and not e.noisy):
         return None
     quantity = "other numbers are drawn" if e.asked[0].quantity == "data" else f"the {e.asked[0].quantity} is another"

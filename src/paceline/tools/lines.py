@@ -33,8 +33,8 @@ RANDOM = {
 @dataclass(frozen=True)
 class Found:
     """An event at which runs begin to differ, and one that goes with it: where a statistic is used, say. how: "values",
-    "numbers" (what is given beside tensors), "path" (an op that only one has), "state" (something that was made before), "mean" (no mean, nor sum, of the
-    parts'), "rows" (examples have other values)."""
+    "numbers" (what is given beside tensors), "path" (an op that only one has), "state" (something that was made
+    before), "mean" (no mean, nor sum, of the parts'), "rows" (examples have other values)."""
 
     event: Event
     how: str

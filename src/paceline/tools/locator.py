@@ -129,16 +129,18 @@ class Locator:
                  "Draw from torch's default generator, as it is seeded: for each shard of each step, and each example.",
                  sides)  # fmt: skip
         elif where.asks and answer.cause in ("other-random-numbers", *_BY_PARTS) and not drawn:
-            _say(answer, "control-by-rank", "a setting, or a number, of the script depends on the rank or on the number "
-                 "of processes", "Set it alike on every rank and for every number of processes.", sides)  # fmt: skip
+            sentence = "a setting, or a number, of the script depends on the rank or on the number of processes"
+            _say(answer, "control-by-rank", sentence, "Set it alike on every rank and for every number.", sides)
         elif not where.asks and answer.cause in (*_BY_PARTS, "control-by-rank") and found.how == "state":
             _say(answer, "state-outside", STATE, STATE_REMEDY, sides)
         elif not where.asks and answer.cause in _BY_PARTS and found.how == "numbers":
             given, whole = found.numbers
-            _say(answer, "depends-on-shard-size", f"an op is given {_numbers(given)} with a part of the batch, and "
-                 f"{_numbers(whole)} with the whole: the script computes with the size of what it is given, or with how "
-                 "many parts there were", "Count in updates, and leave sizes out of the loss: Paceline weighs each part "
-                 "by its examples.", sides)  # fmt: skip
+            sentence = (
+                f"an op is given {_numbers(given)} with a part of the batch, and {_numbers(whole)} with the whole: the "
+                "script computes with the size of what it is given, or with how many parts there were"
+            )
+            remedy = "Count in updates, and leave sizes out: Paceline weighs each part by its examples."
+            _say(answer, "depends-on-shard-size", sentence, remedy, sides)
 
 
 def _say(answer: Answer, cause: str, sentence: str, remedy: str, sides: Sequence[Side]) -> None:

@@ -1,7 +1,7 @@
 """Where in the script a cause is: which of the events that were watched (trial/lines.py) it is, by what differs. Pure.
 
-Of each rank there are two runs: one as it was (L), one in which it was told that it is alone (LD). Where what they do is
-unlike, the script has asked for the rank or for the number of processes, and the first unlike event of the kind that
+Of each rank there are two runs: one as it was (L), one in which it was told that it is alone (LD). Where what they do
+is unlike, the script has asked for the rank or for the number of processes, and the first unlike event of the kind that
 the fault is of is where that acts. Else the batch's parts are compared with the whole (LC), or the place is
 that of the event itself: the line that writes the buffer.
 """

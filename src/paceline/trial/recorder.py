@@ -13,10 +13,11 @@ Replicas that train apart (`layout.local`) have no state between two steps that 
 over, and the last one kept.
 
 Each rank writes `rank-N.json`. Tensors are in safetensors files: `state-K`, and `start-K` of the models alone (before
-step K); `own-K` (what a side had there before it took over, of what was changed since the last update);
-`grad-K-U-rN` (before update U of step K), and `take-K-U-rN`, the same of the run in question; `after-K-U` (weights and buffers after it); `part-K-M` (gradients so far when
-yield M of the step begins, where one process computes all shards in turns); `initial` and `end`. Only states and
-`take` hold tensors whole; of the others large ones are sketches (sketches.py), since they are compared and not used.
+step K); `own-K` (what a side had there before it took over, of what was changed since the last update); `grad-K-U-rN`
+(before update U of step K), and `take-K-U-rN`, the same of the run in question; `after-K-U` (weights and buffers after
+it); `part-K-M` (gradients so far when yield M of the step begins, where one process computes all shards in turns);
+`initial` and `end`. `state` and `take` hold tensors whole. Large ones of the others are sketches (sketches.py), since
+they are compared and not taken over.
 """
 
 from __future__ import annotations
