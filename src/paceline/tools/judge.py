@@ -143,8 +143,7 @@ class _Case:
         compared = [side for side in (self.ours, self.whole, self.reversed) if side is not None]
         answer.indeterminate = sorted(self.tolerances.indeterminate)
         if answer.indeterminate:
-            words_ = "indeterminate, since their gradients are rounding and little else (judged by absolute size): "
-            answer.notes.append(shown(words_ + ", ".join(answer.indeterminate), *compared[1:]))
+            answer.notes.append(shown(self._of_the_indeterminate(), *compared))
         if self.kinks:
             kinks = (
                 f"in {self.kinks} of the steps some gradients differ in the second half of their digits, and nothing "
@@ -168,6 +167,13 @@ class _Case:
         if unused and self.ours.updates(0) == 1:
             answer.notes.append(shown(f"no loss reaches these parameters: {', '.join(unused[:5])}", self.ours))
         return answer
+
+    def _of_the_indeterminate(self) -> str:
+        names = ", ".join(sorted(self.tolerances.indeterminate))
+        said = f"indeterminate, since their gradients are rounding and little else (judged by absolute size): {names}"
+        moves = ". An optimizer that scales gradients, such as Adam, makes whole steps of these, which are not compared"
+        norms = "; where a batch norm follows, evaluation with running statistics sees them (bias=False spares it)"
+        return said + moves + (norms if self.ours.ranks[0]["norms"] else "")
 
     def _look_at_the_tolerances(self) -> bool:
         """Whether one process makes the same of the same batch twice. Where C2 differs by more than rounding usually
@@ -286,15 +292,20 @@ class _Case:
 
     def _not_cut(self) -> Answer:
         """Nothing differs, of what there is."""
-        found = self.shards or self.told
+        found, left = self.shards or self.told, self.runs.left
         if found is None:
-            return Answer(UNKNOWN, [missing("could not tell: there is nothing to compare with.", "B", "C", "D")])
+            absent = [run for run in ("A0", "B", "C", "D") if run not in left]
+            return Answer(UNKNOWN, [missing("could not tell: there is nothing to compare with.", *absent)])
         same = "one process that computes the same shards is the same,"
         if self.shards is None:
             same = "the run in question is the same where each process is told that it is the only one,"
         text = f"could not tell whether cutting the batch changes the model: {same} but there is no run of whole "
-        absent = () if "C" in self.runs.left else ("C",)
-        return Answer(UNKNOWN, [Claim(text + "batches to compare with.", (self.ours.name, found.name), absent)])
+        text += "batches to compare with."
+        if "C" not in left:
+            return Answer(UNKNOWN, [Claim(text, (self.ours.name, found.name), ("C",))])
+        text = text.removesuffix("there is no run of whole batches to compare with.")
+        text += "it could not be run with dropout off, as one process was that computes whole batches."
+        return Answer(UNKNOWN, [Claim(text, (self.ours.name, found.name, "C"), ("A0",))])
 
     def _noise(self, plain: Side, whole: Side) -> Answer:
         """What one process draws for the whole batch is not what several draw for its parts."""
@@ -455,7 +466,8 @@ class _Case:
                 if allowed and apart / allowed > worst[0] / worst[2]:
                     worst, at = (apart, norm(second[name]), allowed), f"in the gradient of {name}, step {step + 1}"
         both = (self.plain, whole)
-        text = f"the same, within rounding: {steps} steps"
+        aside = sorted(self.tolerances.indeterminate)
+        text = f"the same, within rounding: {steps} steps" + (f" ({', '.join(aside[:3])} aside)" if aside else "")
         if at:
             text += f"; the largest difference is {worst[0]:.2g} of {worst[1]:.2g} (allowed: {worst[2]:.2g}), {at}."
         else:
