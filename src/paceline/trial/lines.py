@@ -199,8 +199,8 @@ class Lines:
             address = tensor.untyped_storage().data_ptr()
             known = self._named() if known is None else known
             target = known.get(address)
-            if target is None and not tensor.requires_grad and not isinstance(tensor, nn.Parameter) and self._step >= 0:
-                continue  # a tensor of the script's own
+            if target is None and self._step >= 0 and self._event_of(tensor) is not None:
+                continue  # what an op of this yield has made
             self._add("write", at, name, target=target, address=address, values=self._digest(tensor))
 
     def _name(self, tensor: Any) -> str | None:
