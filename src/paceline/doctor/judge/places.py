@@ -21,6 +21,9 @@ _OF_NAMES = re.compile(r"^range\(|\.items\(\)$")
 _MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*|remainder|surplus)(_|$)")
 _MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
 
+_SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
+_TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
+
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
@@ -28,20 +31,27 @@ def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
     """Does the script use all that this exchange gave it?
 
     Not if it cuts it, or puts it to places by index: then it may well have dropped the duplicates. Looked at are the
-    function that exchanges, the one with the evaluation's loop, what the callers do afterwards, and the functions that
-    these call. sums: before a sum a rank can only have cut its own, or have masked it, with the counts before its eyes.
+    function that exchanges, the one with the evaluation's loop from there on, what the callers do afterwards, those of
+    libraries too (Accelerate's `gather_for_metrics` cuts), and the functions that the script's own call. sums: before a
+    sum a rank can only have cut its own, or have masked it, with the counts before its eyes.
     """
     path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
     if not path or any(_tree(file) is None for file, _ in path):
         return False
-    whole = [_scope(*path[0])] + ([_scope(*loop)] if loop and _tree(loop[0]) is not None else [])
-    after = [] if sums else [(_scope(*frame), frame[1]) for frame in path[1:]]
-    files = {file for file, _ in path} | ({loop[0]} if loop else set())
-    nodes = [n for scope in whole for n in ast.walk(scope)]
-    nodes += [n for scope, line in after for n in ast.walk(scope) if getattr(n, "end_lineno", 0) >= line]
+    first = _scope(*path[0])
+    looked: list[tuple[_Scope, int]] = []  # and from which line on
+    if loop and _tree(loop[0]) is not None:
+        looked.append((_scope(*loop), loop[1]))
+    if not any(first is scope for scope, _ in looked):
+        looked.append((first, 0))
+    looked += [] if sums else [(_scope(*frame), frame[1]) for frame in path[1:]]
+    nodes = [n for scope, line in looked for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
+    files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
     called = {_called(n) for n in nodes if isinstance(n, ast.Call) and (not sums or _COUNTED.search(_said(n.args)))}
-    nodes += [n for scope in _named(files, called) for n in ast.walk(scope)]
-    return not any(_cuts(n) or (_masks(n) if sums else _places(n)) for n in nodes)
+    entered = {id(scope) for scope, _ in looked} | {id(_scope(*frame)) for frame in path}
+    nodes += [n for scope in _named(files, called) if id(scope) not in entered for n in ast.walk(scope)]
+    told = {id(part) for n in nodes if isinstance(n, ast.Call) and _called(n) in _TELLS for part in ast.walk(n)}
+    return not any(_cuts(n) or (_masks(n) if sums else _places(n)) for n in nodes if id(n) not in told)
 
 
 def accumulates(file: str, line: int) -> bool:

@@ -113,24 +113,28 @@ class Run:
 
     def _passes(self, events: list[Event]) -> list[Pass]:
         found: dict[int, Pass] = {}
-        waiting: dict[str, Pass] = {}  # loader -> the pass of its last yield, that no backward followed yet
+        waiting: dict[str, int] = {}  # loader -> its last yields in a row, that no backward followed yet
+        latest: dict[str, Pass] = {}
         for position, e in enumerate(events):
             kind = e["k"]
             if kind == "pass":
                 found[e["n"]] = Pass(e["loader"], e["n"], e["at"], e.get("epoch"), begin=position, end=position)
-                waiting.pop(e["loader"], None)
+                waiting = {}
             elif kind == "yield" and e["n"] in found:
                 one = found[e["n"]]
                 one.yields.append(e)
                 one.end = position
-                waiting[e["loader"]] = one
+                if e.get("grad", True):
+                    waiting[e["loader"]] = waiting.get(e["loader"], 0) + 1
+                    latest[e["loader"]] = one
             elif kind == "pass_end" and e["n"] in found:
                 found[e["n"]].whole, found[e["n"]].end = True, position
-                waiting.pop(e["loader"], None)
-            elif kind == "backward":
-                for one in waiting.values():
-                    one.trained += 1
-                waiting.clear()
+            elif kind == "backward":  # several batches may have been read before the first is trained on
+                for loader in [name for name, count in waiting.items() if count]:
+                    latest[loader].trained += 1
+                    waiting[loader] -= 1
+            elif kind == "step":  # one may have been read ahead
+                waiting = {loader: min(count, 1) for loader, count in waiting.items()}
         return list(found.values())
 
     @cached_property

@@ -59,7 +59,7 @@ def _in_a_row(run: Run, number: int, steps: list[Event]) -> str:
     rows: list[int] = []
     last, length = None, 0
     for e in run.ranks[0]:
-        if e["k"] == "sched" and e["sched"] == number:
+        if e["k"] == "sched" and e["sched"] == number and not e.get("library"):  # Accelerate's lengths count processes
             length += 1
             last = e["at"]
         elif e["k"] in ("yield", "backward", "step", "before") and length:

@@ -126,7 +126,7 @@ class Collectives:
                 with self.book.aside():
                     if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
                         told["result"] = self._values(tensor, told)
-                    self.book.note("coll", op=op, path=[] if told.get("of") else self.book.path(), **told)
+                    self.book.note("coll", op=op, path=[] if told.get("of") else self.book.through(), **told)
                 return result
 
             return call
@@ -270,7 +270,7 @@ class Collectives:
         """Around a method of DDP's that communicates in C++."""
 
         def make(original: Any) -> Any:
-            def method(module: Any, *args: Any, **options: Any) -> Any:
+            def method(module: Any, /, *args: Any, **options: Any) -> Any:
                 if torch.compiler.is_compiling() or not condition(module):
                     return original(module, *args, **options)
                 end = self.begin(op, getattr(module, "process_group", None))

@@ -41,7 +41,7 @@ class Models:
         self._reached: dict[int, set[int]] = {}  # of modules with find_unused_parameters: parameters reached
 
     def init(self, original: Any) -> Any:
-        def __init__(module: Any, *args: Any, **options: Any) -> None:
+        def __init__(module: Any, /, *args: Any, **options: Any) -> None:
             original(module, *args, **options)
             with self.book.aside():
                 number = self.made
@@ -72,7 +72,7 @@ class Models:
                 p.register_post_accumulate_grad_hook(lambda _, place=place: reached.add(place))
 
     def forward(self, original: Any) -> Any:
-        def forward(module: Any, *args: Any, **options: Any) -> Any:
+        def forward(module: Any, /, *args: Any, **options: Any) -> Any:
             number = module.__dict__.get("_paceline_doctor")
             if torch.compiler.is_compiling() or number is None or not self.book.watching:
                 return original(module, *args, **options)
@@ -95,7 +95,7 @@ class Models:
             self.book.note("forward", ddp=number, digest=digests, size=size)
 
     def post_forward(self, original: Any) -> Any:
-        def _post_forward(module: Any, output: Any) -> Any:
+        def _post_forward(module: Any, /, output: Any) -> Any:
             if not module.find_unused_parameters or torch.compiler.is_compiling() or not self.book.watching:
                 return original(module, output)
             began = self.book.clock()
@@ -128,16 +128,17 @@ class Models:
         return count
 
     def norm(self, original: Any) -> Any:
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: Any, /, *args: Any, **options: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
-                return original(module, x)
-            if module.training:
+                return original(module, *args, **options)
+            x = args[0] if args else options.get("input")
+            if module.training and isinstance(x, torch.Tensor):
                 looks = self._looks(module, module.weight)
                 names = [f"{owner}.{name}" for owner, name in _names_of(module)] if looks else []
                 self._norm(module, x, module.weight, self._inside.get(module), min(names, key=len, default=""))
             self._norming = True
             try:
-                return original(module, x)
+                return original(module, *args, **options)
             finally:
                 self._norming = False
 

@@ -101,7 +101,7 @@ class _Training:
     # --- optimizers
 
     def optimizer(self, original: Any) -> Any:
-        def __init__(optimizer: Any, *args: Any, **options: Any) -> None:
+        def __init__(optimizer: Any, /, *args: Any, **options: Any) -> None:
             original(optimizer, *args, **options)
             with self.book.aside():
                 number = optimizer.__dict__["_paceline_doctor"] = self._optimizers
@@ -200,7 +200,7 @@ class _Training:
         """Watch a class of schedulers, and its own step if it has one."""
 
         def make_init(original: Any) -> Any:
-            def __init__(scheduler: Any, *args: Any, **options: Any) -> None:
+            def __init__(scheduler: Any, /, *args: Any, **options: Any) -> None:
                 first = "_paceline_doctor" not in scheduler.__dict__
                 if first:
                     scheduler.__dict__["_paceline_doctor"] = self._schedulers
@@ -214,7 +214,7 @@ class _Training:
             return __init__
 
         def make_step(original: Any) -> Any:
-            def step(scheduler: Any, *args: Any, **options: Any) -> Any:
+            def step(scheduler: Any, /, *args: Any, **options: Any) -> Any:
                 if self._inside or not self.book.watching:
                     return original(scheduler, *args, **options)
                 optimizer = getattr(scheduler, "optimizer", None)
@@ -228,7 +228,7 @@ class _Training:
                     self._inside -= 1
                 lrs = [_number(group.get("lr")) for group in optimizer.param_groups] if optimizer is not None else []
                 opt = optimizer.__dict__.get("_paceline_doctor") if optimizer is not None else None
-                self.book.note("sched", opt=opt, lr=lrs, **_schedule(scheduler))
+                self.book.note("sched", opt=opt, lr=lrs, library=self.book.library(), **_schedule(scheduler))
                 return result
 
             return step
@@ -282,7 +282,7 @@ class _Training:
         return None
 
     def scale(self, original: Any) -> Any:
-        def scale(scaler: Any, *args: Any, **options: Any) -> Any:
+        def scale(scaler: Any, /, *args: Any, **options: Any) -> Any:
             if all(scaler is not known for known in self._scalers):
                 self._scalers.append(scaler)
             scaler._paceline_doctor_scaled = True
@@ -291,7 +291,7 @@ class _Training:
         return scale
 
     def update(self, original: Any) -> Any:
-        def update(scaler: Any, *args: Any, **options: Any) -> Any:
+        def update(scaler: Any, /, *args: Any, **options: Any) -> Any:
             scaler._paceline_doctor_scaled = False
             return original(scaler, *args, **options)
 
