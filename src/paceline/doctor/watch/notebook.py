@@ -98,9 +98,10 @@ class Notebook:
         """Seconds, without those that watching took."""
         return time.perf_counter() - self.own
 
-    def at(self) -> list[Any]:
-        """[file, line] of the innermost call in a file of the script's folder; empty where there is none."""
-        return next(iter(self.path(1)), [])
+    def at(self, beneath: Callable[[FrameType], bool] | None = None) -> list[Any]:
+        """[file, line] of the innermost call in a file of the script's folder; empty where there is none. beneath:
+        calls that are left out, where others lead to them."""
+        return next(iter(self.path(1, beneath) or (self.path(1) if beneath else [])), [])
 
     def through(self) -> list[list[Any]]:
         """[file, line] of the calls in files of the script and of the libraries that it calls (not torch's, Python's or
@@ -122,13 +123,13 @@ class Notebook:
         innermost = next(iter(self.through()), None)
         return innermost is not None and not self._users(innermost[0])
 
-    def path(self, most: int = 6) -> list[list[Any]]:
-        """[file, line] of the calls in files of the script's folder, the innermost first."""
+    def path(self, most: int = 6, beneath: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
+        """[file, line] of the calls in files of the script's folder, the innermost first, without those beneath."""
         found: list[list[Any]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < most:
             name = frame.f_code.co_filename
-            if self._users(name):
+            if self._users(name) and not (beneath is not None and beneath(frame)):
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
         return found
@@ -264,6 +265,7 @@ def put(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[...
     """Replace `owner.name` by what `make` makes of it, under the same name and documentation."""
     original = getattr(owner, name)
     made = make(original)
+    vars(made).update({k: v for k, v in getattr(original, "__dict__", {}).items() if k not in vars(made)})
     for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
         if hasattr(original, attribute):
             setattr(made, attribute, getattr(original, attribute))
