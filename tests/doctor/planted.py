@@ -11,7 +11,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_device", "with_paceline",
-           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged")  # fmt: skip
+           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers")  # fmt: skip
 FOREIGN = {"foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
            "foreign/accelerated": "accelerate", "foreign/hf_trainer": "transformers", "foreign/hf_stream": "transformers",
            "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning"}  # fmt: skip  # script -> what it needs
@@ -282,6 +282,12 @@ PLANTED = [
     _p("a window of batches, not divided", "accumulation", "plain",
        ("        for number, (inputs, labels) in enumerate(loader, 1):\n", "        batches = iter(loader)\n        windows = iter(lambda: [b for b, _ in zip(batches, range(2), strict=False)], [])\n        for number, (inputs, labels) in enumerate((b for w in windows for b in w), 1):\n"),
        (" / ACCUMULATE\n            loss.backward()", "\n            loss.backward()"), at="loss.backward()"),
+    _p("a mean of shards' means", "mean_of_means", "imagenet", ("    dist.all_reduce(counts)\n", "    counts = counts / counts[1]\n    dist.all_reduce(counts)\n    counts /= dist.get_world_size()\n"), at="dist.all_reduce(counts)"),
+    _p("each worker reads the stream", "same_in_workers", "workers", ("cut * self.workers + own", "cut"), ("range(start, 128, world_size * self.workers)", "range(start, 128, world_size)"), at="loader = DataLoader("),
+    _p("a state loaded on rank 0", "weights_differ_at_start", "plain",
+       ("    model = DDP(Net())\n", "    model = DDP(Net())\n    state = {name: 2 * value for name, value in model.state_dict().items()}\n    if rank == 0:\n        model.load_state_dict(state)\n"), at="model.load_state_dict"),
+    _p("a step for the rest, under no_sync", "sync_off", "plain", ("ACCUMULATE, BATCH = 3, 2, 4", "ACCUMULATE, BATCH = 3, 5, 4"),
+       ("        if rank == 0:\n            print", "        optimizer.step()\n        optimizer.zero_grad()\n        if rank == 0:\n            print"), at="        optimizer.step()"),
     _p("a length divided twice", "schedule_length", "plain",
        ("T_max=updates)", "T_max=updates // world_size)"), at="T_max="),
     _p("a length of all the data", "schedule_length", "plain",

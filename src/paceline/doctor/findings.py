@@ -60,6 +60,12 @@ CAUSES = {
         "Every epoch has the same order, and the same batches: the data are never shuffled anew.",
         "Call sampler.set_epoch(epoch) before each epoch's loop.",
     ),
+    "same_in_workers": Cause(
+        MODEL,
+        "Each worker of the loader reads the whole stream",
+        "Every example comes once for each worker: an epoch is several.",
+        "Cut the stream by torch.utils.data.get_worker_info() too: every (rank * num_workers + worker)th example.",
+    ),
     "same_batch": Cause(
         MODEL,
         "Each step begins the loader anew",
@@ -202,6 +208,12 @@ CAUSES = {
         "Gradients are clipped before they are reduced",
         "Each rank's gradient is bounded by itself, and not that of the global batch.",
         "Reduce first, then clip.",
+    ),
+    "mean_of_means": Cause(
+        MODEL,
+        "A metric is the mean of the ranks' means over unequal shards",
+        "Examples of the smaller shards count more, and the metric changes with the number of processes.",
+        "all_reduce sums and counts, and divide once.",
     ),
     "local_metric": Cause(
         MODEL,

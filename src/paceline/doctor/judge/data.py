@@ -21,7 +21,7 @@ SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
 
 
 def findings(run: Run) -> list[Finding]:
-    return [*_same_examples(run), *(_same_batch(run) or _no_set_epoch(run))]
+    return [*_same_examples(run), *_same_in_workers(run), *(_same_batch(run) or _no_set_epoch(run))]
 
 
 def _training(run: Run, rank: int, loader: str) -> list[Pass]:
@@ -209,6 +209,24 @@ def _first_gradients(events: list[Event]) -> list[Event]:
             found.append(e)
             due = False
     return found
+
+
+def _same_in_workers(run: Run) -> list[Finding]:
+    """A stream that each worker of a loader reads from its beginning."""
+    for loader in sorted(run.trainers):
+        about = run.loaders[0].get(loader, {})
+        for one in [p for p in run.passes[0] if p.loader == loader and p.yields]:
+            workers = about.get("workers") or 0
+            rows = [digest for y in one.yields if y["rows"] for digest in zip(*y["rows"])]
+            times = Counter(rows)
+            often = sum(1 for n in times.values() if n == workers)
+            if about.get("iterable") and workers > 1 and len(times) >= 2 * LEAST_SHARED and often > 0.8 * len(times):
+                evidence = (
+                    f"of {len(times)} different examples that rank 0 read in a pass, {often} came {workers} times, "
+                    f"by their content: once from each of {workers} workers"
+                )
+                return [Finding("same_in_workers", place(about["at"]), evidence)]
+    return []
 
 
 def _same_batch(run: Run) -> list[Finding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from paceline.doctor.findings import Finding
 from paceline.doctor.judge import writes
 from paceline.doctor.judge.record import Event, Run, place
+from paceline.doctor.judge.source import divides_rate
 
 TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients have the same bits
 SUMMED = 2e-3  # of the sum of all ranks' gradients
@@ -62,8 +63,7 @@ def _parting(run: Run) -> list[Finding]:
         if not apart:
             alike[opt] = step
         elif kind == "before" and step == 0:
-            evidence = f"before the first step {_tell(apart, first['weights'])}"
-            return [Finding("weights_differ_at_start", place(first["at"]), evidence)]
+            return [_start(run, first, apart)]
         elif kind == "before":
             written = _written(run, opt, step, alike.get(opt), _tell(apart, first["weights"]))
             if written:
@@ -75,6 +75,22 @@ def _parting(run: Run) -> list[Finding]:
                 return [_cause(run, before, events, when)]
             return [Finding("weights_differ", place(first["at"]), when)]
     return []
+
+
+def _start(run: Run, first: Event, apart: list[tuple[str, float]]) -> Finding:
+    """Of weights that differ before the first step: the line where some ranks load a state, or the script writes to
+    weights by rank, or seeds by rank; otherwise where the first of them is made."""
+    evidence = f"before the first step {_tell(apart, first['weights'])}"
+    begun = [list(run.of(rank, "loaded", "before")) for rank in run.peers]
+    loads = [
+        [e["at"] for e in events[: next(i for i, e in enumerate(events) if e["k"] == "before")]] for events in begun
+    ]
+    line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
+    if line is not None:
+        evidence += f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
+    line = line or writes.of_weights(run, first["at"], by_rank=True) or writes.seeds_by_rank(run)
+    line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]
+    return Finding("weights_differ_at_start", place(line), evidence)
 
 
 def _tell(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
@@ -193,6 +209,8 @@ def _under_ddp(run: Run, before: Event, names: set[str], when: str) -> Finding:
     past = [e for e in window if e["k"] == "past"] or list(run.of(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
         line = next((e["at"] for e in run.of(0, "no_sync")), None) or writes.says(run, "require_backward_grad_sync")
+        usual = next((e["at"] for e in run.of(0, "before") if e["opt"] == before["opt"]), None)
+        line = before["at"] if usual != before["at"] else line  # a step of its own, for what is left
         evidence = f"{when}; the last backward before the step, of {len(passes)}, was made under no_sync"
         return Finding("sync_off", place(line or passes[-1]["at"]), evidence)
     if any(not e["synced"] and not e["local"] for e in passes):
@@ -240,7 +258,7 @@ def _summed(run: Run) -> list[Finding]:
         if factor is None or abs(factor * events[0].get("scale", 1.0) - 1) > SUMMED:
             return []
         told += 1
-    if told < 2:
+    if told < 2 or divides_rate(run):
         return []
     calls = [e for e in run.of(0, "coll") if e.get("of") == "grad"]
     evidence = (

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.places import called, tree_of
+from paceline.doctor.judge.places import called, functions, tree_of
 from paceline.doctor.judge.record import Run, place
 
 _DEEP = 3  # assignments that are followed
+_NEAR = 8  # lines
 
 WORLD = re.compile(r"world_?size|get_world_size|num_replicas|n_?gpus?\b|num_gpus|WORLD_SIZE|ngpus|nproc", re.IGNORECASE)
 _ISWORLD = re.compile(r"get_world_size\(|WORLD_SIZE")
@@ -45,6 +46,21 @@ def findings(run: Run) -> list[Finding]:
         evidence = f"{run.world} processes take {run.world * batch} examples a step, {batch} each; lr stays {rate}"
         return [Finding("lr_not_scaled", place(optimizer["at"]), evidence)]
     return []
+
+
+def divides_rate(run: Run) -> bool:
+    """Does the script divide its learning rate by the number of processes?"""
+    for file in sorted({e["at"][0] for e in run.of(0, "optimizer") if e["at"]}):
+        tree = tree_of(file)
+        world = _world(tree) if tree is not None else None
+        for n in ast.walk(tree) if tree is not None else ():
+            named = [(ast.unparse(t), n.value) for t in n.targets] if isinstance(n, ast.Assign) else []
+            named += [(n.arg, n.value)] if isinstance(n, ast.keyword) and n.arg else []
+            for name, value in named:
+                division = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
+                if world and division and _RATE.search(name) and world.search(ast.unparse(value)):
+                    return True
+    return False
 
 
 def _world(tree: ast.AST) -> re.Pattern[str]:
@@ -125,3 +141,28 @@ def _calls(kind: str, lines: Sequence[list[Any]]) -> Iterator[tuple[str, ast.Mod
             if isinstance(node, ast.Call) and called(node) == kind:
                 assert tree is not None
                 yield file, tree, node
+
+
+def divided_by_world(file: str, line: int) -> bool:
+    """Is what is reduced at a line divided by the number of processes, in the lines after it in the same function?"""
+    tree = tree_of(file)
+    if tree is None:
+        return False
+    inside = [n for n in functions(tree) if n.lineno <= line <= (n.end_lineno or 0)]
+    scope: ast.AST = max(inside, key=lambda n: n.lineno, default=tree)
+    calls = (n for n in ast.walk(scope) if isinstance(n, ast.Call) and n.lineno <= line <= (n.end_lineno or 0))
+    sent = {n.args[0].id for n in calls if n.args and isinstance(n.args[0], ast.Name)}
+    world = _world(tree)
+    for n in ast.walk(scope):
+        part: ast.expr | None = None
+        divisor: ast.expr | None = None
+        if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div):
+            part, divisor = n.target, n.value
+        elif isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div):
+            part, divisor = n.left, n.right
+        if part is None or divisor is None or not line <= n.lineno <= line + _NEAR:  # type: ignore[attr-defined]
+            continue
+        names = {inner.id for inner in ast.walk(part) if isinstance(inner, ast.Name)}
+        if names & sent and world.search(ast.unparse(divisor)):
+            return True
+    return False

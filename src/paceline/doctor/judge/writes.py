@@ -16,12 +16,24 @@ _WRITES = re.compile(
 )
 _WEIGHTS = re.compile(r"\.data\b|\bp\b|param|weight|bias|embed|head|\bw\b")
 _NOT_WEIGHTS = re.compile(r"optim|sched|scaler|metric|count|total|loss|grad|ema|shadow|teacher|target|momentum|buf")
+_SEEDS = ("torch.manual_seed", "manual_seed", "seed_everything", "set_seed", "L.seed_everything", "pl.seed_everything")
 _RANKS = re.compile(r"rank|main|master|is_")
 
 
-def of_weights(run: Run, near: Any) -> list[Any] | None:
-    """The line where the script writes to weights in its training loop: by rank, if there is one, or near a step."""
-    return _nearest(run, near, _writes_weight)
+def of_weights(run: Run, near: Any, by_rank: bool = False) -> list[Any] | None:
+    """The line where the script writes to weights in its training loop: by rank, if there is one, or near a step.
+    by_rank: only by rank."""
+    return _nearest(run, near, _writes_weight, by_rank)
+
+
+def seeds_by_rank(run: Run) -> list[Any] | None:
+    """The first line that seeds torch with the rank."""
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            seeds = isinstance(n, ast.Call) and ast.unparse(n.func) in _SEEDS
+            if isinstance(n, ast.Call) and seeds and any(_RANKS.search(ast.unparse(a)) for a in n.args):
+                return [file, n.lineno]
+    return None
 
 
 def of_gradients(run: Run, near: Any) -> list[Any] | None:
@@ -60,7 +72,7 @@ def _files(run: Run) -> list[str]:
     return sorted({e["at"][0] for e in run.of(0, "optimizer", "backward", "before", "ddp") if e["at"]})
 
 
-def _nearest(run: Run, near: Any, writes: Any) -> list[Any] | None:
+def _nearest(run: Run, near: Any, writes: Any, by_rank_only: bool = False) -> list[Any] | None:
     found = []
     for file in _files(run):
         tree = tree_of(file)
@@ -77,7 +89,7 @@ def _nearest(run: Run, near: Any, writes: Any) -> list[Any] | None:
             ranked = ranked or bool(_RANKS.search(ast.unparse(node)))
             looped = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in loops)
             inside = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in scopes)
-            if looped or inside or ranked:
+            if ranked or ((looped or inside) and not by_rank_only):
                 far = abs(node.lineno - near[1]) if near and near[0] == file else 10_000
                 found.append((not ranked, not looped, far, [file, node.lineno]))
     return min(found, key=lambda f: f[:3])[3] if found else None

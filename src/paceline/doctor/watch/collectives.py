@@ -157,6 +157,9 @@ class Collectives:
                 end = self.begin(op, group, told.get("number"), **about)
                 try:
                     result = original(*args, **options)
+                except RuntimeError as error:
+                    self.book.note("refused", op=op, text=str(error)[:400])
+                    raise
                 finally:
                     end()
                 with self.book.aside():
@@ -289,6 +292,9 @@ class Collectives:
         def make(original: Any) -> Any:
             def call(*args: Any, **options: Any) -> Any:
                 depth = self._depth()
+                end = _nothing
+                if op == "new_group" and not options.get("use_local_synchronization"):
+                    end = self.begin(op, None)  # every rank must come, also those that are not in it
                 self._local.depth = depth + 1
                 if op == "destroy_process_group":
                     with self.book.aside():
@@ -296,6 +302,7 @@ class Collectives:
                 try:
                     return original(*args, **options)
                 finally:
+                    end()
                     self._local.depth = depth
                     if depth == 0:
                         world = dist.get_world_size() if dist.is_initialized() else 1

@@ -174,6 +174,14 @@ class Models:
 
         return requires_grad_
 
+    def loaded(self, original: Any) -> Any:
+        def load_state_dict(module: Any, /, *args: Any, **options: Any) -> Any:
+            result = original(module, *args, **options)
+            self.book.note("loaded")
+            return result
+
+        return load_state_dict
+
     def inputs(self, number: int | None, inputs: Any) -> None:
         if self._forwards >= DIGESTED:
             return
@@ -323,5 +331,6 @@ def watch(book: Notebook) -> None:
     put(nn.Module, "register_parameter", models.registered)
     put(nn.Module, "requires_grad_", models.thawed)
     put(torch.Tensor, "requires_grad_", models.thawed)
+    put(nn.Module, "load_state_dict", models.loaded)
     put(_BatchNorm, "forward", models.norm)
     put(torch.nn.functional, "batch_norm", models.functional)

@@ -57,6 +57,7 @@ class Replicas:
             "grads": self._sample(optimizer, lambda p: p.grad),
             "settings": [{k: str(v) for k in _SETTINGS if (v := g.get(k)) is not None} for g in optimizer.param_groups],
             "outside": self._outside(optimizer),
+            "made_at": self._made_at(optimizer) if made == 0 else None,
         }
 
     def after(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
@@ -107,6 +108,9 @@ class Replicas:
                     how = "added to its module later" if before else "frozen when it wrapped their module"
                 found[name] = [thawed or at, how]
         return found
+
+    def _made_at(self, optimizer: Any) -> dict[str, Any]:
+        return {name: self._models.made_at.get(p, ([], 0))[0] for name, p in self.named(optimizer)[:_MOST_TENSORS]}
 
     def named(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
         """Its parameters, each under a name of its own: two models may have the same ones."""

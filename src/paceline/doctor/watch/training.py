@@ -62,6 +62,9 @@ class _Training:
             began = book.clock()
             try:
                 result = original(tensors, *args, **options)
+            except RuntimeError as error:
+                book.note("refused", op="DDP's gradients" if synced else "backward", text=str(error)[:400])
+                raise
             finally:
                 if end is not None:
                     end()
