@@ -165,6 +165,12 @@ CAUSES = {
         "Call optimizer.step() on every rank after the same backward passes: not under `if rank == 0`, and skip a step "
         "only where all ranks do.",
     ),
+    "buffers_differ": Cause(
+        MODEL,
+        "Buffers come to differ between ranks",
+        "Each rank's model computes with statistics of its own data; rank 0's are saved.",
+        "Reduce what the buffer is updated with (all_reduce of sums and counts), or let DDP broadcast buffers.",
+    ),
     "summed_gradients": Cause(
         MODEL,
         "Gradients are summed over the ranks and not divided",

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.judge import writes
 from paceline.doctor.judge.record import Event, Pass, Run, place
 
 LEAST_BITS = 16  # of what must agree: labels of two classes may agree by chance
@@ -21,7 +22,7 @@ SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
 
 
 def findings(run: Run) -> list[Finding]:
-    return [*_same_examples(run), *_same_in_workers(run), *(_same_batch(run) or _no_set_epoch(run))]
+    return [*_same_examples(run), *_same_in_workers(run), *(_same_batch(run) or _no_set_epoch(run) or _cycled(run))]
 
 
 def _training(run: Run, rank: int, loader: str) -> list[Pass]:
@@ -169,7 +170,7 @@ def _same_inputs(run: Run) -> list[Finding]:
     steps = min(map(len, of))
     if steps < LEAST_SAME or len({str(e["digest"]) for e in of[0]}) < LEAST_SAME:
         return []
-    at = place(of[0][0]["at"])
+    at = place(writes.seeds_alike(run) or of[0][0]["at"])
     if all(len({str(events[i]["digest"]) for events in of}) == 1 for i in range(steps)):
         evidence = f"all {run.size} ranks gave the model the same inputs in each of {steps} forward passes"
         return [Finding("same_examples", at, evidence)]
@@ -197,7 +198,7 @@ def _same_gradients(run: Run) -> list[Finding]:
     evidence = (
         f"the gradients of all {run.size} ranks were the same, bit for bit, before they were reduced, {steps} times"
     )
-    return [Finding("same_examples", place(of[0][0]["at"]), evidence)]
+    return [Finding("same_examples", place(writes.seeds_alike(run) or of[0][0]["at"]), evidence)]
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
@@ -268,6 +269,24 @@ def _no_set_epoch(run: Run) -> list[Finding]:
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
                 return [Finding("no_set_epoch", place(same[1].at), evidence)]
+    return []
+
+
+def _cycled(run: Run) -> list[Finding]:
+    """One pass over the data, whose batches are kept and used again, as itertools.cycle does."""
+    for loader in sorted(run.trainers):
+        passes = [p for p in run.passes[0] if p.loader == loader]
+        inputs = [e["digest"] for e in run.of(0, "forward")]
+        n = len(passes[0].yields)
+        if len(passes) != 1 or not passes[0].whole or n < LEAST_SAME or len(inputs) < 2 * n:
+            continue
+        again = inputs[n:]
+        if all(one == inputs[i % n] for i, one in enumerate(again)) and len({str(one) for one in inputs[:n]}) > 1:
+            evidence = (
+                f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
+                f"again, {len(again)} times that were looked at"
+            )
+            return [Finding("no_set_epoch", place(writes.says_cycle(run) or passes[0].at), evidence)]
     return []
 
 

@@ -23,7 +23,7 @@ def findings(run: Run) -> list[Finding]:
         return []
     if run.averages_weights:  # ranks that have made unequally many steps
         return []
-    return _clock(run) or [*_parting(run), *_summed(run)]
+    return _clock(run) or [*_parting(run), *_summed(run), *_buffers(run)]
 
 
 def _clock(run: Run) -> list[Finding]:
@@ -244,17 +244,35 @@ def _optimizer(run: Run, before: list[Event], after: list[Event], when: str) -> 
     return Finding("weights_differ", place(before[0]["at"]), f"{when}, though the gradients of that step were the same")
 
 
+def _buffers(run: Run) -> list[Finding]:
+    """Buffers that begin alike and part, as running means of each rank's own data do."""
+    if not run.reduces:
+        return []
+    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "step") if e.get("buffers")} for rank in run.peers]
+    keys = [key for key in of[0] if all(key in ranks for ranks in of)]
+    apart = [(key, _apart([ranks[key]["buffers"] for ranks in of])) for key in keys]
+    last = [(key, parts) for key, parts in apart if parts]
+    if len(last) < 2 or not apart[-1][1]:
+        return []
+    (_, step), parts = last[-1]
+    evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]]['buffers'], 'buffers')}; nothing sends them"
+    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2])
+    return [Finding("buffers_differ", place(line or of[0][last[-1][0]]["at"]), evidence)]
+
+
 def _summed(run: Run) -> list[Finding]:
     """Gradients that are the sum of the ranks', where each rank's loss is a mean."""
     of = [[e for e in run.of(rank, "before") if e.get("own") and e.get("grads")] for rank in run.peers]
-    kinds = {e["mean"] for rank in run.peers for e in run.of(rank, "backward")}
+    kinds = {e.get("form", e["mean"]) for rank in run.peers for e in run.of(rank, "backward")}
     if len(run.peers) < 2 or not all(of) or kinds != {"mean"}:
         return []
+    hooked = any(e["mean"] != "mean" for e in run.of(0, "backward"))
     told = 0
     for events in zip(*of):
         if len({(e["opt"], e["step"]) for e in events}) > 1:
             continue
-        factor = _factor([e["own"] for e in events], events[0]["grads"])
+        own = [_sent(run, rank, e) if hooked else e["own"] for rank, e in zip(run.peers, events)]
+        factor = _factor(own, events[0]["grads"])
         if factor is None or abs(factor * events[0].get("scale", 1.0) - 1) > SUMMED:
             return []
         told += 1
@@ -266,6 +284,18 @@ def _summed(run: Run) -> list[Finding]:
         f"{len(run.peers)} ranks, each of a loss that is a mean: nothing divided it"
     )
     return [Finding("summed_gradients", place(calls[0]["at"] if calls else of[0][0]["at"]), evidence)]
+
+
+def _sent(run: Run, rank: int, before: Event) -> Samples:
+    """What a rank gave to the reductions before a step: of gradients that a hook reduces in the backward itself."""
+    events = run.ranks[rank]
+    end = next(i for i, e in enumerate(events) if e is before)
+    begin = next((i for i in range(end - 1, -1, -1) if events[i]["k"] == "step"), 0)
+    if len(list(run.of(rank, "optimizer"))) != 1:
+        return {}  # parameters are numbered through all of them
+    order = list(before["weights"])
+    sent = (e for e in events[begin:end] if e["k"] == "coll" and e.get("of") == "grad" and e.get("given"))
+    return {order[n - 1]: e["given"] for e in sent if 0 < (n := e.get("number") or 0) <= len(order)}
 
 
 def _factor(own: list[Samples], given: Samples) -> float | None:

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.judge import writes
 from paceline.doctor.judge.places import accumulates
 from paceline.doctor.judge.record import Event, Run, place
 from paceline.doctor.judge.source import WORLD, made_at, written
@@ -46,7 +47,8 @@ def _differs(run: Run) -> list[Finding]:
                     f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
                 )
                 sched = next(run.all("sched"), None)
-                return [Finding("lr_differs", place(sched["at"] if sched else ours["at"]), evidence)]
+                line = sched["at"] if sched else writes.of_rate(run) or ours["at"]
+                return [Finding("lr_differs", place(line), evidence)]
     return []
 
 

@@ -17,6 +17,7 @@ _WRITES = re.compile(
 _WEIGHTS = re.compile(r"\.data\b|\bp\b|param|weight|bias|embed|head|\bw\b")
 _NOT_WEIGHTS = re.compile(r"optim|sched|scaler|metric|count|total|loss|grad|ema|shadow|teacher|target|momentum|buf")
 _SEEDS = ("torch.manual_seed", "manual_seed", "seed_everything", "set_seed", "L.seed_everything", "pl.seed_everything")
+_SEEDING = ("manual_seed", "seed", "default_rng", "RandomState", "Random", "seed_everything", "set_seed")
 _RANKS = re.compile(r"rank|main|master|is_")
 
 
@@ -24,6 +25,58 @@ def of_weights(run: Run, near: Any, by_rank: bool = False) -> list[Any] | None:
     """The line where the script writes to weights in its training loop: by rank, if there is one, or near a step.
     by_rank: only by rank."""
     return _nearest(run, near, _writes_weight, by_rank)
+
+
+def of_rate(run: Run) -> list[Any] | None:
+    """The line that assigns to an optimizer's `["lr"]`."""
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            targets = n.targets if isinstance(n, ast.Assign) else [n.target] if isinstance(n, ast.AugAssign) else []
+            for t in targets:
+                if isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant) and t.slice.value == "lr":
+                    return [file, t.lineno]
+    return None
+
+
+def says_cycle(run: Run) -> list[Any] | None:
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            if isinstance(n, ast.Call) and called(n) == "cycle":
+                return [file, n.lineno]
+    return None
+
+
+def of_buffer(run: Run, name: str) -> list[Any] | None:
+    """The line that writes to an attribute of this name, not in a constructor."""
+    for file in _files(run):
+        tree = tree_of(file) or ast.Module([], [])
+        built = [n for n in functions(tree) if n.name == "__init__"]
+        for n in ast.walk(tree):
+            whole: list[ast.expr] = n.targets if isinstance(n, ast.Assign) else []
+            whole = [n.target] if isinstance(n, ast.AugAssign) else whole
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr.endswith("_"):
+                whole = [n.func.value]
+            for t in whole:
+                named = any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(t))
+                if named and not any(b.lineno <= t.lineno <= (b.end_lineno or 0) for b in built):
+                    return [file, t.lineno]
+    return None
+
+
+def seeds_alike(run: Run) -> list[Any] | None:
+    """The last line that seeds a generator, where none is seeded with the rank: of its own, or else torch's."""
+    own, common = None, None
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            if not isinstance(n, ast.Call) or called(n) not in _SEEDING or not n.args:
+                continue
+            if any(_RANKS.search(ast.unparse(a)) for a in n.args):
+                return None
+            if ast.unparse(n.func) in _SEEDS:
+                common = max(common or [file, 0], [file, n.lineno])
+            else:
+                own = max(own or [file, 0], [file, n.lineno])
+    return own or common
 
 
 def seeds_by_rank(run: Run) -> list[Any] | None:

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.doctor.watch.models import _digest
 from paceline.doctor.watch.notebook import Notebook, put
+from paceline.doctor.watch.replicas import sample
 
 SAME_SIZE = (
     "all_reduce",
@@ -195,7 +196,9 @@ class Collectives:
 
     def _whose(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Is it a gradient, all of them in one piece, or a weight, of some optimizer's?"""
-        if self._grads is None or (not self.book.optimizers and tensor.data_ptr() not in self._weights):
+        unknown = tensor.data_ptr() not in self._weights and tensor.data_ptr() not in (self._grads or ())
+        growing = self._backward and self._digests < _MOST_DIGESTS  # gradients come one by one, each to its hook
+        if self._grads is None or (unknown and (growing or not self.book.optimizers)):
             self._look()
         pointer = tensor.data_ptr()
         of, number, grad = "", None, None
@@ -219,6 +222,7 @@ class Collectives:
         if self._digests < _MOST_DIGESTS:
             self._digests += 1
             told["digest"] = _digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
+            told["given"] = sample(tensor) if number is not None else None
         return told
 
     def _copied(self, tensor: torch.Tensor) -> tuple[int | None, Any]:

@@ -93,6 +93,12 @@ class Models:
                 self._plain[root] = True
                 self._watch(root)
 
+    def unsent(self) -> list[nn.Module]:
+        """Trained models whose buffers DDP does not send."""
+        sent = {id(ddp.module) for ddp in self.alive if ddp.broadcast_buffers}
+        roots_ = {id(ddp.module): ddp.module for ddp in self.alive} | {id(root): root for root in self._plain}
+        return [root for key, root in roots_.items() if key not in sent]
+
     def _watch(self, module: nn.Module) -> None:
         cls = type(module)
         if cls not in self._classes and not isinstance(module, torch.jit.ScriptModule):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.watch.models import Models, names
@@ -19,6 +20,7 @@ _SAMPLE, _MOST_TENSORS = 6, 2000
 _OFTEN, _FIRST = 50, 4  # every so many steps; all of the first
 _MOST_GRADIENTS = 400  # samples of all gradients, in a run
 _WITNESSES, _MOST_WITNESSED = 24, 2000  # tensors of which one value is kept from step to step; steps
+_MOST_BUFFERS = 64
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
 
 Sample = dict[str, list[float]]
@@ -67,7 +69,23 @@ class Replicas:
             self._seen[number] = self._witness(optimizer)
         if not self.looked(made):
             return {"weights": None}
-        return {"weights": self._sample(optimizer, lambda p: p), "state": self._state(optimizer)}
+        weights = self._sample(optimizer, lambda p: p)
+        return {"weights": weights, "state": self._state(optimizer), "buffers": self._buffers()}
+
+    def _buffers(self) -> Sample:
+        """Those of models that nothing sends to the other ranks; batch norm's are a finding of their own."""
+        found: Sample = {}
+        for root in self._models.unsent():
+            for name, module in root.named_modules():
+                if isinstance(module, _BatchNorm):
+                    continue
+                for key, buffer in module._buffers.items():
+                    kept = buffer is not None and key not in module._non_persistent_buffers_set
+                    if kept and buffer.is_floating_point() and buffer.numel() and buffer.layout is torch.strided:
+                        found[f"{name}.{key}".lstrip(".")] = sample(buffer)
+                if len(found) >= _MOST_BUFFERS:
+                    return found
+        return found
 
     def _witness(self, optimizer: Any) -> Any:
         """The versions of all weights, which in-place operations count up, and a value of some: `.data` counts none."""

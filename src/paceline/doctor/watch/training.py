@@ -50,11 +50,11 @@ class _Training:
             synced, local = sorted(models.pending), sorted(models.local - models.pending)
             models.pending.clear()
             models.local.clear()
-            mean = None
+            mean = form = None
             with book.aside():
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
-                mean = divided(root) if root is not None and root.numel() == 1 and plain else "other"
+                mean = form = divided(root) if root is not None and root.numel() == 1 and plain else "other"
                 if any(models.hooked(p) for o in book.optimizers for p in parameters(o)):
                     mean = "other"  # which may divide the gradients
                 book.collectives.stale(backward=True)
@@ -78,7 +78,7 @@ class _Training:
                 self._had |= {id(p) for o in book.optimizers for p in parameters(o) if p.grad is not None}
             models.reduced.update(synced)
             reached = {number: models.reached(number) for number in synced}
-            book.note("backward", synced=synced, local=local, mean=mean, seconds=seconds, reached=reached)
+            book.note("backward", synced=synced, local=local, mean=mean, form=form, seconds=seconds, reached=reached)
             return result
 
         return backward
