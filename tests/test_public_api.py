@@ -15,9 +15,9 @@ EXPORTED = [
     "evaluate", "fit", "launch", "predict", "scale_lr", "start", "strategy", "warmup",
 ]  # fmt: skip
 RUN = {
-    "add_tracker", "autocast", "backward", "batches", "close", "compute", "epochs", "export", "forward_backward",
-    "gather", "loader", "log", "main", "main_first", "mean", "predict", "prepare", "print", "ratio", "restore", "save",
-    "skipped", "step", "steps", "sum", "track",
+    "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "epochs", "export",
+    "forward_backward", "gather", "loader", "local_rank", "log", "main", "main_first", "mean", "predict", "prepare",
+    "print", "rank", "ratio", "restore", "save", "skipped", "step", "steps", "sum", "track", "wait", "world_size",
 }  # fmt: skip
 START = [
     "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "device", "log_dir",

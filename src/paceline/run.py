@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from paceline.strategies import make
 from paceline.strategies.base import Layout, Weight
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, randomness
+from paceline.train.elsewhere import of_run
 from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
 from paceline.train.handover import Handover
 from paceline.train.loader import Loader, current_examples
-from paceline.train.messages import SAVED_IN_MID_BATCH
+from paceline.train.messages import SAVED_IN_MID_BATCH, under_no_grad
 from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
 from paceline.train.objective import step_by_closure
@@ -37,6 +38,7 @@ from paceline.train.progress import Epochs
 from paceline.train.sources import make_source
 from paceline.train.state import State, model_number
 from paceline.train.step import Stepper
+from paceline.train.wrappers import taken_off, unwrapped
 from paceline.world import World
 
 
@@ -81,6 +83,34 @@ class Run:
         """Whether this is rank 0, or the first that lives where ranks may die."""
         return collectives.rank_of() == 0
 
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0 to world_size - 1. A model must not depend on it."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its machine."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the run has."""
+        return self.world.size
+
+    def wait(self) -> None:
+        """Returns when every process has come here."""
+        collectives.barrier()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every process, such as the name of a directory; by pickle. All processes call it."""
+        return collectives.broadcast_object(value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(of_run(name))
+
     # --- the objects of a run
 
     def prepare(self, *objects: Any) -> Any:
@@ -88,11 +118,13 @@ class Run:
 
         Models move to `run.device`, with the weights of rank 0 on every rank; they keep their class, names and methods.
         Optimizers are then moved by `run.step`, and schedulers with them, once per optimizer step. A DataLoader comes
-        back as the training loader of this run; its batch is the global batch. May be called again to add more. Load
-        pretrained weights before or after it (then on every rank).
+        back as the training loader of this run; its batch is the global batch. In place of torch.compile's wrapper the
+        model itself comes back, compiled, with its own names; the wrapper may be used as before. May be called again to
+        add more. Load pretrained weights before or after it (then on every rank).
 
         Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
         """
+        objects = tuple(map(taken_off, objects))
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
@@ -263,7 +295,9 @@ class Run:
         Returns this process's loss, a detached 0-dim tensor (NaN where its shard is empty); `run.mean` gives the
         global one.
         """
-        return self._stepper.forward_backward(loss_fn, model, batch, optimizer, of)
+        if not torch.is_grad_enabled():
+            raise UsageError(under_no_grad("forward_backward"))
+        return self._stepper.forward_backward(loss_fn, unwrapped(model), batch, optimizer, of)
 
     def backward(
         self,
@@ -282,6 +316,8 @@ class Run:
         divided by nothing. Several calls for one micro-batch add. optimizer, of:
         as for forward_backward. After the last one of a global batch `.grad` is the exact mean over it, unscaled.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError(under_no_grad("backward"))
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
         self._stepper.backward(loss, total, count, optimizer, of, retain_graph)
@@ -441,7 +477,7 @@ class Run:
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Writes a model as one safetensors file that its plain class loads. All processes call it."""
-        self._state.export(path, model_number(self._models, model))
+        self._state.export(path, model_number(self._models, unwrapped(model)))
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:

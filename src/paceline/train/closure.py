@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from paceline.errors import EmptyShardError
+from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Term
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import terms_of
-from paceline.train.messages import ONE_VALUE, empty_message
+from paceline.train.messages import ONE_VALUE, empty_message, wrong_closure
 from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.randomness import mix, seed_torch
@@ -47,6 +47,11 @@ def computing(
         with precision.autocast(), _noise(loader, request, piece, call):
             try:
                 return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
+            except (TypeError, AttributeError, NotImplementedError) as error:
+                wrong = wrong_closure(loss_fn, replica)
+                if wrong is None:
+                    raise
+                raise UsageError(wrong) from error
             except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
                 if piece.count or ONE_VALUE in str(error):
                     raise

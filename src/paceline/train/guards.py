@@ -74,8 +74,9 @@ class Guards:
             if not guards._allowed:
                 raise UsageError(
                     f"{cls.__name__}.step() was called directly, but it is prepared: run.step(optimizer) moves it, "
-                    "once per optimizer step. Delete the call; or, to move it yourself (once per epoch, or with a "
-                    "metric), do not prepare it and track it: run.track(scheduler=scheduler)."
+                    "once per optimizer step. If the script moves it once per epoch (as StepLR and MultiStepLR usually "
+                    "are), or with a metric, leave the call and take it out of run.prepare: run.track(scheduler="
+                    "scheduler) keeps it in checkpoints. If it counts optimizer steps, delete the call."
                 )
             cls.step(own, *args, **kwargs)
 

@@ -6,12 +6,13 @@ function (order.py), so that the examples of step k are known without having rea
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,8 +21,9 @@ from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Piece
 from paceline.strategies.placement import move
 from paceline.train import randomness
+from paceline.train.elsewhere import of_loader
 from paceline.train.fetch import Fetched
-from paceline.train.messages import CANNOT_BE_UNPACKED
+from paceline.train.messages import CANNOT_BE_UNPACKED, cannot_be_sent
 from paceline.train.noise import Noise
 from paceline.train.order import Request
 from paceline.train.sources import ADDED_LATER, Source
@@ -102,6 +104,16 @@ class Loader:
     @probing.setter
     def probing(self, value: bool) -> None:
         self._source.probing = value
+
+    @property
+    def dataset(self) -> Any:
+        """The whole data set, as it was given."""
+        return self._source.dataset
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(of_loader(name))
 
     @property
     def steps(self) -> int:
@@ -209,7 +221,7 @@ class Loader:
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         """The source's batches, with the time that is spent waiting for them. Where a replica is lost the global batch
         at hand comes once more, in the new cut."""
-        fetched, self._version = self._source.fetch(epoch, start), self._source.layout.version
+        fetched, self._version = self._source_of(epoch, start), self._source.layout.version
         while True:
             began = time.perf_counter()
             item = next(fetched, None)
@@ -220,7 +232,15 @@ class Loader:
             yield item
             if self.recut:
                 start = self.step + int(self.stepped)
-                fetched, self._version = self._source.fetch(epoch, start), self._source.layout.version
+                fetched, self._version = self._source_of(epoch, start), self._source.layout.version
+
+    def _source_of(self, epoch: int, start: int) -> Iterator[Fetched]:
+        try:
+            yield from self._source.fetch(epoch, start)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if "pickle" in str(error).lower() and self._source.options.get("num_workers"):
+                raise UsageError(cannot_be_sent(self.name, error)) from error
+            raise
 
     @property
     def recut(self) -> bool:

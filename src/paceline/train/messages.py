@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def without_backward(parameters: Sequence[Tensor]) -> str:
@@ -101,6 +102,44 @@ def one_value_message(examples: int, total: int) -> str:
         f"batch norm needs more than one example, and of this global batch of {total} examples this process computes "
         f"{examples} at once. Take a larger global_batch (and micro_batch), with drop_last=True for a short last one; "
         "or batch_norm='global', whose statistics are those of the whole global batch."
+    )
+
+
+CLOSURE = "def loss_fn(model, batch): x, y = batch; return F.cross_entropy(model(x), y)"
+
+
+def wrong_closure(loss_fn: Any, model: Any) -> str | None:
+    """What is wrong with a loss_fn that could not be called, where it is one of torch's, or something else's place."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if isinstance(loss_fn, nn.Module) and not isinstance(model, nn.Module) and callable(model):
+        return (
+            f"loss_fn is a module ({name}), and the model is none: are they in the other's place? Write "
+            "run.forward_backward(loss_fn, model, batch), and paceline.fit(model, loss_fn, train_set, ...)."
+        )
+    if getattr(loss_fn, "__module__", "").startswith(("torch.nn", "torch._C")) or type(loss_fn).__module__ == _LOSSES:
+        return (
+            f"loss_fn={name}: it is called as loss_fn(model, batch), and not with an output and a target. Write\n"
+            f"    {CLOSURE}"
+        )
+    return None
+
+
+_LOSSES = nn.CrossEntropyLoss.__module__
+
+
+def cannot_be_sent(loader: str, error: BaseException) -> str:
+    return (
+        f"loader {loader!r}: num_workers starts processes that are not forked from this one (the spawn or forkserver "
+        f"method), and its data set, collate_fn or worker_init_fn cannot be sent to them: {error}. A lambda, or a "
+        "function or class that is defined within another, is the usual reason: define it at the top of a module, or "
+        "write num_workers=0, or multiprocessing_context='fork'."
+    )
+
+
+def under_no_grad(call: str) -> str:
+    return (
+        f"run.{call} under torch.no_grad() or inference_mode(): nothing would have a gradient. Take it out of that "
+        "block; to evaluate, call the model alone, or paceline.evaluate."
     )
 
 
