@@ -236,7 +236,7 @@ DOCTOR: dict[str, Fault] = {
     "buffers_not_broadcast": Fault(
         "buffers differ",
         "Batch norm's statistics differ over ranks, and each evaluates with its own.",
-        ("weights_differ",),
+        ("weights_differ", "buffers_differ"),
     ),
     "clip_before_allreduce": Fault(
         "clipped before reduction", "Each rank clips its own gradient before the average.", ("clip_before_reduce",)
