@@ -216,12 +216,14 @@ def parts(document: Result) -> dict[str, Result]:
 
 
 COLUMNS = {"all": "all", "shown": "told to the authors", "held out": "held out"}
+PART = {"shown": "told to the authors, and missed before", "held out": "held out"}  # where not every script was run
 
 
 def table(document: Result) -> str:
     """Markdown: the rates, then the misses by name."""
-    columns = parts(document)
-    rows = ["| | " + " | ".join(COLUMNS[name] for name in columns) + " |", "|---|" + "---|" * len(columns)]
+    names = COLUMNS if len(document["results"]) == len(scripts(document["tool"])) else PART
+    columns = {name: found for name, found in parts(document).items() if name in names}
+    rows = ["| | " + " | ".join(names[name] for name in columns) + " |", "|---|" + "---|" * len(columns)]
     for words, key, total in (
         ("faults found", "found", "faulty"),
         ("with the right cause", "cause", "faulty"),
@@ -231,6 +233,7 @@ def table(document: Result) -> str:
     ):
         cells = (f"{found[key]} of {found[total]}" for found in columns.values())
         rows.append(f"| {words} | " + " | ".join(cells) + " |")
+    whole = rates(document)
     for words, key in (
         ("Not found", "not found"),
         ("Found, with another cause", "other cause"),
@@ -238,10 +241,10 @@ def table(document: Result) -> str:
         ("Healthy and accused", "who is accused"),
         ("Healthy, could not tell", "who is unclear"),
     ):
-        if key == "other line" and columns["all"]["line"] == 0:
+        if key == "other line" and whole["line"] == 0:
             rows += ["", "No answer named a line."]
-        elif names := columns["all"][key]:
-            rows += ["", *textwrap.wrap(f"{words}: " + ", ".join(f"`{name}`" for name in names) + ".", 118)]
+        elif whole[key]:
+            rows += ["", *textwrap.wrap(f"{words}: " + ", ".join(f"`{name}`" for name in whole[key]) + ".", 118)]
     return "\n".join(rows) + "\n"
 
 

@@ -24,7 +24,7 @@ class Fault:
         kind: a word or two for what goes wrong, in the author's own terms.
         wrong: the same as a sentence.
         causes: the tool's names that lead to the right line of thought; added when the names were read in the docs,
-            before the first measurement. None: no name of the tool's fits.
+            before the first measurement; those of names that the tools got later, before the next. None: none fits.
     """
 
     kind: str
@@ -56,10 +56,12 @@ VERIFY: dict[str, Fault] = {
     "dataset_counts_calls": Fault(
         "state in Python objects",
         "The data set counts its fetches, and each process fetches its own share.",
-        ("other-random-numbers",),
+        ("other-random-numbers", "state-outside"),
     ),
     "detr_num_boxes": Fault(
-        "mean of means", "The box loss is divided by the number of boxes of the shard.", ("mean-of-means",)
+        "mean of means",
+        "The box loss is divided by the number of boxes of the shard.",
+        ("mean-of-means", "depends-on-shard-size"),
     ),
     "dino_center_local": Fault(
         "buffer from the shard", "The teacher's centre is a mean over the shard.", ("buffer-not-synchronised",)
@@ -80,7 +82,7 @@ VERIFY: dict[str, Fault] = {
     "gan_noise_own_generator": Fault(
         "own random generator",
         "A generator with a fixed seed gives both shards the same noise.",
-        ("other-random-numbers",),
+        ("other-random-numbers", "state-outside"),
     ),
     "gradient_hook_world": Fault(
         "gradient scaled by world size",
@@ -108,15 +110,17 @@ VERIFY: dict[str, Fault] = {
     "moco_queue_local": Fault(
         "state in Python objects",
         "The queue of negatives holds the keys of the process alone.",
-        ("in-batch-loss", "buffer-not-synchronised", "control-by-rank"),
+        ("in-batch-loss", "buffer-not-synchronised", "control-by-rank", "state-outside"),
     ),
     "multitask_running_weights": Fault(
         "state in Python objects",
         "The weights of the losses follow running means of the local losses.",
-        ("control-by-rank",),
+        ("control-by-rank", "state-outside"),
     ),
     "noise_level_by_rank": Fault(
-        "rank-dependent data", "The data set adds more noise on higher ranks.", ("other-random-numbers",)
+        "rank-dependent data",
+        "The data set adds more noise on higher ranks.",
+        ("other-random-numbers", "control-by-rank"),
     ),
     "ohem_in_shard": Fault(
         "selection within the shard", "The hardest quarter is chosen in each shard.", ("in-batch-loss",)
@@ -142,7 +146,7 @@ VERIFY: dict[str, Fault] = {
     "rnn_hidden_of_last_row": Fault(
         "state across batches",
         "The state that starts a batch is that of the shard's last row.",
-        ("in-batch-loss", "control-by-rank"),
+        ("in-batch-loss", "control-by-rank", "state-outside"),
     ),
     "schedule_per_yield": Fault(
         "schedule per yield",
@@ -186,7 +190,7 @@ VERIFY: dict[str, Fault] = {
     "vae_kl_annealing_local_count": Fault(
         "state in Python objects",
         "The KL weight grows with the number of examples that this process saw.",
-        ("control-by-rank",),
+        ("control-by-rank", "state-outside"),
     ),
     "vqgan_adaptive_weight": Fault(
         "weight from local gradients",
@@ -197,7 +201,9 @@ VERIFY: dict[str, Fault] = {
         "buffer from the shard", "The codebook follows the members of the shard.", ("buffer-not-synchronised",)
     ),
     "weight_decay_by_world": Fault(
-        "setting by world size", "The weight decay is divided by the number of processes.", ("control-by-rank",)
+        "setting by world size",
+        "The weight decay is divided by the number of processes.",
+        ("control-by-rank", "optimizer-settings"),
     ),
 }
 
@@ -219,14 +225,18 @@ DOCTOR: dict[str, Fault] = {
         "file written by all ranks", "All ranks write one checkpoint file at once.", ("same_checkpoint",)
     ),
     "all_reduce_on_main_hang": Fault("collective on one rank", "Rank 0 alone calls all_reduce.", ("collectives",)),
-    "allreduce_sum_not_divided": Fault("gradient not divided", "Gradients are summed over ranks and not divided.", ()),
+    "allreduce_sum_not_divided": Fault(
+        "gradient not divided", "Gradients are summed over ranks and not divided.", ("summed_gradients",)
+    ),
     "async_reduce_never_waited": Fault(
-        "asynchronous result used", "The step uses gradients whose reduction nobody waited for.", ("weights_differ",)
+        "asynchronous result used",
+        "The step uses gradients whose reduction nobody waited for.",
+        ("weights_differ", "partly_reduced", "not_reduced", "gradients_differ"),
     ),
     "buffers_not_broadcast": Fault(
         "buffers differ",
         "Batch norm's statistics differ over ranks, and each evaluates with its own.",
-        ("weights_differ",),
+        ("weights_differ", "buffers_differ"),
     ),
     "clip_before_allreduce": Fault(
         "clipped before reduction", "Each rank clips its own gradient before the average.", ("clip_before_reduce",)
@@ -245,7 +255,7 @@ DOCTOR: dict[str, Fault] = {
     "criterion_parameters_unsynced": Fault(
         "parameters outside DDP",
         "The criterion's parameters are optimized and never synchronized.",
-        ("weights_differ",),
+        ("weights_differ", "unknown_to_ddp"),
     ),
     "ddp_no_sampler": Fault("same data", "No sampler, one seed: all ranks see the same batches.", ("same_examples",)),
     "ddp_no_set_epoch": Fault("set_epoch forgotten", "Every epoch has the same order.", ("no_set_epoch",)),
@@ -254,7 +264,7 @@ DOCTOR: dict[str, Fault] = {
         "same data", "The loader is not set up: all ranks see the same batches.", ("same_examples",)
     ),
     "forgot_ddp": Fault(
-        "never synchronized", "The model is not wrapped: each rank trains its own.", ("weights_differ",)
+        "never synchronized", "The model is not wrapped: each rank trains its own.", ("weights_differ", "not_reduced")
     ),
     "fsdp2_local_clip": Fault("clipped by a local norm", "Each rank clips by the norm of its own shards.", ()),
     "fsdp2_optimizer_before_shard": Fault(
@@ -265,37 +275,43 @@ DOCTOR: dict[str, Fault] = {
     "head_replaced_after_wrap": Fault(
         "parameters outside DDP",
         "The new head was made after wrapping, and is never synchronized.",
-        ("weights_differ", "weights_differ_at_start"),
+        ("weights_differ", "weights_differ_at_start", "unknown_to_ddp"),
     ),
     "init_after_wrap": Fault(
         "weights differ from the start",
         "Weights are drawn anew after wrapping, with a seed for each rank.",
-        ("weights_differ_at_start",),
+        ("weights_differ_at_start", "written_outside"),
     ),
     "iterable_same_stream": Fault("same data", "The stream is not divided over ranks.", ("same_examples",)),
     "iterable_workers_repeat": Fault(
-        "data repeated", "The stream is not divided over the workers of a rank: each example comes twice an epoch.", ()
+        "data repeated",
+        "The stream is not divided over the workers of a rank: each example comes twice an epoch.",
+        ("same_in_workers",),
     ),
     "local_metric_printed": Fault(
         "local metric", "The accuracy that decides on the best model is that of rank 0's part.", ("local_metric",)
     ),
     "local_sgd_average_lost": Fault(
-        "never synchronized", "The averages go into a copy of the weights, and are lost.", ("weights_differ",)
+        "never synchronized",
+        "The averages go into a copy of the weights, and are lost.",
+        ("weights_differ", "not_reduced"),
     ),
-    "lr_by_rank": Fault("setting by rank", "The learning rate depends on the rank.", ("lr_differs",)),
+    "lr_by_rank": Fault(
+        "setting by rank", "The learning rate depends on the rank.", ("lr_differs", "optimizer_differs")
+    ),
     "metrics_from_set_order": Fault(
         "collectives in another order",
         "Ranks reduce the metrics in different orders, so that they mix.",
         ("collectives",),
     ),
     "module_bypass": Fault(
-        "never synchronized", "Training calls model.module, so that DDP does nothing.", ("weights_differ",)
+        "never synchronized", "Training calls model.module, so that DDP does nothing.", ("weights_differ", "past_ddp")
     ),
     "nanogpt_no_seed_offset": Fault("same data", "All ranks draw the same random batches.", ("same_examples",)),
     "no_sync_always": Fault(
         "never synchronized where it matters",
         "no_sync covers the last micro-batch, not the first ones.",
-        ("weights_differ",),
+        ("weights_differ", "sync_off"),
     ),
     "padded_eval_summed": Fault(
         "padded evaluation", "The padded sampler counts an example of the test set twice.", ("padded_evaluation",)
@@ -306,7 +322,7 @@ DOCTOR: dict[str, Fault] = {
     "resume_on_main_only": Fault(
         "weights differ from the start",
         "Rank 0 alone loads the checkpoint, after wrapping.",
-        ("weights_differ_at_start",),
+        ("weights_differ_at_start", "written_outside"),
     ),
     "resume_without_optimizer": Fault("resume", "The saved optimizer state is not restored.", ()),
     "sampler_seed_by_rank": Fault(
@@ -323,20 +339,24 @@ DOCTOR: dict[str, Fault] = {
         "The split is drawn anew on each rank: ranks train on what others validate with.",
         ("same_examples",),
     ),
-    "step_on_main_only": Fault("step on one rank", "Rank 0 alone updates its weights.", ("weights_differ",)),
+    "step_on_main_only": Fault(
+        "step on one rank", "Rank 0 alone updates its weights.", ("weights_differ", "steps_differ")
+    ),
     "token_mean_of_means": Fault("mean of means", "Each rank divides by the number of its own tokens.", ()),
     "trainer_own_dataloader": Fault(
         "same data", "The trainer's own loader is not divided over ranks.", ("same_examples",)
     ),
     "uneven_batches_hang": Fault("uneven batches", "One rank has a batch more and waits for ever.", ("collectives",)),
     "unfrozen_after_wrap": Fault(
-        "parameters outside DDP", "What was frozen when DDP was made is never synchronized.", ("weights_differ",)
+        "parameters outside DDP",
+        "What was frozen when DDP was made is never synchronized.",
+        ("weights_differ", "unknown_to_ddp"),
     ),
     "worker_init_same_numbers": Fault(
         "random numbers repeated", "Workers of all ranks draw the same augmentation in every epoch.", ()
     ),
     "zero_without_ddp": Fault(
-        "never synchronized", "Nothing averages the gradients under ZeroRedundancyOptimizer.", ()
+        "never synchronized", "Nothing averages the gradients under ZeroRedundancyOptimizer.", ("not_reduced",)
     ),
 }
 
