@@ -48,7 +48,7 @@ class Run:
         self.world, self.settings, self.device, self.seed = world, settings, device, settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device)
-        self._normalisation = Normalisation(settings.batch_norm, self._strategy)
+        self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         skip = settings.nonfinite == "skip"
         self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
