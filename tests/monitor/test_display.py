@@ -192,7 +192,7 @@ def test_what_the_launcher_says_of_a_killed_rank_has_a_line_of_its_own(tmp_path:
     """The bar of rank 0, whose line has no end, is wiped away; and no count of steps follows a failure."""
     launcher = ("-m", "paceline", "run", "--nproc", "2")
     code, shown, _ = on_terminal(tmp_path, text=KILLED, launcher=launcher)
-    assert code == 128 + signal.SIGKILL
+    assert code == 128 + signal.SIGKILL, shown
     assert "step 0/20" in shown, shown
     (line,) = [line for line in shown.splitlines() if "was killed by SIGKILL" in line]
     assert line.rpartition("\x1b[2K")[2].startswith("rank 1 was killed"), repr(line)
