@@ -53,7 +53,7 @@ class Run:
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device)
         self._noise = make_noise(settings, self._strategy)
-        self._normalisation = Normalisation(settings.batch_norm, self._strategy)
+        self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._stepper.accounts.parameters)
         skip = settings.nonfinite == "skip"

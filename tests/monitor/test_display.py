@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -40,15 +41,21 @@ print("after it")
 """
 
 
-def on_terminal(folder: Path, *arguments: str, interrupt: bool = False) -> tuple[int, str, str]:
+def on_terminal(
+    folder: Path, *arguments: str, interrupt: bool = False, text: str = SCRIPT, launcher: tuple[str, ...] = ()
+) -> tuple[int, str, str]:
     """(exit code, what the terminal got, what went to the file that stdout is)."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     terminal, other = pty.openpty()
     environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "140", "OMP_NUM_THREADS": "1"}
     with open(folder / "stdout", "wb") as file:
         process = subprocess.Popen(
-            [sys.executable, str(script), *arguments], stdout=file, stderr=other, stdin=subprocess.DEVNULL, env=environ
+            [sys.executable, *launcher, str(script), *arguments],
+            stdout=file,
+            stderr=other,
+            stdin=subprocess.DEVNULL,
+            env=environ,
         )
     os.close(other)
     got = b""
@@ -163,3 +170,61 @@ def test_the_last_line_counts_steps_and_not_batches(capsys: pytest.CaptureFixtur
         run.step(optimizer)
     run.close()
     assert "paceline: 3 steps in " in capsys.readouterr().err
+
+
+KILLED = """
+import os, signal, time, torch, paceline
+from torch.utils.data import TensorDataset
+run = paceline.start(progress="bar")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.prepare(model, optimizer)
+for batch in run.loader(TensorDataset(torch.ones(80, 2)), global_batch=4):
+    run.forward_backward(lambda m, b: m(b[0]).square().mean(), model, batch)
+    run.step(optimizer)
+    time.sleep(0.1)
+    if run.steps == 10 and run.rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.timeout(90)
+def test_what_the_launcher_says_of_a_killed_rank_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """The bar of rank 0, whose line has no end, is wiped away; and no count of steps follows a failure."""
+    launcher = ("-m", "paceline", "run", "--nproc", "2")
+    code, shown, _ = on_terminal(tmp_path, text=KILLED, launcher=launcher)
+    assert code == 128 + signal.SIGKILL, shown
+    assert "step 0/20" in shown, shown
+    (line,) = [line for line in shown.splitlines() if "was killed by SIGKILL" in line]
+    assert line.rpartition("\x1b[2K")[2].startswith("rank 1 was killed"), repr(line)
+
+
+@pytest.mark.timeout(90)
+def test_a_traceback_of_the_launcher_is_the_last_word(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "raise ValueError('why')").replace("1:", "0:")
+    )
+    command = [sys.executable, "-m", "paceline", "run", "--nproc", "1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=80, check=False)
+    assert "ValueError: why" in done.stderr
+    assert "steps in" not in done.stderr, done.stderr
+
+
+def test_between_two_writes_to_trackers_the_loss_is_shown_all_the_same(tmp_path: Path) -> None:
+    """The first epoch has six steps, and log_every is 100. What is written stays the exact mean."""
+    run = paceline.start(log_dir=tmp_path, log_every=100, progress="lines", device="cpu")
+    view, model = run._monitor.view, nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    shown, losses = [], []
+    for _ in run.epochs(1):
+        for batch in run.loader(TensorDataset(torch.ones(24, 1)), global_batch=4):
+            losses.append(float(run.forward_backward(lambda m, b: m(b[0]).square().mean(), model, batch)))
+            run.step(optimizer)
+            shown.append(view.loss)
+    run.close()
+    assert shown[0] is None
+    assert shown[2] == pytest.approx(losses[0], rel=1e-12)
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert line["step"] == 6
+    assert line["loss"] == pytest.approx(sum(losses) / 6, rel=1e-7)

@@ -56,7 +56,7 @@ def mse(model: Any, batch: Any) -> Tensor:
 
 def under(epochs: int, model: nn.Module | None = None, loss_fn: Any = mse, decay: float = 0.0, **settings: Any) -> Any:
     """The model that a run makes, in evaluation mode, and its whole state."""
-    with_run = paceline.start(device="cpu", progress="off", **settings)
+    with_run = paceline.start(device="cpu", **{"progress": "off", **settings})
     try:
         model = network() if model is None else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=decay)

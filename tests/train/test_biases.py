@@ -210,7 +210,7 @@ def test_a_layer_whose_output_no_norm_takes_is_left_alone_until_the_mode_is_set_
 
 def test_one_process_says_once_which_biases_have_no_effect(capfd: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
-    checks.same_as_plain(checks.under(4), checks.plain(4).state_dict())
+    checks.same_as_plain(checks.under(4, progress="lines"), checks.plain(4).state_dict())
     said = capfd.readouterr().err
     assert said.count("the bias of 0, 3 has no effect, since batch norm follows") == 1
     assert "Write bias=False." in said

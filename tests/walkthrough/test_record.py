@@ -69,7 +69,7 @@ def ranks_out_of_step(records: list[Record]) -> None:
 
 def a_padded_shard(records: list[Record]) -> None:
     """The stand-in that a distributed sampler would put where a shard has one example less."""
-    records[0].steps[0][1][0].ids.append(records[1].steps[0][1][1].ids[0])
+    records[1].steps[0][1][1].ids.append(records[0].steps[0][1][1].ids[0])
 
 
 def no_shuffling(records: list[Record]) -> None:

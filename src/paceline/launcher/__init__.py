@@ -83,7 +83,7 @@ def run(
         SettingError: a setting that cannot work.
     """
     from paceline.launcher.interrupts import Interrupts, Stopped
-    from paceline.launcher.output import Output
+    from paceline.launcher.output import Output, say
     from paceline.launcher.plan import make_plan
 
     with _quietly():
@@ -120,5 +120,5 @@ def run(
             raise
         where = ranks.close(failed=outcome.exit_code != 0 and not outcome.refused)
         if outcome.exit_code != 0:
-            print(outcome.story + where, end="", file=sys.stderr, flush=True)
+            say(outcome.story + where)
         return outcome.exit_code

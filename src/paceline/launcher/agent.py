@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from paceline.launcher import processes, report
 from paceline.launcher.interrupts import Interrupts
 from paceline.launcher.leavers import Leavers, stands
-from paceline.launcher.output import Output
+from paceline.launcher.output import Output, say
 from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
 from paceline.launcher.rendezvous import workers_store
@@ -83,10 +83,9 @@ class Agent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self._starts and self._failed:
             most = self._plan.max_restarts
-            print(f"{self.story}paceline: restart {most - self._remaining_restarts} of {most}.", file=sys.stderr)
+            say(f"{self.story}paceline: restart {most - self._remaining_restarts} of {most}.\n")
         elif self._starts:
-            print("paceline: machines have come; all ranks start again.", file=sys.stderr)
-        sys.stderr.flush()
+            say("paceline: machines have come; all ranks start again.\n")
         worker_group.store = self._store = None  # so that the former store stops listening
         self._interrupts.deferred = False  # nothing runs: end at once
         self._interrupts.check()
@@ -237,7 +236,7 @@ class Agent(SimpleElasticAgent):
                 if spared:
                     late = code == 0 or local_rank in self._too_late
                     what = f"rank {rank} came too late to join" if late else report.headline(ending)
-                    print(f"paceline: {what}; the others go on.", file=sys.stderr, flush=True)
+                    say(f"paceline: {what}; the others go on.\n")
                     self._bring_back(local_rank, rank, ending)
         self._end_latecomers(now)
         if len(self._left()) > left:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.launcher.output import say
 from paceline.launcher.report import name_ranks
 from paceline.launcher.worker import STAND_SIGNAL, stand_file
 
@@ -140,7 +140,7 @@ class Leavers:
             self._noticed = True
             running = f"{name_ranks(pids)} still run{'s' if len(pids) == 1 else ''}"
             ended = f"{name_ranks(left)} ended {NOTICE_SECONDS:.0f} s ago, without an error"
-            print(f"paceline: {ended}; {running}.", file=sys.stderr, flush=True)
+            say(f"paceline: {ended}; {running}.\n")
         for rank, stand in stands(self._error_files, pids).items():
             before, when = self._first.get(rank, (None, now))
             if before is None or before.frames != stand.frames:

@@ -17,6 +17,12 @@ from paceline.errors import LaunchError
 LAST_LINES = 20  # of a rank that died without an exception
 
 
+def say(text: str) -> None:
+    """Prints whole lines on stderr. A rank's progress bar, whose line has no end yet, is wiped away before them."""
+    terminal = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
+    print("\r\x1b[2K" * terminal + text, end="", file=sys.stderr, flush=True)
+
+
 class Output:
     """The files of one run on this machine.
 

@@ -11,12 +11,12 @@ long. So nothing is ended here; it is said.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.launcher.leavers import Stand, stands, waits
+from paceline.launcher.output import say
 from paceline.launcher.report import name_ranks
 
 LOOK_SECONDS = 20.0
@@ -66,7 +66,7 @@ class Stalls:
         longest = max(still[rank] for rank in waiting or still)
         if longest >= self._next:
             self._next = 2 * longest
-            print(self._story(waiting, longest, now), end="", file=sys.stderr, flush=True)
+            say(self._story(waiting, longest, now))
 
     @staticmethod
     def _follow(before: _Sight | None, stand: Stand, now: float) -> _Sight:

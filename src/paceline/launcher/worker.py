@@ -59,6 +59,7 @@ def main() -> None:
             sys.__excepthook__(type(error), error, _skip_worker(error.__traceback__))
         else:
             report(error, hook)
+            sys.last_value = error  # as plain python does: what runs at the exit may look whether the script failed
         sys.exit(1)
 
 

@@ -4,8 +4,8 @@ One mechanism serves the progress display and the trackers. The loss of every ba
 given, go into a window (window.py). A window is exchanged (exchange.py)
 
 - with trackers: every `log_every` optimizer steps, and is then written;
-- without: about once a second, for the display. The next interval in steps comes from the ranks' mean elapsed time,
-  which all of them receive, so that they never disagree about it;
+- for the display: about once a second, also between two writes. The next interval in steps comes from the ranks' mean
+  elapsed time, which all of them receive, so that they never disagree about it;
 - with neither, never.
 
 What was sent is received at the next occasion. An epoch's end is one: there the rest is exchanged as well, so that the
@@ -48,6 +48,7 @@ class _Note(NamedTuple):
     """What rank 0 must remember of a window until its sums are back."""
 
     write: bool
+    ends: bool  # a pass, so that nothing more comes to it
     step: int
     epoch: int
     learning_rate: float | None
@@ -137,6 +138,8 @@ class Monitor:
         if self._recorded:
             if steps // self._settings.log_every != self._steps // self._settings.log_every:
                 self._send(True, steps, loader.fetched_at)
+            elif self._shown and self._made() - self._sent_steps >= self._interval:
+                self._send(False, steps, loader.fetched_at)
         elif self._made() - self._sent_steps >= self._interval:
             self._send(True, steps, loader.fetched_at)
         elif losses is not None and len(losses) >= FOLD_AT:
@@ -191,7 +194,8 @@ class Monitor:
             if self._facts is not None:
                 steps = self._updates()
                 every = self._settings.log_every
-                self._send(not self._recorded or steps // every != self._steps // every, steps, loader.fetched_at)
+                write = not self._recorded or steps // every != self._steps // every
+                self._send(write, steps, loader.fetched_at, ends=True)
                 self._steps = steps
             engine.enter("between", meet=True)  # all have sent, also where they are not in step
             self._receive()
@@ -258,11 +262,11 @@ class Monitor:
             self._window.add_losses(losses)
             losses.clear()
 
-    def _send(self, write: bool, steps: int, now: float) -> None:
+    def _send(self, write: bool, steps: int, now: float, ends: bool = False) -> None:
         self._receive()
         self._collect()
         made = self._made()
-        note = _Note(write, steps, self.view.epoch, self._learning_rate, made - self._sent_steps)
+        note = _Note(write, ends, steps, self.view.epoch, self._learning_rate, made - self._sent_steps)
         self._exchange.send(self._window, now - self._sent_at, f"{write} {steps}", note)
         self._window = Window(self._device)
         self._sent_at, self._sent_steps = now, made
@@ -272,7 +276,7 @@ class Monitor:
         result = self._result()
         if result is None:
             return
-        if not self._recorded and result.elapsed > 0:
+        if self._shown and result.elapsed > 0:
             wanted = int(result.note.made * INTERVAL_SECONDS / result.elapsed)
             self._interval = max(1, min(wanted, GROWTH * self._interval, MOST_STEPS))
         self._take(result)
@@ -293,21 +297,28 @@ class Monitor:
                 pair[1] += bottom
         if result.note.write:
             self._write(result.note)
-        else:
+            return
+        if result.note.ends or self._carried is not None:
             self._carried = result.note
+        self._show(self._carry, result.note)
 
     def _write(self, note: _Note) -> None:
         """What has been received since the last write."""
         sums, self._carry, self._carried = self._carry, {}, None
         if not self._main:
             return
-        self.view.loss, values = means(sums)
-        self.view.learning_rate = note.learning_rate
-        self.view.values = {key: value for key, value in values.items() if key != "loss"}
+        values = self._show(sums, note)
         if self._recorded:
             own = {"loss": self.view.loss, "lr": note.learning_rate, "examples_per_second": self.totals.rate()}
             known = {key: value for key, value in own.items() if value is not None}
             self._record({**known, **values}, note.step, note.epoch)
+
+    def _show(self, sums: Mapping[str, list[float]], note: _Note) -> dict[str, float]:
+        """Puts means into the view. Returns those that have names of the script's."""
+        self.view.loss, values = means(sums)
+        self.view.learning_rate = note.learning_rate
+        self.view.values = {key: value for key, value in values.items() if key != "loss"}
+        return values
 
     def _record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if self._recorded:

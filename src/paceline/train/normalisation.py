@@ -24,11 +24,11 @@ class Normalisation:
     """Converts the batch norms of prepared models, and keeps them right. For replicas that train apart the choice is
     `shard`."""
 
-    def __init__(self, choice: str, strategy: Strategy) -> None:
+    def __init__(self, choice: str, strategy: Strategy, quiet: bool = False) -> None:
         self._layout = strategy.layout
         self._choice = "shard" if self._layout.local else choice
         self._found: list[nn.Module] = []
-        self._told = False  # which biases have no effect
+        self._told = quiet  # which biases have no effect
         self._turns = _Turns(self._layout.shards, strategy.sums)
         self._reproducible, self._began = strategy.sums is not None, False
 
