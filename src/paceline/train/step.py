@@ -97,12 +97,12 @@ class Stepper:
                 self.settle()
             return
         number = next_node()
-        if loader not in self._yields:
+        yields = self._yields.get(loader)
+        if yields is None:
             self._loaders.append(loader)
-            self._yields[loader] = Yields()
+            yields = self._yields[loader] = Yields()
             if self._first is None:
                 self._first = self._quiet = number
-        yields = self._yields[loader]
         before = yields.latest
         yields.supersede(loader.presented)
         quiet = number == self._quiet
@@ -133,7 +133,7 @@ class Stepper:
                 self._open[loader] = one
 
     def _begin(self, loader: Loader) -> None:
-        others = {}
+        others: dict[Loader, Yield] = {}
         for other, last in self._open.items():
             if other is loader:
                 self._check_stepped(last)
@@ -391,9 +391,10 @@ class Stepper:
             one.asked = True
             if not one.request.final:
                 return False
-        if any(one.loader.recut for one in opened):
-            self._forget(opened)
-            return False
+        for one in opened:
+            if one.loader.recut:
+                self._forget(opened)
+                return False
         self.strategy.seen = self._seen
         self.strategy.finish()
         if self.accounts.unreduced(parameters):
@@ -402,8 +403,8 @@ class Stepper:
                 "make, so that its gradient was never combined over the processes. Make the same backward calls in "
                 "every micro-batch (a loss of zero is fine)."
             )
-        self._check_made(parameters)
         graded = [p for p in parameters if p.grad is not None]
+        self._check_made(parameters, graded)
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
         seed_torch(opened[0].key ^ _UPDATE, self.device)
@@ -449,8 +450,8 @@ class Stepper:
     def evaluated(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError or NonFiniteError unless this evaluation has left good gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._check_made(parameters)
         graded = [p for p in parameters if p.grad is not None]
+        self._check_made(parameters, graded)
         self._watch.check([p.grad for p in graded], None, self.updates, self.names, graded)
 
     def made(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
@@ -461,14 +462,14 @@ class Stepper:
         self._come_forward(optimizer, schedulers)
         self._complete(parameters, opened)
 
-    def _check_made(self, parameters: Sequence[Tensor]) -> None:
-        """Raises UsageError unless these have gradients that backward calls of this global batch have made."""
+    def _check_made(self, parameters: Sequence[Tensor], graded: Sequence[Tensor]) -> None:
+        """Raises UsageError unless these have gradients that backward calls of this global batch have made. graded:
+        those that have any."""
         if self.guards.foreign:
             self.guards.refuse_foreign(parameters)
-        graded = any(p.grad is not None for p in parameters)
         reached = self.accounts.reached
         if reached is not None and self.strategy.parts is None and reached.isdisjoint(parameters):
-            raise UsageError(not_reached(graded))
+            raise UsageError(not_reached(bool(graded)))
         if not graded and self.strategy.parts is None:
             raise UsageError(without_backward(parameters))
 
