@@ -29,7 +29,7 @@ from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader
-from paceline.train.loss import local_loss, mean_term, parts_of, sum_term
+from paceline.train.loss import local_loss, mean_term, parts_of, sum_term, tell_count
 from paceline.train.messages import (
     BY_HAND_APART,
     CLOSURE_NEEDED,
@@ -243,7 +243,7 @@ class Stepper:
         self._watch.saw(loss, request)
         self._quiet = next_node()
         if yields.ahead:
-            _tell_count(loss, request)
+            tell_count(loss, request.examples)
         if self.losses is not None:
             self.losses += [(call, part, n, request, False, part._version) for part, n in parts_of(loss)]
         return loss
@@ -276,7 +276,7 @@ class Stepper:
         value = (term.value if loss is None else loss).detach()
         self._quiet = next_node()
         if yields.ahead and loss is not None:
-            _tell_count(loss, request)
+            tell_count(loss, request.examples)
         self._saw(term.count, request, call)
         self._watch.saw(value, request)
         if self.losses is not None:
@@ -599,9 +599,3 @@ class Stepper:
                 f"this {type(optimizer).__name__} was not prepared: model, optimizer = run.prepare(model, optimizer)."
             )
         return optimizer
-
-
-def _tell_count(loss: Tensor, request: Request) -> None:
-    """For run.mean: it is a mean over these examples, and not over those of the batch that was fetched since."""
-    if not hasattr(loss, "loss_count") and not hasattr(loss, "loss_parts"):
-        loss.loss_count = request.examples  # type: ignore[attr-defined]
