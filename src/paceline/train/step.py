@@ -162,8 +162,7 @@ class Stepper:
 
     def _check_stepped(self, last: Yield) -> None:
         """Another global batch of the same loader begins. Raises UsageError where the gradients of the last one are
-        still there. Where the script has cleared them it is done with that batch, and perhaps made an update of its
-        own."""
+        still there. Where the script has cleared them it is done with them."""
         if self._unused(last):
             raise UsageError(unstepped(last.loader.name, last.request.step, last.request.epoch))
 
