@@ -124,3 +124,9 @@ def parts_of(value: Any) -> list[tuple[Any, Weight | None]]:
     """A number, and what it is a mean over (None: over examples); of a loss that knows its parts, these."""
     parts: list[tuple[Any, Weight | None]] | None = getattr(value, "loss_parts", None)
     return [(value, getattr(value, "loss_count", None))] if parts is None else parts
+
+
+def tell_count(loss: Tensor, examples: int) -> None:
+    """For run.mean: it is a mean over so many examples, and not over those of the batch that was fetched since."""
+    if not hasattr(loss, "loss_count") and not hasattr(loss, "loss_parts"):
+        loss.loss_count = examples  # type: ignore[attr-defined]

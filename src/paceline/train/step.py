@@ -29,7 +29,7 @@ from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader
-from paceline.train.loss import local_loss, mean_term, parts_of, sum_term
+from paceline.train.loss import local_loss, mean_term, parts_of, sum_term, tell_count
 from paceline.train.messages import (
     BY_HAND_APART,
     CLOSURE_NEEDED,
@@ -97,12 +97,12 @@ class Stepper:
                 self.settle()
             return
         number = next_node()
-        if loader not in self._yields:
+        yields = self._yields.get(loader)
+        if yields is None:
             self._loaders.append(loader)
-            self._yields[loader] = Yields()
+            yields = self._yields[loader] = Yields()
             if self._first is None:
                 self._first = self._quiet = number
-        yields = self._yields[loader]
         before = yields.latest
         yields.supersede(loader.presented)
         quiet = number == self._quiet
@@ -133,7 +133,7 @@ class Stepper:
                 self._open[loader] = one
 
     def _begin(self, loader: Loader) -> None:
-        others = {}
+        others: dict[Loader, Yield] = {}
         for other, last in self._open.items():
             if other is loader:
                 self._check_stepped(last)
@@ -162,8 +162,7 @@ class Stepper:
 
     def _check_stepped(self, last: Yield) -> None:
         """Another global batch of the same loader begins. Raises UsageError where the gradients of the last one are
-        still there. Where the script has cleared them it is done with that batch, and perhaps made an update of its
-        own."""
+        still there. Where the script has cleared them it is done with them."""
         if self._unused(last):
             raise UsageError(unstepped(last.loader.name, last.request.step, last.request.epoch))
 
@@ -243,7 +242,7 @@ class Stepper:
         self._watch.saw(loss, request)
         self._quiet = next_node()
         if yields.ahead:
-            _tell_count(loss, request)
+            tell_count(loss, request.examples)
         if self.losses is not None:
             self.losses += [(call, part, n, request, False, part._version) for part, n in parts_of(loss)]
         return loss
@@ -276,7 +275,7 @@ class Stepper:
         value = (term.value if loss is None else loss).detach()
         self._quiet = next_node()
         if yields.ahead and loss is not None:
-            _tell_count(loss, request)
+            tell_count(loss, request.examples)
         self._saw(term.count, request, call)
         self._watch.saw(value, request)
         if self.losses is not None:
@@ -391,9 +390,10 @@ class Stepper:
             one.asked = True
             if not one.request.final:
                 return False
-        if any(one.loader.recut for one in opened):
-            self._forget(opened)
-            return False
+        for one in opened:
+            if one.loader.recut:
+                self._forget(opened)
+                return False
         self.strategy.seen = self._seen
         self.strategy.finish()
         if self.accounts.unreduced(parameters):
@@ -402,8 +402,8 @@ class Stepper:
                 "make, so that its gradient was never combined over the processes. Make the same backward calls in "
                 "every micro-batch (a loss of zero is fine)."
             )
-        self._check_made(parameters)
         graded = [p for p in parameters if p.grad is not None]
+        self._check_made(parameters, graded)
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
         seed_torch(opened[0].key ^ _UPDATE, self.device)
@@ -449,8 +449,8 @@ class Stepper:
     def evaluated(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError or NonFiniteError unless this evaluation has left good gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._check_made(parameters)
         graded = [p for p in parameters if p.grad is not None]
+        self._check_made(parameters, graded)
         self._watch.check([p.grad for p in graded], None, self.updates, self.names, graded)
 
     def made(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
@@ -461,14 +461,14 @@ class Stepper:
         self._come_forward(optimizer, schedulers)
         self._complete(parameters, opened)
 
-    def _check_made(self, parameters: Sequence[Tensor]) -> None:
-        """Raises UsageError unless these have gradients that backward calls of this global batch have made."""
+    def _check_made(self, parameters: Sequence[Tensor], graded: Sequence[Tensor]) -> None:
+        """Raises UsageError unless these have gradients that backward calls of this global batch have made. graded:
+        those that have any."""
         if self.guards.foreign:
             self.guards.refuse_foreign(parameters)
-        graded = any(p.grad is not None for p in parameters)
         reached = self.accounts.reached
         if reached is not None and self.strategy.parts is None and reached.isdisjoint(parameters):
-            raise UsageError(not_reached(graded))
+            raise UsageError(not_reached(bool(graded)))
         if not graded and self.strategy.parts is None:
             raise UsageError(without_backward(parameters))
 
@@ -598,9 +598,3 @@ class Stepper:
                 f"this {type(optimizer).__name__} was not prepared: model, optimizer = run.prepare(model, optimizer)."
             )
         return optimizer
-
-
-def _tell_count(loss: Tensor, request: Request) -> None:
-    """For run.mean: it is a mean over these examples, and not over those of the batch that was fetched since."""
-    if not hasattr(loss, "loss_count") and not hasattr(loss, "loss_parts"):
-        loss.loss_count = request.examples  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ graph say between which yields it was computed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any
 
@@ -37,19 +37,18 @@ MOST = 16  # entries of a batch, or of what is in it, that are looked at to know
 class Yield:
     """One yield of a training loader, from its coming to the update of its global batch."""
 
-    __slots__ = ("asked", "batch", "calls", "key", "late", "loader", "request", "since", "stepped", "told", "unsure")
+    calls = 0  # backward calls that were made for it
+    asked = False  # whether run.step was called when it was the last that had a backward
+    stepped = False  # whether an optimizer has acted on its global batch
+    batch: Sequence[weakref.ref[Any]] = ()  # its tensors, noted when the next yield comes
+    told = False  # whether the script was warned that its gradients are left
+    late = False  # whether its backward came after its loader's pass had ended
 
     def __init__(self, loader: Loader, request: Request, key: int, since: int, unsure: bool) -> None:
         self.loader, self.request = loader, request
         self.key = key  # of its global batch's random streams, the same for all shards
         self.since = since  # the number of autograd's next node when it came
         self.unsure = unsure  # whether graphs of earlier yields may still be under way: losses are looked at
-        self.calls = 0  # backward calls that were made for it
-        self.asked = False  # whether run.step was called when it was the last that had a backward
-        self.stepped = False  # whether an optimizer has acted on its global batch
-        self.batch: list[weakref.ref[Any]] = []  # its tensors, noted when the next yield comes
-        self.told = False  # whether the script was warned that its gradients are left
-        self.late = False  # whether its backward came after its loader's pass had ended
 
     @property
     def through(self) -> bool:
@@ -86,19 +85,22 @@ class Yields:
 
     def at_hand(self) -> Yield:
         """The latest, of a loader that has yielded."""
-        assert self.latest is not None
-        return self.latest
+        latest = self.waiting[-1] if self.waiting else self.entered
+        assert latest is not None
+        return latest
 
     def supersede(self, presented: Any) -> None:
         """Another yield comes: of this one's batch only its tensors are remembered, as long as the script has them."""
         last, self.ended = self.latest, None
         if last is not None and presented is not None:
-            last.batch = [weakref.ref(thing) for thing in things_in(presented)]
+            flat = type(presented) in (list, tuple) and all(type(thing) is Tensor for thing in presented)
+            last.batch = [weakref.ref(thing) for thing in (presented[:MOST] if flat else things_in(presented))]
 
     def enter(self, one: Yield) -> None:
         """A backward call belongs to it, or can belong to no other; what waited before it was left out."""
         self.over, self.entered = self.entered, one
-        self.waiting = self.waiting[self.waiting.index(one) + 1 :] if self.waiting else []
+        if self.waiting:
+            self.waiting = self.waiting[self.waiting.index(one) + 1 :]
 
     def close(self, loader: Loader, whole: bool) -> None:
         """The pass has ended. Where it was left before its end, what waits is not coming."""
@@ -123,13 +125,12 @@ class Yields:
     def of_loss(self, root: Tensor, first: int) -> Yield:
         """The yield to which the graph of this scalar belongs. first: the number of autograd's next node when the first
         yield of the run came; what is older was there before the loop. Raises UsageError where it is not one yield."""
-        latest = self.at_hand()
-        node = root.grad_fn
+        latest, node = self.at_hand(), root.grad_fn
         number = latest.since if node is None else node._sequence_nr()
+        if number >= latest.since and not latest.unsure and latest is self.entered and self.ended is None:
+            return latest
         if self.ended is not None and number >= self.ended:
             raise UsageError(outside_a_loop("backward"))
-        if not latest.unsure and latest is self.entered and number >= latest.since:
-            return latest
         known = self.known
         found = next((one for one in reversed(known) if one.since <= number), None)
         if found is None:
@@ -144,8 +145,8 @@ class Yields:
     def of_batch(self, batch: Any) -> Yield:
         """The yield to which the batch belongs that a closure is given."""
         latest = self.at_hand()
-        presented = latest.loader.presented
-        if batch is presented and latest is self.entered:
+        presented, over = latest.loader.presented, self.over
+        if latest is self.entered and self.ended is None and (batch is presented or over is None or not over.alive):
             return latest
         before = self.known if self.ended is not None else self.known[:-1]
         older = [one for one in (self.over, *before) if one is not None and one.alive]
