@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.strategies.base import Layout
+from paceline.train.draws import ExampleDraws
 from paceline.train.loader import Loader
 from paceline.train.places import Made, Places, Rows
 from paceline.train.sources import make_source
@@ -263,11 +264,66 @@ def word_language_model(micro_batch: int | None = None, strategy: str | None = N
         return distance(model, original)
 
 
+# --- pytorch/examples: a VAE, whose noise belongs to the examples
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc21, self.fc22 = nn.Linear(12, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.fc3, self.fc4 = nn.Linear(4, 16), nn.Linear(16, 12)
+
+    def reparameterize(self, mu: Tensor, logvar: Tensor) -> Tensor:
+        std = torch.exp(0.5 * logvar)
+        eps = torch.randn_like(std)
+        return mu + eps * std
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h1 = F.dropout(F.relu(self.fc1(x)), 0.2, self.training)
+        mu, logvar = self.fc21(h1), self.fc22(h1)
+        h3 = F.relu(self.fc3(self.reparameterize(mu, logvar)))
+        return torch.sigmoid(self.fc4(h3)), mu, logvar
+
+
+def elbo(recon_x: Tensor, x: Tensor, mu: Tensor, logvar: Tensor) -> Tensor:
+    bce = F.binary_cross_entropy(recon_x, x, reduction="sum")
+    return bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+
+
+def vae(micro_batch: int | None = None, strategy: str | None = None) -> float:
+    with started(strategy=strategy, noise="example") as run:
+        images = torch.rand(7 * 5, 12, dtype=torch.float64)
+
+        def get_batch(rows: Rows) -> Tensor:
+            return images[[rows.step * rows.total + row for row in rows]]
+
+        model = VAE().double()
+        original = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(original.parameters(), lr=1e-3)
+        alone = whole(get_batch, 7, 5)
+        for data in alone:
+            assert alone.current is not None
+            optimizer.zero_grad()
+            keys = alone.streams.noise_rows(alone.current, alone.current.parts[0])
+            with ExampleDraws(keys, lambda call, number: call.plain()):
+                recon_batch, mu, logvar = original(data)
+            (elbo(recon_batch, data, mu, logvar) / 7).backward()
+            optimizer.step()
+
+        model, optimizer = run.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+        for data in run.batches(get_batch, global_batch=7, steps=5, micro_batch=micro_batch):
+            recon_batch, mu, logvar = model(data)
+            run.backward(total=elbo(recon_batch, data, mu, logvar), count=len(data))
+            run.step(optimizer)
+        return distance(model, original)
+
+
 JOBS: dict[str, Callable[..., float]] = {
     "nanogpt": nanogpt,
     "reinforce": reinforce,
     "regression": regression,
     "word_language_model": word_language_model,
+    "vae": vae,
 }
 
 

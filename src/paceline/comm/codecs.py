@@ -117,7 +117,8 @@ class PowerSGD(Codec):
         rank = min(self.rank, rows, columns)
         if rank * (rows + columns) < rows * columns:
             generator = torch.Generator().manual_seed(seed)
-            state["q"] = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(like)
+            with torch._C.DisableTorchFunction():  # as in digests.py
+                state["q"] = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(like)
         return state
 
     def total(self, flat: Tensor, shapes: Sequence[Sequence[int]], states: Sequence[State], sums: Sums) -> list[State]:

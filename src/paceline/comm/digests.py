@@ -26,4 +26,5 @@ def digest(tensor: Tensor) -> Tensor:
 
 def _weights(count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
-    return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
+    with torch._C.DisableTorchFunction():  # with noise="example" a mode would take these for noise of the batch
+        return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1

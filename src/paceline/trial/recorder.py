@@ -96,7 +96,8 @@ class Recorder:
         self._update_of = run._stepper._update
         run._stepper._update = self._update  # type: ignore[method-assign]
         self._patches = plain.Patches()
-        if order.plain:
+        self._plain = order.plain and run._noise is None  # noise by example is alike on all sides: it may stay
+        if self._plain:
             plain.dropout_off(self._patches)
         self._lines: Lines | None = None
         if order.lines is not None:
@@ -139,7 +140,7 @@ class Recorder:
             self._lines.know(models, len(self._run._models))
         made = self._runs["prepare"](*objects)
         for number, model in enumerate(self._run._models):
-            if self._order.plain:
+            if self._plain:
                 plain.recurrent_dropout_off(model)
             compiled = self._run.settings.compile  # whose graphs hooks would break
             self._normalised |= compiled and any(isinstance(module, _BatchNorm) for module in model.modules())
