@@ -1,0 +1,46 @@
+"""Large tensors are compared by sketches, and what lies on the disk is little more than the run's own states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.verify.prepared import Prepared
+
+from paceline.tools.evidence import span
+from paceline.tools.judge import judge
+from paceline.tools.runs import SAME
+from paceline.trial.sketches import ROWS, WHOLE, sketch
+
+
+def test_a_sketch_keeps_norms_of_differences_and_linear_relations() -> None:
+    draw = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(300, 700, generator=draw, dtype=torch.float64) for _ in range(2))
+    assert sketch(first).shape == (ROWS,)
+    for other in (second, first + 1e-6 * second, torch.zeros_like(first)):
+        found, exact = float((sketch(first) - sketch(other)).norm()), float((first - other).norm())
+        assert found == pytest.approx(exact, rel=0.2)  # four standard deviations
+    one_column = first.clone()
+    one_column[:, 3] += 0.1
+    exact = float((one_column - first).norm())
+    assert float((sketch(one_column) - sketch(first)).norm()) == pytest.approx(exact, rel=0.2)
+    whole = {"w": sketch(0.3 * first + 0.9 * second)}
+    found_shares = span(whole, [{"w": sketch(first)}, {"w": sketch(second)}])
+    assert found_shares is not None
+    assert found_shares[0] == pytest.approx([0.3, 0.9])
+
+
+def test_what_is_small_is_kept_whole() -> None:
+    tensor = torch.randn(WHOLE)
+    assert sketch(tensor) is tensor
+
+
+@pytest.mark.conformance
+def test_the_disk_holds_sixteen_bytes_a_parameter_and_step(tmp_path: Path) -> None:
+    """Of fp32 and Adam: weights and two averages, and the gradient. It was 53."""
+    steps, parameters = 4, 2 * 64 * 8192 + 8192 + 64
+    runs = Prepared(tmp_path, ("", ""), 2, None, "fp32", steps, Path(__file__).with_name("large.py"))
+    assert judge(runs).code == SAME
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert held / parameters / steps < 17
