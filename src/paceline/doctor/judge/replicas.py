@@ -6,6 +6,8 @@ and the weights after it. The first of them in which ranks differ, where the one
 
 from __future__ import annotations
 
+import math
+
 from paceline.doctor.findings import Finding
 from paceline.doctor.judge import writes
 from paceline.doctor.judge.record import Event, Run, place
@@ -112,11 +114,18 @@ def _apart(ranks: list[Samples]) -> list[tuple[str, float]]:
         if len(others) < len(ranks) - 1:
             continue  # another shape: parts of one model
         values = [[*o[3:], o[1] / o[0], o[2] / o[0]] for o in (first, *others)]
-        mean = max(max(abs(v[-2]) for v in values), 1e-12)
-        size = max((abs(a - b) for v in values[1:] for a, b in zip(values[0], v)), default=0.0)
-        if not size <= TOLERANCE * mean:
+        mean = max(max((abs(v[-2]) for v in values if math.isfinite(v[-2])), default=0.0), 1e-12)
+        size = max((_distance(a, b) for v in values[1:] for a, b in zip(values[0], v)), default=0.0)
+        if size > TOLERANCE * mean:
             found.append((name, size / mean))
     return found
+
+
+def _distance(a: float, b: float) -> float:
+    """NaN is as far from a number as can be, and not from itself."""
+    if a == b or (a != a and b != b):
+        return 0.0
+    return math.inf if math.isnan(a - b) else abs(a - b)
 
 
 def _written(run: Run, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:
