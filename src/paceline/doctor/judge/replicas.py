@@ -21,6 +21,9 @@ Samples = dict[str, list[float]]
 
 
 def findings(run: Run) -> list[Finding]:
+    unsent = _unsent(run)
+    if unsent:
+        return unsent
     if any(run.all("join")) or not (run.reduces or run.replicas):
         return []
     if run.averages_weights:  # ranks that have made unequally many steps
@@ -39,7 +42,7 @@ def _clock(run: Run) -> list[Finding]:
         for other in range(1, len(of)):
             more, less = (0, other) if len(at[0]) >= len(at[other]) else (other, 0)
             missing = next((n for n, b in enumerate(at[more]) if b not in at[less]), None)
-            if missing is None or len(at[more]) == len(at[less]):
+            if missing is None or (len(at[more]) == len(at[less]) and passes[more] != passes[less]):
                 continue
             evidence = (
                 f"rank {run.peers[more]} made {len(at[more])} steps of the optimizer and rank {run.peers[less]} "
@@ -48,6 +51,24 @@ def _clock(run: Run) -> list[Finding]:
             )
             return [Finding("steps_differ", place(of[more][missing]["at"]), evidence)]
     return []
+
+
+def _unsent(run: Run) -> list[Finding]:
+    """FSDP: the last backward before the steps sends no gradients. (Its weights cannot be compared.)"""
+    if not any(run.of(0, "fsdp")):
+        return []
+    steps = kept = 0
+    last = None
+    for e in run.ranks[0]:
+        if e["k"] == "backward":
+            last = e
+        elif e["k"] == "before" and last is not None:
+            steps, kept, last = steps + 1, kept + bool(last.get("unsent")), None
+    if kept < 2 or kept < 0.9 * steps:
+        return []
+    line = next((e["at"] for e in run.of(0, "no_sync")), None)
+    evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
+    return [Finding("sync_off", place(line), evidence)]
 
 
 def _parting(run: Run) -> list[Finding]:
