@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from paceline.doctor.judge import calls as judge_calls
-from paceline.doctor.judge import costs
+from paceline.doctor.judge import costs, replicas
 from paceline.doctor.judge.calls import Lookout
 from paceline.doctor.judge.evaluation import _metric
 from paceline.doctor.judge.places import accumulates, takes_all
@@ -81,6 +81,75 @@ def test_pinned_memory_where_there_is_a_device() -> None:
     assert causes(plain, plain) == ["loader_starves"]
     device = [loader, begin, *steps(inside, threads=1, cores=8, queued=None, devices=[1])]
     assert causes(device, device) == ["loader_starves", "no_pinned_memory"]
+
+
+NAN = float("nan")
+
+
+def replica(
+    weights: float = 1.0, grads: float = 1.0, after: float = 1.0, backwards: int = 1, **more: Any
+) -> list[Event]:
+    """One rank's two steps of one optimizer with one weight of two elements, alike but for the first step's values."""
+    events: list[Event] = [
+        {"k": "group", "op": "init_process_group", "world": 2, "at": AT},
+        {"k": "optimizer", "opt": 0, "lr": [0.1], "at": AT},
+    ]
+    for step in (0, 1):
+        first = step == 0
+        values = {
+            n: {"w": [2, 2 * abs(v), 2 * v, v, v]}
+            for n, v in (("weights", weights if first else after), ("grads", grads if first else 1.0))
+        }
+        events += [{"k": "backward", "synced": [], "local": [], "mean": "mean", "at": AT}] * backwards
+        events += [{"k": "coll", "op": "all_reduce", "of": "grad", "at": ["train.py", 5]}]
+        events += [
+            {
+                "k": "before",
+                "opt": 0,
+                "step": step,
+                "lr": [0.1],
+                "without": [],
+                "backwards": (step + 1) * backwards,
+                "at": AT,
+                **values,
+                **(more if first else {}),
+            }
+        ]
+        events += [
+            {
+                "k": "step",
+                "opt": 0,
+                "step": step + 1,
+                "weights": {"w": [2, 2 * abs(after), 2 * after, after, after]},
+                "at": AT,
+            }
+        ]
+    return [*events, {"k": "end", "failed": False, "at": []}]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "cause"),
+    [
+        ({}, {}, None),
+        ({"after": NAN}, {"after": NAN}, None),
+        ({}, {"weights": 2.0}, "weights_differ_at_start"),
+        ({"after": 2.0}, {"after": NAN}, "weights_differ"),
+        ({}, {"after": 2.0, "grads": 2.0}, "gradients_differ"),
+        ({}, {"after": 2.0, "settings": [{"lr": "0.2"}]}, "weights_differ"),
+        ({"settings": [{"lr": "0.1"}]}, {"after": 2.0, "settings": [{"lr": "0.2"}]}, "optimizer_differs"),
+    ],
+    ids=["alike", "not finite", "start", "one not finite", "gradients", "settings unknown", "settings"],
+)  # fmt: skip
+def test_the_first_difference_of_replicas(ours: Any, theirs: Any, cause: str | None) -> None:
+    found = replicas.findings(Run([replica(**ours), replica(**theirs)]))
+    assert [f.cause for f in found] == ([cause] if cause else [])
+
+
+def test_a_rank_that_does_not_step() -> None:
+    idle = [e for e in replica() if e["k"] not in ("before", "step")]
+    found = replicas.findings(Run([replica(), idle]))
+    assert [f.cause for f in found] == ["steps_differ"]
+    assert "rank 0 made 2 steps of the optimizer and rank 1 0" in found[0].evidence
 
 
 def write(folder: Path, *ranks: list[dict[str, Any]], ended: bool = True) -> Lookout:

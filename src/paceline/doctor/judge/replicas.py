@@ -6,6 +6,8 @@ and the weights after it. The first of them in which ranks differ, where the one
 
 from __future__ import annotations
 
+import math
+
 from paceline.doctor.findings import Finding
 from paceline.doctor.judge import writes
 from paceline.doctor.judge.record import Event, Run, place
@@ -19,6 +21,9 @@ Samples = dict[str, list[float]]
 
 
 def findings(run: Run) -> list[Finding]:
+    unsent = _unsent(run)
+    if unsent:
+        return unsent
     if any(run.all("join")) or not (run.reduces or run.replicas):
         return []
     if run.averages_weights:  # ranks that have made unequally many steps
@@ -37,7 +42,7 @@ def _clock(run: Run) -> list[Finding]:
         for other in range(1, len(of)):
             more, less = (0, other) if len(at[0]) >= len(at[other]) else (other, 0)
             missing = next((n for n, b in enumerate(at[more]) if b not in at[less]), None)
-            if missing is None or len(at[more]) == len(at[less]):
+            if missing is None or (len(at[more]) == len(at[less]) and passes[more] != passes[less]):
                 continue
             evidence = (
                 f"rank {run.peers[more]} made {len(at[more])} steps of the optimizer and rank {run.peers[less]} "
@@ -46,6 +51,24 @@ def _clock(run: Run) -> list[Finding]:
             )
             return [Finding("steps_differ", place(of[more][missing]["at"]), evidence)]
     return []
+
+
+def _unsent(run: Run) -> list[Finding]:
+    """FSDP: the last backward before the steps sends no gradients. (Its weights cannot be compared.)"""
+    if not any(run.of(0, "fsdp")):
+        return []
+    steps = kept = 0
+    last = None
+    for e in run.ranks[0]:
+        if e["k"] == "backward":
+            last = e
+        elif e["k"] == "before" and last is not None:
+            steps, kept, last = steps + 1, kept + bool(last.get("unsent")), None
+    if kept < 2 or kept < 0.9 * steps:
+        return []
+    line = next((e["at"] for e in run.of(0, "no_sync")), None)
+    evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
+    return [Finding("sync_off", place(line), evidence)]
 
 
 def _parting(run: Run) -> list[Finding]:
@@ -112,11 +135,18 @@ def _apart(ranks: list[Samples]) -> list[tuple[str, float]]:
         if len(others) < len(ranks) - 1:
             continue  # another shape: parts of one model
         values = [[*o[3:], o[1] / o[0], o[2] / o[0]] for o in (first, *others)]
-        mean = max(max(abs(v[-2]) for v in values), 1e-12)
-        size = max((abs(a - b) for v in values[1:] for a, b in zip(values[0], v)), default=0.0)
-        if not size <= TOLERANCE * mean:
+        mean = max(max((abs(v[-2]) for v in values if math.isfinite(v[-2])), default=0.0), 1e-12)
+        size = max((_distance(a, b) for v in values[1:] for a, b in zip(values[0], v)), default=0.0)
+        if size > TOLERANCE * mean:
             found.append((name, size / mean))
     return found
+
+
+def _distance(a: float, b: float) -> float:
+    """NaN is as far from a number as can be, and not from itself."""
+    if a == b or (a != a and b != b):
+        return 0.0
+    return math.inf if math.isnan(a - b) else abs(a - b)
 
 
 def _written(run: Run, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:

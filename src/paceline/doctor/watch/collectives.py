@@ -35,6 +35,7 @@ SAME_SIZE = (
     "reduce_scatter_tensor",
     "all_gather_single",
     "reduce_scatter_single",
+    "scatter",
 )
 # What DTensor, and so FSDP, tensor parallelism and `full_tensor()`, calls.
 FUNCTIONAL = (
@@ -46,7 +47,7 @@ _OF_GRADIENTS = ("all_reduce", "reduce", "broadcast", "reduce_scatter_tensor", "
                  "all_reduce_coalesced")  # fmt: skip
 _OTHERS = (
     "all_gather_object", "all_reduce_coalesced", "all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier",
-    "broadcast_object_list", "gather_object", "monitored_barrier", "reduce_scatter", "scatter", "scatter_object_list",
+    "broadcast_object_list", "gather_object", "monitored_barrier", "reduce_scatter", "scatter_object_list",
 )  # fmt: skip
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _QUIET = ("new_group", "init_process_group", "destroy_process_group", "new_subgroups", "new_subgroups_by_enumeration")

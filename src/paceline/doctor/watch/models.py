@@ -41,6 +41,7 @@ class Models:
         self._plain: Any = WeakIdKeyDictionary()  # modules that are part of no other, and that an optimizer trains
         self._classes: set[type] = set()  # of those modules: their forward is watched
         self._noted = 0
+        self.unsent_gradients = False  # has FSDP been told to send none?
         self._unsynced: set[tuple[Any, ...]] = set()  # lines
         self.made_at: Any = WeakIdKeyDictionary()  # parameter -> (where it was made, how many DDP modules there were)
         self.thawed_at: Any = WeakIdKeyDictionary()  # parameter -> where it was unfrozen after a DDP module was made
@@ -142,6 +143,16 @@ class Models:
                 self._within -= 1
 
         return forward
+
+    def switched(self, original: Any) -> Any:
+        """FSDPModule.set_requires_gradient_sync."""
+        noted = self.unsynced(original)
+
+        def set_requires_gradient_sync(module: Any, /, *args: Any, **options: Any) -> Any:
+            self.unsent_gradients = not (args[0] if args else options.get("requires_gradient_sync", True))
+            return (noted if self.unsent_gradients else original)(module, *args, **options)
+
+        return set_requires_gradient_sync
 
     def unsynced(self, original: Any) -> Any:
         """`no_sync` and the like: where a script asks for it."""

@@ -32,7 +32,7 @@ class Replicas:
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name; a later one may get a dead one's id
         self._own: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
         self._gradients = 0
-        self._seen: dict[int, tuple[int, torch.Tensor | None]] = {}  # optimizer -> versions, witnesses after its step
+        self._seen: dict[int, tuple[int, str]] = {}  # optimizer -> versions, witnesses after its step
 
     @staticmethod
     def looked(step: int) -> bool:
@@ -91,7 +91,8 @@ class Replicas:
         """The versions of all weights, which in-place operations count up, and a value of some: `.data` counts none."""
         weights = [p for p in parameters(optimizer) if self._whole(p) and p.numel()]
         some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _WITNESSES)]]
-        return sum(p._version for p in weights), tuple(torch.stack([s.double() for s in some]).tolist()) if some else ()
+        values = torch.stack([s.double() for s in some]).tolist() if some else []
+        return sum(p._version for p in weights), str(values)  # as text, in which NaN is NaN
 
     def _whole(self, p: Any) -> bool:
         return type(p) in (torch.nn.Parameter, torch.Tensor) and p not in self._models.sharded

@@ -67,7 +67,7 @@ def watch(book: Notebook) -> None:
         for name in _EXPORTS:
             if getattr(sys.modules.get(name), "fully_shard", None) is original:
                 vars(sys.modules[name])["fully_shard"] = module.fully_shard
-        put(module.FSDPModule, "set_requires_gradient_sync", book.models.unsynced)
+        put(module.FSDPModule, "set_requires_gradient_sync", book.models.switched)
 
     def state(module: ModuleType) -> None:
         if hasattr(module.FSDPState, "_pre_forward"):

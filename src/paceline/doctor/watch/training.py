@@ -78,7 +78,16 @@ class _Training:
                 self._had |= {id(p) for o in book.optimizers for p in parameters(o) if p.grad is not None}
             models.reduced.update(synced)
             reached = {number: models.reached(number) for number in synced}
-            book.note("backward", synced=synced, local=local, mean=mean, form=form, seconds=seconds, reached=reached)
+            book.note(
+                "backward",
+                synced=synced,
+                local=local,
+                mean=mean,
+                form=form,
+                unsent=models.unsent_gradients,
+                seconds=seconds,
+                reached=reached,
+            )
             return result
 
         return backward
