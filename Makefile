@@ -23,7 +23,7 @@ WORKERS ?= 2
 test: $(READY)  ## all tests but the fuller matrices
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not conformance and not campaign"
 
-conformance: $(VENV)/.trackers  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers
+conformance: $(VENV)/.trackers $(VENV)/.foreign  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers; other libraries
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m conformance
 
 campaign: $(READY)  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)
@@ -97,6 +97,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(VENV)/.trackers: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[mlflow,wandb]'
+	@touch $@
+
+$(VENV)/.foreign: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[foreign]'
 	@touch $@
 
 $(VENV)/.deepspeed: $(READY)

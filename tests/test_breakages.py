@@ -40,8 +40,8 @@ BREAKAGES = {
     ),
     "an example in two shards": Breakage(
         "train/order.py",
-        "batch[start + low : start + high]",
-        "batch[max(start + low - 1, 0) : start + high]",
+        "for i in batch[low:high])",
+        "for i in batch[max(low - 1, 0) : high])",
         "a-sgd and w2",
     ),
     "batch norm by shard where global is asked for": Breakage(
@@ -76,7 +76,14 @@ BREAKAGES = {
         "train/step.py", "            self.guards.allow(scheduler.step)\n", "            pass\n", "a-sgd and w1"
     ),
     "the same noise on every shard": Breakage(
-        "train/fetch.py", "request.step, shard, micro)", "request.step)", "yield", "tests/train/test_loader.py"
+        "train/collating.py", "request.step, shard, micro)", "request.step)", "yield", "tests/train/test_loader.py"
+    ),
+    "the same masks on every shard": Breakage(
+        "train/collating.py",
+        "np.asarray(part.indices, dtype=np.int64))",
+        "np.arange(len(part.indices)))",
+        "draws_the_same_however",
+        "tests/train/test_collating.py",
     ),
     "shards added in the order in which they came": Breakage(
         "comm/canonical.py",

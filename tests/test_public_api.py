@@ -15,12 +15,12 @@ EXPORTED = [
     "evaluate", "fit", "launch", "predict", "scale_lr", "start", "strategy", "warmup",
 ]  # fmt: skip
 RUN = {
-    "add_tracker", "autocast", "backward", "close", "compute", "epochs", "export", "forward_backward", "gather",
-    "loader", "log", "main", "main_first", "mean", "predict", "prepare", "print", "ratio", "restore", "save", "skipped",
-    "step", "steps", "sum", "track",
+    "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "epochs", "export",
+    "forward_backward", "gather", "loader", "local_rank", "log", "main", "main_first", "mean", "predict", "prepare",
+    "print", "rank", "ratio", "restore", "save", "skipped", "step", "steps", "sum", "track", "wait", "world_size",
 }  # fmt: skip
 START = [
-    "strategy", "precision", "seed", "batch_norm", "compile", "nonfinite", "device", "log_dir",
+    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "device", "log_dir",
     "trackers", "log_every", "progress", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
     "reproducible", "init_method", "rank", "world_size",
 ]  # fmt: skip

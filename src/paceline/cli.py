@@ -68,6 +68,7 @@ _settings = _options(
     click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or bf16-params."),
     click.option("--seed", type=int, metavar="N", help="Seed of the data order and of the models' randomness."),
     click.option("--batch-norm", metavar="NAME", help="global: statistics of the global batch; shard: of each shard."),
+    click.option("--noise", metavar="NAME", help="Of dropout and the like: shard; example: the same for any number."),
     click.option("--compile/--no-compile", default=None, help="Compile the models with torch.compile."),
     click.option("--nonfinite", metavar="NAME", help="What an inf or NaN gradient does: stop or skip."),
     click.option("--reproducible", type=int, metavar="V", help="The same bits on any number of processes up to V."),

@@ -18,6 +18,7 @@ from paceline.errors import SettingError, suggest
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 BATCH_NORMS = ("global", "shard")
+NOISES = ("shard", "example")
 NONFINITES = ("stop", "skip")
 PROGRESS = ("auto", "bar", "lines", "off")
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
@@ -77,6 +78,7 @@ class Settings:
     precision: str = "fp32"
     seed: int = 0
     batch_norm: str = "global"
+    noise: str = "shard"
     compile: bool = False
     nonfinite: str = "stop"
     device: str | None = None
@@ -93,6 +95,7 @@ class Settings:
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
+        _one_of("noise", self.noise, NOISES)
         _one_of("nonfinite", self.nonfinite, NONFINITES)
         _one_of("progress", self.progress, PROGRESS)
         for name in self.trackers:
@@ -119,6 +122,11 @@ class Settings:
                 f"reproducible={self.reproducible} and compile=True contradict each other: which kernels torch.compile "
                 "makes depends on the shapes that a process has met before, and so on how many shards it computes. Set "
                 "one of them."
+            )
+        if self.noise == "example" and self.compile:
+            raise SettingError(
+                "noise='example' and compile=True contradict each other: a compiled model draws in kernels of its own, "
+                "which no example's stream reaches. Set one of them."
             )
         if self.deterministic and self.cudnn_benchmark:
             raise SettingError(

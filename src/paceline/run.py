@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,16 @@ from paceline.strategies import make
 from paceline.strategies.base import Layout, Weight
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, randomness
+from paceline.train.elsewhere import of_run
 from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
 from paceline.train.handover import Handover
 from paceline.train.loader import Loader, current_examples
-from paceline.train.messages import SAVED_IN_MID_BATCH
+from paceline.train.messages import SAVED_IN_MID_BATCH, under_no_grad
+from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
+from paceline.train.objective import step_by_closure
+from paceline.train.places import Made, Places, Rows, check_batches
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
 from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
@@ -33,6 +38,7 @@ from paceline.train.progress import Epochs
 from paceline.train.sources import make_source
 from paceline.train.state import State, model_number
 from paceline.train.step import Stepper
+from paceline.train.wrappers import taken_off, unwrapped
 from paceline.world import World
 
 
@@ -46,8 +52,10 @@ class Run:
         self.world, self.settings, self.device, self.seed = world, settings, device, settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device)
+        self._noise = make_noise(settings, self._strategy)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy)
         self._guards = Guards()
+        self._guards.watch_backward(lambda: self._stepper.accounts.parameters)
         skip = settings.nonfinite == "skip"
         self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
@@ -75,6 +83,34 @@ class Run:
         """Whether this is rank 0, or the first that lives where ranks may die."""
         return collectives.rank_of() == 0
 
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0 to world_size - 1. A model must not depend on it."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its machine."""
+        return self.world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the run has."""
+        return self.world.size
+
+    def wait(self) -> None:
+        """Returns when every process has come here."""
+        collectives.barrier()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every process, such as the name of a directory; by pickle. All processes call it."""
+        return collectives.broadcast_object(value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(of_run(name))
+
     # --- the objects of a run
 
     def prepare(self, *objects: Any) -> Any:
@@ -82,11 +118,13 @@ class Run:
 
         Models move to `run.device`, with the weights of rank 0 on every rank; they keep their class, names and methods.
         Optimizers are then moved by `run.step`, and schedulers with them, once per optimizer step. A DataLoader comes
-        back as the training loader of this run; its batch is the global batch. May be called again to add more. Load
-        pretrained weights before or after it (then on every rank).
+        back as the training loader of this run; its batch is the global batch. In place of torch.compile's wrapper the
+        model itself comes back, compiled, with its own names; the wrapper may be used as before. May be called again to
+        add more. Load pretrained weights before or after it (then on every rank).
 
         Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
         """
+        objects = tuple(map(taken_off, objects))
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
@@ -100,6 +138,8 @@ class Run:
                 if self.settings.compile:
                     model.compile()
                 self._models.append(model)
+        if self._noise is not None:
+            check_modules(self._models)
         for model in self._models:  # also those of earlier calls: a layer may have been added
             self._normalisation.convert(model)
         names = parameter_names(self._models)
@@ -121,6 +161,8 @@ class Run:
         self._optimizers.append(optimizer)
         self._stepper.updates[optimizer] = 0
         self._guards.watch_optimizer(optimizer, self._stepper.accounts.unreduced)
+        if len(self._optimizers) > 1 and self._stepper.accounts.reached is None:
+            self._stepper.accounts.reached = set()
 
     def _add_scheduler(self, scheduler: Any) -> None:
         if scheduler in self._state.schedulers:
@@ -142,6 +184,7 @@ class Run:
         drop_last: bool = False,
         name: str | None = None,
         shuffle_buffer: int | None = None,
+        collate: str = "example",
         **options: Any,
     ) -> Loader:
         """A loader that yields this process's part of each global batch, on `run.device`.
@@ -157,6 +200,9 @@ class Run:
             drop_last: leave out a last global batch that is short.
             name: by which a checkpoint keeps its position; needed where a run has several training loaders.
             shuffle_buffer: among how many waiting examples an iterable data set is shuffled; 10,000 if not given.
+            collate: what collate_fn is handed. "example": this process's part; rows that it draws with torch belong to
+                their examples. "global": the whole global batch on every process, for what mixes examples or draws
+                otherwise. "shard": this process's part, with draws of its own, which changes the model.
             options: num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, worker_init_fn, timeout,
                 multiprocessing_context, as of torch.utils.data.DataLoader.
 
@@ -169,14 +215,46 @@ class Run:
         group = self._strategy.group
         layout = self._strategy.layout if train else Layout(collectives.size_of(group), (collectives.rank_of(group),))
         own: dict[str, Any] = {"seed": self.seed, "name": name, "shuffle_buffer": shuffle_buffer, "options": options}
+        own["collate"] = collate
         order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
         source = make_source(dataset, layout=layout, **own, **order, **sizes)
-        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
+        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end, "noise": self._noise}
         loader = Loader(source, name=name, train=train, device=self.device, **hooks)
         if train:
             self._state.add_loader(loader)
         return loader
+
+    def batches(
+        self,
+        fn: Callable[[Rows], Any],
+        *,
+        global_batch: int,
+        steps: int | None = None,
+        micro_batch: int | None = None,
+        train: bool = True,
+        name: str | None = None,
+        collate: str = "example",
+        **options: Any,
+    ) -> Loader:
+        """A loader whose batches a function makes: random pieces of a text, episodes, numbers drawn on the fly.
+
+        fn(rows) returns a batch of len(rows) rows. rows: a sequence of the positions in the global batch that it is to
+        make (`rows.step`, `rows.epoch`, `rows.total`); on one process all, else this process's part. What it draws with
+        torch and a row for each, as torch.randint(n, (len(rows),)), is the same whoever makes it.
+
+        Args:
+            fn: is called for each yield, just before it (without num_workers), so that it may use the model.
+            global_batch: rows of one optimizer step, over all devices.
+            steps: global batches in an epoch; not given, they have no end, and the loop needs a `break`.
+            micro_batch, train, name, collate, options: as of `loader`.
+
+        Raises SettingError for arguments that cannot be.
+        """
+        check_batches(fn, global_batch, steps, options)
+        own: dict[str, Any] = {"micro_batch": micro_batch, "train": train, "name": name, "collate": collate}
+        made = Made(fn, global_batch)
+        return self.loader(Places(global_batch, steps), global_batch=global_batch, collate_fn=made, **own, **options)
 
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader
@@ -187,12 +265,15 @@ class Run:
         self._monitor.on_yield(loader)
 
     def _on_end(self, loader: Loader, whole: bool) -> None:
+        if loader.train:
+            self._stepper.on_end(loader, whole)
         self._stepper.catch_up(self._state.schedulers)
         self._monitor.on_end(loader, whole)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
-        return self._monitor.epochs(self._epochs.upto(count), count, self._stepper.settle)
+        numbers = self._stepper.between_epochs(self._epochs.upto(count))
+        return self._monitor.epochs(numbers, count, self._stepper.settle)
 
     # --- the step
 
@@ -214,7 +295,9 @@ class Run:
         Returns this process's loss, a detached 0-dim tensor (NaN where its shard is empty); `run.mean` gives the
         global one.
         """
-        return self._stepper.forward_backward(loss_fn, model, batch, optimizer, of)
+        if not torch.is_grad_enabled():
+            raise UsageError(under_no_grad("forward_backward"))
+        return self._stepper.forward_backward(loss_fn, unwrapped(model), batch, optimizer, of)
 
     def backward(
         self,
@@ -229,30 +312,55 @@ class Run:
         """Adds a loss's gradients, as `loss.backward()` does in a script for one device.
 
         backward(loss): a mean over this micro-batch's examples. backward(loss, count=n): a mean over n things, such as
-        tokens. backward(total=s, count=n): a sum over n things. Several calls for one micro-batch add. optimizer, of:
+        tokens. backward(total=s, count=n): a sum over n things. backward(total=s): a plain sum over the global batch,
+        divided by nothing. Several calls for one micro-batch add. optimizer, of:
         as for forward_backward. After the last one of a global batch `.grad` is the exact mean over it, unscaled.
         """
+        if not torch.is_grad_enabled():
+            raise UsageError(under_no_grad("backward"))
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
         self._stepper.backward(loss, total, count, optimizer, of, retain_graph)
 
-    def step(self, optimizer: torch.optim.Optimizer | None = None, *, max_grad_norm: float | None = None) -> bool:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        closure: Callable[[], object] | None = None,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> bool:
         """Updates, when the global batch is complete; else does nothing. Returns whether it was complete.
 
         Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
         the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
         prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop").
+
+        closure: for an optimizer that evaluates the loss itself, several times in a step (torch.optim.LBFGS): clears
+        the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and returns the loss.
+        Each evaluation is of the whole global batch; the optimizer gets its mean loss, alike on all processes. Under
+        single and ddp, without micro-batches.
         """
         chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
-        acted = self._stepper.step(chosen, [s for s in self._state.schedulers if s.optimizer is chosen], max_grad_norm)
+        schedulers = [s for s in self._state.schedulers if s.optimizer is chosen]
+        if closure is not None and max_grad_norm is not None:
+            raise UsageError("run.step(optimizer, closure, max_grad_norm=...): the closure clips, after run.backward.")
+        if closure is not None:
+            step_by_closure(self._stepper, chosen, schedulers, closure)
+            acted = True
+        elif self._noise is None:
+            acted = self._stepper.step(chosen, schedulers, max_grad_norm)
+        else:
+            with self._noise.outside():
+                acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         if acted:
-            self._normalisation.agree(self._models)
+            self._normalisation.agree(self._models, self._stepper.fetched_ahead)
         return acted
 
     @property
     def steps(self) -> int:
-        """Updates that the first prepared optimizer has made."""
-        return self._stepper.updates[self._optimizers[0]] if self._optimizers else 0
+        """Updates that the first prepared optimizer has made. Where none is prepared, global batches whose gradients
+        the script has used and cleared itself."""
+        return self._stepper.updates[self._optimizers[0]] if self._optimizers else self._stepper.count_by_hand()
 
     @property
     def skipped(self) -> int:
@@ -369,7 +477,7 @@ class Run:
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Writes a model as one safetensors file that its plain class loads. All processes call it."""
-        self._state.export(path, model_number(self._models, model))
+        self._state.export(path, model_number(self._models, unwrapped(model)))
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -392,8 +500,12 @@ class Run:
         if self.closed:
             return
         self.closed = True
+        if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
+            self._stepper.warn_unstepped()
         self._monitor.close()
         self._put_backends_back()
+        if self._noise is not None:
+            self._noise.close()
         self._guards.close()
         self._strategy.close()
         replicas.set_default(self._before)

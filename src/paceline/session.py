@@ -34,6 +34,7 @@ def start(
     precision: str | None = None,
     seed: int | None = None,
     batch_norm: str | None = None,
+    noise: str | None = None,
     compile: bool | None = None,
     nonfinite: str | None = None,
     device: str | None = None,
@@ -63,6 +64,8 @@ def start(
         seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
         batch_norm: "global", statistics over the whole global batch, as on one device; "shard", over each shard, which
             makes the model depend on the number of shards.
+        noise: whose the noise of the loop or closure is (dropout, a VAE's): "shard", other noise for another number of
+            shards; "example", each example's own where it has a row, the same for any number (docs/contract.md).
         compile: compile prepared models with torch.compile.
         nonfinite: what to do at a loss or gradient that is inf or NaN: "stop" or "skip".
         device: such as "cpu" or "cuda:1"; else this process's accelerator, by its local rank, or the CPU.
@@ -94,6 +97,7 @@ def start(
         "precision": precision,
         "seed": seed,
         "batch_norm": batch_norm,
+        "noise": noise,
         "compile": compile,
         "nonfinite": nonfinite,
         "device": device,

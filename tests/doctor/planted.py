@@ -11,17 +11,22 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_device", "with_paceline",
-           "search", "tensor_parallel", "copies", "runner", "masked")  # fmt: skip
+           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers")  # fmt: skip
+FOREIGN = {"foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
+           "foreign/accelerated": "accelerate", "foreign/hf_trainer": "transformers", "foreign/hf_stream": "transformers",
+           "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning"}  # fmt: skip  # script -> what it needs
 
 
 @dataclass(frozen=True)
 class Planted:
-    """name: of the case; cause: what must be found; twin: the healthy script; lines: (its text, the fault's)."""
+    """name: of the case; cause: what must be found; twin: the healthy script; lines: (its text, the fault's); at: text
+    of the line that must be named."""
 
     name: str
     cause: str
     twin: str
     lines: tuple[tuple[str, str], ...]
+    at: str = ""
     hangs: bool = False  # ranks may wait for each other in vain: it needs the command, which ends it
     fails: bool = False  # torch refuses it in the end, after it was seen
 
@@ -33,8 +38,10 @@ class Planted:
         return text
 
 
-def _p(name: str, cause: str, twin: str, *lines: tuple[str, str], hangs: bool = False, fails: bool = False) -> Planted:
-    return Planted(name, cause, twin, lines, hangs, fails)
+def _p(
+    name: str, cause: str, twin: str, *lines: tuple[str, str], at: str = "", hangs: bool = False, fails: bool = False
+) -> Planted:
+    return Planted(name, cause, twin, lines, at, hangs, fails)
 
 
 PLANTED = [
@@ -88,11 +95,11 @@ PLANTED = [
     _p("no broadcast of copies", "weights_differ_at_start", "copies", ("            parameter.copy_(copy)\n", "            copy.zero_()\n")),
     _p("changed after DDP", "weights_differ_at_start", "imagenet",
        ("    model = DDP(net)\n", "    model = DDP(net)\n    nn.init.normal_(net.head.weight, std=0.01 * (rank + 1))\n")),
-    _p("the module is called past DDP", "weights_differ", "imagenet",
+    _p("the module is called past DDP", "past_ddp", "imagenet",
        ("loss = F.cross_entropy(model(images), labels)", "loss = F.cross_entropy(model.module(images), labels)")),
-    _p("reduced in part", "weights_differ", "by_hand",
+    _p("reduced in part", "partly_reduced", "by_hand",
        ("for parameter in model.parameters():", "for parameter in list(model.parameters())[:-1]:")),
-    _p("copies of a part", "weights_differ", "copies", ("    due = list(model.parameters())\n", "    due = list(model.parameters())[1:]\n")),
+    _p("copies of a part", "partly_reduced", "copies", ("    due = list(model.parameters())\n", "    due = list(model.parameters())[1:]\n")),
     _p("zeros for an unused layer", "no_gradient", "copies",
        ("    send_parameters(model)\n", "    model.extra, model.forward = nn.Linear(3, 3), lambda x, parts=list(model): nn.Sequential(*parts)(x)\n    send_parameters(model)\n"),
        ("    due = list(model.parameters())\n", "    due = list(model.parameters())\n    for p in due:\n        p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n")),
@@ -157,7 +164,7 @@ PLANTED = [
         "        for call in calls if rank == 0 else reversed(calls):\n            call()\n"), hangs=True),
     _p("a call of rank 0 before DDP orders its buckets", "collectives", "search",
        (".backward()\n    optimizer.step()\n", ".backward()\n    optimizer.step()\n    if dist.get_rank() == 0:\n        dist.all_reduce(torch.ones(()))\n"), hangs=True),
-    _p("one weight is not reduced", "weights_differ", "search",
+    _p("one weight is not reduced", "partly_reduced", "search",
        ("    return DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))", "    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))"),
        (".backward()\n    optimizer.step()\n", ".backward()\n    for parameter in list(model.parameters())[1:]:\n        if parameter.grad is not None:\n            dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()\n    optimizer.step()\n")),
     _p("epochs of one training alike", "no_set_epoch", "search",
@@ -179,16 +186,16 @@ PLANTED = [
         "        for name in sorted(sums, reverse=rank == 0):\n            dist.all_reduce(sums[name])\n        if rank == 0:\n            print")),
     _p("rank 0 evaluates its shard", "local_metric", "finetune",
        ("DataLoader(valid_set, batch_size=12)", "DataLoader(valid_set, batch_size=12, sampler=DistributedSampler(valid_set))")),
-    _p("no DDP", "weights_differ", "imagenet",
+    _p("no DDP", "not_reduced", "imagenet",
        ("    model = DDP(net)\n", "    model = net\n"), ("model.module.state_dict()", "model.state_dict()")),
-    _p("unfrozen after DDP", "weights_differ", "finetune",
+    _p("unfrozen after DDP", "unknown_to_ddp", "finetune",
        ("    average = copy.deepcopy(model)\n    model = DistributedDataParallel(model)\n",
         "    average = copy.deepcopy(model)\n    model = DistributedDataParallel(model)\n    model.module.embedding.requires_grad_(True)\n")),
     _p("Paceline: a metric of a shard", "local_metric", "with_paceline",
        ("run.ratio(right, count)", "right / count")),
     _p("Paceline: batch norm of a shard", "batch_norm", "with_paceline",
        ('progress="off")', 'progress="off", batch_norm="shard")')),
-    _p("Paceline: weights of rank 0", "weights_differ", "with_paceline",
+    _p("Paceline: weights of rank 0", "written_outside", "with_paceline",
        ("            run.step(optimizer)\n", "            run.step(optimizer)\n            if run.main:\n                model.head.bias.data.add_(0.1)\n")),
     _p("Paceline: a scheduler of rank 0", "lr_differs", "with_paceline",
        ("        scheduler.step()\n", "        if run.main:\n            scheduler.step()\n")),
@@ -222,4 +229,98 @@ PLANTED = [
     _p("scaled twice", "lr_scaled_twice", "imagenet",
        ("    net = Net()\n", "    net = Net()\n    args.lr *= world_size\n"), ("lr=args.lr,", "lr=args.lr * world_size,")),
     _p("not scaled", "lr_not_scaled", "imagenet"),
+    # --- one finding for each way in which replicas part
+    _p("rank 0 alone steps", "steps_differ", "plain",
+       ("                optimizer.step()\n", "                if rank == 0:\n                    optimizer.step()\n"), at="optimizer.step()"),
+    _p("a rank skips a step", "steps_differ", "plain",
+       ("                optimizer.step()\n", "                if not (rank == 1 and number == 6):\n                    optimizer.step()\n"), at="optimizer.step()"),
+    _p("no_sync for the last", "sync_off", "plain",
+       ("contextlib.nullcontext() if last else model.no_sync()", "model.no_sync() if last else contextlib.nullcontext()"), at="model.no_sync()"),
+    _p("a flag for the last", "sync_off", "plain",
+       ("            sync = contextlib.nullcontext() if last else model.no_sync()\n", "            sync = contextlib.nullcontext()\n            model.require_backward_grad_sync = not last\n"), at="require_backward_grad_sync"),
+    _p("a method of the module inside", "past_ddp", "plain",
+       ("nn.functional.cross_entropy(model(inputs).float(), labels) / ACCUMULATE", "model.module.loss(inputs, labels).float() / ACCUMULATE"), at="model.module.loss"),
+    _p("the module that was wrapped", "past_ddp", "plain",
+       ("    model = DDP(Net())\n", "    net = Net()\n    model = DDP(net)\n"),
+       ("cross_entropy(model(inputs).float()", "cross_entropy(net(inputs).float()"), at="net(inputs)"),
+    _p("parameters of the loss", "unknown_to_ddp", "plain",
+       ("    model = DDP(Net())\n", "    model = DDP(Net())\n    scale = nn.Linear(4, 4)\n"),
+       ("AdamW(model.parameters(), 1e-2)", "AdamW([*model.parameters(), *scale.parameters()], 1e-2)"),
+       ("cross_entropy(model(inputs).float()", "cross_entropy(scale(model(inputs).float())"), at="scale = nn.Linear"),
+    _p("a new head after DDP", "unknown_to_ddp", "plain",
+       ("    model = DDP(Net())\n", "    model = DDP(Net(), find_unused_parameters=True)\n    model.module.head = nn.Linear(16, 4)\n    model.module.head.load_state_dict({'weight': torch.ones(4, 16), 'bias': torch.zeros(4)})\n"), at="model.module.head = "),
+    _p("an attribute unfreezes", "unknown_to_ddp", "plain",
+       ("    model = DDP(Net())\n", "    net = Net()\n    net.body.requires_grad_(False)\n    model = DDP(net)\n"),
+       ("        sampler.set_epoch(epoch)\n", "        sampler.set_epoch(epoch)\n        for p in net.body.parameters():\n            p.requires_grad = epoch > 0 or p.requires_grad\n            if epoch:\n                p.requires_grad = True\n"), at="p.requires_grad = True"),
+    _p("noise of each rank in the gradients", "gradients_differ", "averaged",
+       ("    optimizer.step()\n", "        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01 * rank)\n    optimizer.step()\n"), at="grad.add_("),
+    _p("gradients scaled by the rank's own count", "gradients_differ", "averaged",
+       ("    optimizer.step()\n", "        parameter.grad.mul_(1 + 0.1 * rank)\n    optimizer.step()\n"), at="grad.mul_("),
+    _p("state loaded on rank 0", "optimizer_differs", "averaged",
+       ("draws = torch", "if rank == 0:\n    state = optimizer.state_dict()\n    state['state'] = {n: {'momentum_buffer': torch.ones_like(p)} for n, p in enumerate(model.parameters())}\n    optimizer.load_state_dict(state)\ndraws = torch"), at="optimizer.load_state_dict"),
+    _p("weight decay by rank", "optimizer_differs", "averaged",
+       ("momentum=0.9", "momentum=0.9, weight_decay=0.1 * rank"), at="torch.optim.SGD"),
+    _p("decay by hand on rank 0", "written_outside", "plain",
+       ("                scheduler.step()\n", "                scheduler.step()\n                if rank == 0:\n                    for p in model.parameters():\n                        p.data.mul_(0.999)\n"), at="p.data.mul_"),
+    _p("an average put back on rank 0, once", "written_outside", "averaged",
+       ("    optimizer.step()\n", "    optimizer.step()\n    if rank == 0 and len(optimizer.state) and draws.initial_seed() and inputs[0, 0] > 1:\n        with torch.no_grad():\n            model[0].weight.copy_(0.9 * model[0].weight)\n"), at="weight.copy_"),
+    _p("a step with noise of each rank", "weights_differ", "averaged",
+       ("optimizer = torch.optim.SGD(", "class Noisy(torch.optim.SGD):\n    def step(self):\n        super().step()\n        for p in self.param_groups[0]['params']:\n            p.data += 0.01 * rank\n\n\noptimizer = Noisy(")),
+    _p("summed", "summed_gradients", "averaged",
+       ("        parameter.grad /= world_size\n", ""), at="dist.all_reduce(parameter.grad)"),
+    _p("summed in one piece", "summed_gradients", "averaged",
+       ("    for parameter in model.parameters():\n        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n", "    flat = torch.nn.utils.parameters_to_vector([p.grad for p in model.parameters()])\n    dist.all_reduce(flat)\n    place = 0\n    for p in model.parameters():\n        p.grad.copy_(flat[place : place + p.numel()].view_as(p))\n        place += p.numel()\n"), at="dist.all_reduce(flat)"),
+    _p("nothing is reduced of what was sent", "not_reduced", "averaged",
+       ("        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n", "        pass\n")),
+    # --- data and schedules
+    _p("an iterator for every step", "same_batch", "plain",
+       ("        for number, (inputs, labels) in enumerate(loader, 1):\n", "        for number in range(1, len(loader) + 1):\n            inputs, labels = next(iter(loader))\n"),
+       ("        sampler.set_epoch(epoch)\n", ""), at="next(iter(loader))"),
+    _p("a stream out of phase", "same_examples", "averaged",
+       ("manual_seed(100 + rank)", "manual_seed(100)"),
+       ("    inputs, labels = get_batch()\n", "    inputs, labels = get_batch()\n    if rank == 0 and inputs[0, 0] > 1.2:\n        inputs, labels = get_batch()\n")),
+    _p("a window of batches, not divided", "accumulation", "plain",
+       ("        for number, (inputs, labels) in enumerate(loader, 1):\n", "        batches = iter(loader)\n        windows = iter(lambda: [b for b, _ in zip(batches, range(2), strict=False)], [])\n        for number, (inputs, labels) in enumerate((b for w in windows for b in w), 1):\n"),
+       (" / ACCUMULATE\n            loss.backward()", "\n            loss.backward()"), at="loss.backward()"),
+    _p("a mean of shards' means", "mean_of_means", "imagenet", ("    dist.all_reduce(counts)\n", "    counts = counts / counts[1]\n    dist.all_reduce(counts)\n    counts /= dist.get_world_size()\n"), at="dist.all_reduce(counts)"),
+    _p("each worker reads the stream", "same_in_workers", "workers", ("cut * self.workers + own", "cut"), ("range(start, 128, world_size * self.workers)", "range(start, 128, world_size)"), at="loader = DataLoader("),
+    _p("a state loaded on rank 0", "weights_differ_at_start", "plain",
+       ("    model = DDP(Net())\n", "    model = DDP(Net())\n    state = {name: 2 * value for name, value in model.state_dict().items()}\n    if rank == 0:\n        model.load_state_dict(state)\n"), at="model.load_state_dict"),
+    _p("a step for the rest, under no_sync", "sync_off", "plain", ("ACCUMULATE, BATCH = 3, 2, 4", "ACCUMULATE, BATCH = 3, 5, 4"),
+       ("        if rank == 0:\n            print", "        optimizer.step()\n        optimizer.zero_grad()\n        if rank == 0:\n            print"), at="        optimizer.step()"),
+    _p("a hook that sums", "summed_gradients", "averaged",
+       ("optimizer = torch", "for p in model.parameters():\n    p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))\noptimizer = torch"),
+       ("        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n", "        pass\n"), at="dist.all_reduce(p.grad)"),
+    _p("running means of each rank", "buffers_differ", "plain",
+       ("        self.head = nn.Linear(16, 4)\n", "        self.head = nn.Linear(16, 4)\n        self.register_buffer('mean', torch.zeros(8))\n"),
+       ("        return self.head(self.body(x).relu())", "        self.mean.lerp_(x.mean(0), 0.1)\n        return self.head(self.body(x - self.mean).relu())"),
+       ("DDP(Net())", "DDP(Net(), broadcast_buffers=False)"), at="self.mean.lerp_"),
+    _p("an epoch's batches in a cycle", "no_set_epoch", "plain",
+       ("    for epoch in range(EPOCHS):\n", "    batches = __import__('itertools').cycle(loader)\n    for epoch in range(EPOCHS):\n"),
+       ("        sampler.set_epoch(epoch)\n", ""), ("enumerate(loader, 1):", "enumerate((next(batches) for _ in range(12)), 1):"), at="cycle(loader)"),
+    _p("a rate by rank", "lr_differs", "averaged", ("    optimizer.step()\n", "    optimizer.param_groups[0]['lr'] = 0.1 / (1 + rank)\n    optimizer.step()\n"), at="['lr'] ="),
+    _p("one seed for all draws", "same_examples", "averaged", ("manual_seed(100 + rank)", "manual_seed(100)"), at="manual_seed(100)"),
+    _p("a length divided twice", "schedule_length", "plain",
+       ("T_max=updates)", "T_max=updates // world_size)"), at="T_max="),
+    _p("a length of all the data", "schedule_length", "plain",
+       ("EPOCHS * len(loader) // ACCUMULATE", "EPOCHS * len(train_set) // (BATCH * ACCUMULATE)"), at="T_max="),
+]  # fmt: skip
+IN_LIBRARIES = [
+    _p("Accelerate: gather", "padded_evaluation", "foreign/accelerated",
+       ("acc.gather_for_metrics((out, b))", "acc.gather((out, b))"), at="acc.gather("),
+    _p("Accelerate: a schedule as long as the prepared loader", "scheduler_steps", "foreign/accelerated",
+       ("    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2)\n", ""),
+       ("train, test, sched = acc.prepare(model, opt, train, test, sched)", "train, test = acc.prepare(model, opt, train, test)\n    sched = acc.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2))"), at="sched.step()"),
+    _p("Fabric: loaders that are not set up", "same_examples", "foreign/fabric",
+       ("    train, test = fabric.setup_dataloaders(train, test)\n", "    test = fabric.setup_dataloaders(test)\n"), at="train = DataLoader("),
+    _p("Fabric: no sync in the last", "sync_off", "foreign/fabric",
+       ("enabled=not last", "enabled=last"), at="fabric.no_backward_sync"),
+    _p("FSDP: the sampler of rank 0", "same_examples", "foreign/fully_sharded",
+       ("num_replicas=world, rank=rank", "num_replicas=world, rank=0"), at="DataLoader("),
+    _p("FSDP: stream not cut", "same_examples", "foreign/titan",
+       ("number % self.size == self.rank", "number >= 0"), at="DataLoader("),
+    _p("references: padded", "padded_evaluation", "foreign/references",
+       ("sampler=EvalSampler(len(dataset_test))", "sampler=torch.utils.data.DistributedSampler(dataset_test, shuffle=False)"), at="dist.all_reduce(t)"),
+    _p("FSDP: state of rank 0", "collectives", "foreign/fully_sharded",
+       ("state = {k: v.full_tensor() for k, v in model.state_dict().items()}\n", "if rank == 0:\n    state = {k: v.full_tensor() for k, v in model.state_dict().items()}\n"), at="full_tensor()", hangs=True),
 ]  # fmt: skip

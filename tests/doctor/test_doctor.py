@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.doctor.planted import HEALTHY, PLANTED, SCRIPTS, Planted
+from tests.doctor.planted import FOREIGN, HEALTHY, IN_LIBRARIES, PLANTED, SCRIPTS, Planted
 
 from paceline.cli import main
 from paceline.doctor.findings import CAUSES, Finding
@@ -61,10 +61,11 @@ def model_changing(found: list[Finding]) -> list[tuple[str, str, str]]:
 
 
 def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, processes: int, bf16: bool) -> None:
-    scripts = {name: (SCRIPTS / f"{name}.py").read_text() for name in healthy}
+    scripts = {name.replace("/", " "): (SCRIPTS / f"{name}.py").read_text() for name in healthy}
     scripts |= {p.name: p.source() for p in planted}
     found = together(folder, scripts, {p.name for p in planted if p.fails}, processes, bf16)
-    problems = [f"{name}, healthy: {model_changing(found[name])}" for name in healthy if model_changing(found[name])]
+    alarms = {name: model_changing(found[name.replace("/", " ")]) for name in healthy}
+    problems = [f"{name}, healthy: {alarm}" for name, alarm in alarms.items() if alarm]
     for p in planted:
         causes = [f.cause for f in found[p.name]]
         others = [c for c, _, _ in model_changing(found[p.name]) if c != p.cause]
@@ -74,6 +75,8 @@ def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, proces
             at = next(f.at for f in found[p.name] if f.cause == p.cause)
             if "script.py:" not in at:
                 problems.append(f"{p.name}: no line of the script, but {at!r}")
+            elif p.at not in (named := p.source().splitlines()[int(at.rpartition(":")[2]) - 1]):
+                problems.append(f"{p.name}: the line {named!r}, and not that of {p.at!r}")
     assert not problems, "\n".join(problems)
 
 
@@ -95,10 +98,22 @@ def test_the_whole_table(processes: int, bf16: bool, tmp_path: Path) -> None:
     check([p for p in PLANTED if not p.hangs], HEALTHY, tmp_path, processes, bf16)
 
 
+@pytest.mark.conformance
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("library", sorted(set(FOREIGN.values())))
+def test_scripts_of_other_frameworks(library: str, tmp_path: Path) -> None:
+    """transformers.Trainer, Accelerate, Lightning, FSDP, and the idioms of torchvision and torchtitan."""
+    pytest.importorskip(library, reason=f"scripts for {library} need it")
+    healthy = tuple(name for name, needs in FOREIGN.items() if needs == library)
+    check([p for p in IN_LIBRARIES if p.twin in healthy and not p.hangs], healthy, tmp_path, 2, False)
+
+
 def test_every_cause_is_planted() -> None:
     assert {p.cause for p in PLANTED} == set(CAUSES)
     assert {p.twin for p in PLANTED} <= set(HEALTHY)
-    assert all(compile(p.source(), p.name, "exec") for p in PLANTED)  # the lines to change are there, once
+    assert {p.twin for p in IN_LIBRARIES} <= set(FOREIGN)
+    # the lines to change are there, once
+    assert all(compile(p.source(), p.name, "exec") for p in (*PLANTED, *IN_LIBRARIES))
 
 
 def doctor(folder: Path, text: str, *options: str, processes: int = 2) -> tuple[Any, Any]:
@@ -109,7 +124,7 @@ def doctor(folder: Path, text: str, *options: str, processes: int = 2) -> tuple[
 
 
 def hanging(name: str, folder: Path, processes: int) -> None:
-    p = next(p for p in PLANTED if p.name == name)
+    p = next(p for p in (*PLANTED, *IN_LIBRARIES) if p.name == name)
     done, document = doctor(folder, p.source(), processes=processes)
     assert done.returncode == 1, done.stdout + done.stderr
     assert [f["cause"] for f in document["findings"] if f["changes_model"]] == ["collectives"], done.stdout
@@ -124,7 +139,7 @@ def test_a_collective_of_one_rank_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("name", [p.name for p in PLANTED if p.hangs])
+@pytest.mark.parametrize("name", [p.name for p in (*PLANTED, *IN_LIBRARIES) if p.hangs])
 def test_collectives_that_do_not_match(name: str, tmp_path: Path) -> None:
     hanging(name, tmp_path, 3)
 

@@ -202,3 +202,31 @@ def test_other_errors_show_the_frames_inside_paceline() -> None:
     except Exception as caught:
         text = str(worker.describe(caught)["traceback"])
     assert "world.py" in text
+
+
+def test_a_note_of_a_hook_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("exceptions have notes from Python 3.11 on")
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    before = worker._Hook()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        error.add_note("paceline: because the shard is empty")
+        before(kind, error, None)
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    worker.report(ValueError("why"), before)
+    record = read_error(str(path))
+    assert record is not None
+    assert record.traceback.endswith("ValueError: why\npaceline: because the shard is empty\n")
+    assert not record.shown
+
+
+def test_an_abort_by_gloo_says_that_ranks_made_other_calls() -> None:
+    gloo = "terminate called after throwing an instance of 'gloo::EnforceNotMet'"
+    text = describe([Ending(1, -6, 3.0)], [gloo])
+    assert "rank 1 was killed by SIGABRT" in text
+    assert "Is a call that all must make made on some ranks only, as under `if run.main`" in text
+    assert "run.main" not in describe([Ending(1, -6, 3.0)], ["free(): invalid pointer"])
+    assert "run.main" not in describe([Ending(1, -9, 3.0)], [gloo])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import shutil
 import tempfile
 import warnings
@@ -30,7 +32,10 @@ from tests.strategies.checks import (
     same,
     started,
 )
+from tests.strategies.misuse_checks import named
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -536,6 +541,61 @@ CONFORMANCE = (check_all_checkpoints_are_read_by_all_strategies,)
 
 def run_some() -> dict[str, str]:
     return run_checks(SOME)
+
+
+def check_rank_0_alone_may_ask_for_the_state_after_an_evaluation() -> None:
+    """What is gathered stays alike on all ranks; a copy of slices, kept by all, brings the best model back."""
+    for strategy in STAGES:
+        with started(strategy=strategy) as run:
+            model, optimizer = run.prepare(*_made())
+            loader = run.loader(data(), global_batch=BATCH)
+            best: dict[str, Any] = {}
+            for epoch in run.epochs(2):
+                for batch in loader:
+                    run.backward(both_heads(model, batch))
+                    run.step(optimizer)
+                with torch.no_grad():
+                    both_heads(model, [X, TOKENS, Y])
+                if run.main:
+                    copy.deepcopy(model.state_dict())
+                if epoch == 0:
+                    best = copy.deepcopy(model.state_dict())
+                    whole = {name: _whole(value).clone() for name, value in best.items()}
+            assert any((_whole(value) != whole[name]).any() for name, value in model.state_dict().items())
+            model.load_state_dict(best)
+            for name, value in model.state_dict().items():
+                assert torch.equal(_whole(value), whole[name]), (strategy, name)
+
+
+def check_a_pickle_of_slices_is_refused_and_nobody_waits() -> None:
+    for strategy in STAGES[1:]:
+        with started(strategy=strategy) as run:
+            model, optimizer = run.prepare(*_made())
+            for batch in run.loader(data(), global_batch=BATCH):
+                run.backward(both_heads(model, batch))
+                run.step(optimizer)
+            for what in (model.state_dict(), model, {"state": optimizer.state_dict()}, {"model": model}):
+                if run.main:
+                    named(
+                        lambda it=what: torch.save(it, io.BytesIO()), UsageError, "run.export(path, model)", "run.save"
+                    )
+            whole = {name: _whole(p) for name, p in model.state_dict().items()}
+            torch.save(whole, io.BytesIO())
+    pickle.dumps(DTensor.from_local(torch.ones(1), _mesh(), [Replicate()]))  # as ever, when the run is over
+
+
+def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def _whole(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
+
+
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def run_most() -> dict[str, str]:

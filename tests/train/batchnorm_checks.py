@@ -358,6 +358,36 @@ def check_ddp() -> None:
             close(a.grad, b.grad)
 
 
+def same_examples_case() -> None:
+    """What is the same on all replicas counts once, as one device sees it: also its gradient, whose parts have weights
+    that add to one. A shard's own examples come before it and after it."""
+    weights = (0.5, 0.2, 0.3)
+    rank = current().rank
+    for layer in (nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS, momentum=None)):
+        plain = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), layer).double()
+        for p in plain.parameters():
+            p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(5), dtype=p.dtype))
+        model = copy.deepcopy(plain)
+        convert(model)
+        for number, own in enumerate((Case("").cut[rank], slice(0, 2), slice(0, 7), Case("").cut[rank])):
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(7, CHANNELS, 3, 2, dtype=torch.float64, generator=generator)
+            one = x[own] if number in (1, 2) else x
+            plain.zero_grad(), model.zero_grad()
+            plain(one).pow(3).sum().backward()
+            (model(x[own]).pow(3).sum() * (weights[rank] if number in (1, 2) else 1.0)).backward()
+            for (name, a), b in zip(model.state_dict().items(), plain.state_dict().values()):
+                assert "running" not in name or torch.allclose(a, b, rtol=1e-13, atol=1e-14), (number, name)
+            for a, b in zip(model.parameters(), plain.parameters()):
+                assert a.grad is not None
+                assert b.grad is not None
+                close(current().sum(a.grad), b.grad)
+
+
+def check_same_examples() -> None:
+    same_examples_case()
+
+
 def check_compiled() -> None:
     """Under torch.compile the layer is a break in the graph, and exact."""
     torch.manual_seed(0)

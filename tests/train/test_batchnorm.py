@@ -35,7 +35,7 @@ def test_case_on_threads(case: checks.Case, team: ThreadTeam) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [checks.float32_case, checks.pure_half_case, checks.refusals_case, checks.synced_case],
+    [checks.same_examples_case, checks.float32_case, checks.pure_half_case, checks.refusals_case, checks.synced_case],
     ids=lambda function: function.__name__,
 )
 def test_on_threads(function: Callable[[], None], team: ThreadTeam) -> None:

@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "batch_sampler": None,
     "drop_last": False,
     "shuffle_buffer": None,
+    "collate": "example",
 }
 
 
@@ -112,10 +113,11 @@ def test_the_three_generators_draw_differently_from_each_other() -> None:
         assert raw != random.getrandbits(31)
 
 
-def test_collation_draws_by_step_and_shard() -> None:
+def test_collation_draws_by_step_and_shard_where_that_is_asked_for() -> None:
     draws = []
     for rank in range(2):
-        for batch in loader(Noisy(), rank, 2, global_batch=6, micro_batch=2, collate_fn=draw_in_collate):
+        own = {"global_batch": 6, "micro_batch": 2, "collate_fn": draw_in_collate, "collate": "shard"}
+        for batch in loader(Noisy(), rank, 2, **own):
             draws += [float(x) for x in batch["collated"][:1]] + [batch["python_collated"]]
     assert len(set(draws)) == len(draws)
 
@@ -202,7 +204,7 @@ def empty_of(collate: Callable[[list[Any]], Any] | None) -> Any:
     """The batch of the third of three ranks, which shares two examples with the others."""
     batches = [everything(loader(Images(), rank, 3, global_batch=2, collate_fn=collate)) for rank in range(3)]
     assert all(len(own) == 1 for own in batches)
-    return batches[0][0]
+    return batches[2][0]
 
 
 def test_zero_length_batches_of_many_kinds() -> None:
@@ -373,7 +375,7 @@ def test_drop_last() -> None:
 def test_break_ends_the_epoch() -> None:
     made = loader(Noisy(), global_batch=8)
     for _ in made:
-        made.mark_stepped()
+        made.mark_stepped(made.current)
         break
     assert (made.epoch, made.step) == (1, 0)
     assert made.state_dict()["epoch"] == 1
@@ -402,10 +404,6 @@ def test_a_position_of_other_data_is_refused() -> None:
         made.load_state_dict(state)
     made.load_state_dict(state | {"step": 0})  # between epochs a grown data set is no contradiction
     assert made.epoch == 2
-
-
-def test_an_empty_data_set_has_no_steps() -> None:
-    assert everything(loader(TensorDataset(torch.zeros(0, 1)), global_batch=4)) == []
 
 
 # --- what cannot be
@@ -447,7 +445,14 @@ def test_what_is_no_data_set_is_named() -> None:
 
 def test_a_loader_without_a_batch_says_so() -> None:
     run = paceline.start(progress="off", device="cpu")
-    loader = run.loader(TensorDataset(torch.ones(3, 1)), global_batch=4, drop_last=True)
-    with pytest.warns(UserWarning, match=r"'train' has no batch.*\(4\) with drop_last"):
-        assert list(loader) == []
+    short = run.loader(TensorDataset(torch.ones(3, 1)), global_batch=4, drop_last=True)
+    with pytest.raises(SettingError, match=r"'train' has no batch.*has 3 examples, its global batch 4, and drop_last"):
+        next(iter(short))
+    empty = run.loader(TensorDataset(torch.ones(0, 1)), global_batch=4, name="empty")
+    with pytest.raises(SettingError, match=r"'empty' has no batch: its data set is empty"):
+        next(iter(empty))
+    stream = run.loader(Stream(0), global_batch=4, name="stream")
+    with pytest.raises(SettingError, match=r"'stream' has no batch: its data set, or its sampler, gives no example"):
+        next(iter(stream))
+    assert list(run.loader(TensorDataset(torch.ones(0, 1)), global_batch=4, train=False)) == []
     run.close()

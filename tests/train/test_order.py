@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ranks import run_ranks
 
 from paceline.strategies.base import Layout
 from paceline.train.order import cut, permutation, requests
@@ -63,6 +64,9 @@ def test_parts_are_adjacent_and_cover(count: int, parts: int) -> None:
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
     assert all(a[1] == b[0] for a, b in pairwise(bounds))
+    sizes = [stop - start for start, stop in bounds]
+    assert sizes == sorted(sizes, reverse=True), "what is left over goes to the first parts"
+    assert sizes[0] - sizes[-1] <= 1
 
 
 @pytest.mark.parametrize("shards", [2, 3])
@@ -71,3 +75,8 @@ def test_one_process_that_computes_all_shards_has_the_same_parts(shards: int) ->
     alone = [list(requests(batch, 1, 2, Layout(shards, (s,)), 4)) for s in range(shards)]
     for number, request in enumerate(requests(batch, 1, 2, Layout(shards, tuple(range(shards))), 4)):
         assert list(request.parts) == [own[number].parts[0] for own in alone]
+
+
+def test_uneven_ends_on_two_processes() -> None:
+    for failed in run_ranks(2, "tests.train.uneven_checks:run_all", deadline=60):
+        assert not failed, "\n".join(failed.values())

@@ -50,13 +50,18 @@ overflow-on-some-ranks            the last rank's numbers leave the range   | no
 not-deterministic                 the model's noise is from an unseeded generator of its own | no noise
 
 And what is no fault, or cannot be told: order (the loss weighs examples by their place in a pair), chaos (the model
-enlarges rounding), noise (from torch's generator), alone (fails on one process), memory (fails on large batches),
+enlarges rounding), noise (from torch's generator), noise/loop (in a loop with batch norm; its bad twin: rank 1 doubles
+its loss), alone (fails on one process), memory (fails on large batches),
 no-turns (fails where one process computes the shards, and drops out), nan, path (a layer is left out later, by all),
-tied (two layers share a weight), of-two (two updates in a step, and dropout).
+pickled (the model is saved, pickled and copied), tied (two layers share a weight), of-two (two updates in a step, and
+dropout).
 """
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -115,7 +120,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.norm = nn.BatchNorm1d(8) if "batch-norm" in FAULT else nn.Identity()
+        self.norm = nn.BatchNorm1d(8) if "batch-norm" in FAULT or FAULT == "noise/loop" else nn.Identity()
         self.drop = nn.Dropout(0.3) if FAULT in ("other-random-numbers/model", "no-turns") else nn.Identity()
         if FAULT == "tied":
             self.second.weight = self.first.weight = nn.Parameter(torch.randn(8, 8) / 3)
@@ -128,7 +133,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.seed is not None:
             torch.manual_seed(self.seed)
-        if FAULT == "noise":
+        if FAULT in ("noise", "noise/loop"):
             x = x + torch.randn_like(x)
         if FAULT == "chaos":
             x = torch.sin(1e6 * self.first.weight.square().sum() * x)
@@ -240,7 +245,11 @@ def main() -> None:
             model.leave_out |= FAULT == "path" and loader.step > 0
             if on("control-by-rank/skip") and rank == 1 and loader.step == 1:
                 continue
-            if FAULT in ("clipped-early", "clipped-early/by-hand"):
+            if FAULT == "noise/loop":
+                loss = F.mse_loss(model(batch[0]), batch[1])
+                run.backward(loss * 2 if BAD and rank == 1 else loss)
+                acted = run.step(optimizer)
+            elif FAULT in ("clipped-early", "clipped-early/by-hand"):
                 run.backward(F.mse_loss(model(batch[0]), batch[1]))
                 if on("clipped-early"):
                     nn.utils.clip_grad_norm_(model.parameters(), 0.02)
@@ -266,6 +275,9 @@ def main() -> None:
                         state["momentum_buffer"].zero_()
                 if beside is not None:
                     beside.step(run)
+                if FAULT == "pickled":
+                    torch.save(model, io.BytesIO())
+                    pickle.dumps([model, optimizer, copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())])
             if FAULT == "buffer-not-synchronised" and loader.examples:
                 mean = batch[0].mean(0)
                 with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,20 @@ Case = tuple[str, str]  # fault and twin
 class Prepared(Runs):
     """Runs that are made when they are asked for, or were made beforehand. made: why these failed, or None, by name."""
 
-    def __init__(self, folder: Path, case: Case, processes: int, strategy: str | None, precision: str, steps: int):
-        script = Script(str(PLANTED), case, False, {"device": "cpu"})
+    def __init__(
+        self,
+        folder: Path,
+        case: Case,
+        processes: int,
+        strategy: str | None,
+        precision: str,
+        steps: int,
+        path: Path = PLANTED,
+    ):
+        script = Script(str(path), case, False, {"device": "cpu"})
         super().__init__(Question(script, processes, strategy, precision, steps), processes, str(folder), int)
         self.made: dict[str, str | None] = {}
+        self.lines = False  # two runs more for each fault
         self.planned: list[tuple[int, dict[str, Any]]] | None = None
 
     def run(self, name: str, strategy: StrategySpec | None = None, **how: bool) -> str | None:
@@ -58,6 +68,10 @@ def together(work: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, str]:
 
 
 def answers(folder: Path, cases: Sequence[Case], processes: int, precision: str, steps: int = 4) -> dict[Case, Answer]:
+    return {case: judge(runs) for case, runs in begun(folder, cases, processes, precision, steps).items()}
+
+
+def begun(folder: Path, cases: Sequence[Case], processes: int, precision: str, steps: int = 4) -> dict[Case, Prepared]:
     """The runs that every question needs are made for all of them together; the others when they are asked for."""
     asked: dict[Case, Prepared] = {}
     for number, case in enumerate(cases):
@@ -71,7 +85,21 @@ def answers(folder: Path, cases: Sequence[Case], processes: int, precision: str,
         failed = together(work) if work else {}
         for runs in alike:
             runs.made |= {name: failed.get(runs.folder(name)) for name in kind}
-    return {case: judge(runs) for case, runs in asked.items()}
+    return asked
+
+
+class Left(Prepared):
+    """A question that is asked again, of the records that another one has left, but for some runs that now fail."""
+
+    def __init__(self, other: Prepared, absent: Collection[str]) -> None:
+        case, spec = other.question.script.args, other.question.strategy
+        steps, precision = other.question.steps, str(other.question.precision)
+        super().__init__(Path(other._folder), (case[0], case[1]), other.nproc, spec, precision, steps)
+        self._absent = absent
+
+    def run(self, name: str, strategy: StrategySpec | None = None, **how: Any) -> str | None:
+        there = Path(self.folder(name), "rank-0.json").exists() and name not in self._absent
+        return None if there else "it is not made"
 
 
 def _as_judged(name: str, runs: Prepared) -> dict[str, Any]:

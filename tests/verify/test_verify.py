@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.verify.prepared import PLANTED, Case, Prepared, answers
+from tests.verify.prepared import PLANTED, Case, Left, Prepared, answers, begun
 
+from paceline.tools.claims import Claim
 from paceline.tools.evidence import multiple, span
 from paceline.tools.judge import but_kinks, judge
 from paceline.tools.runs import DIFFERENT, SAME, UNKNOWN, Answer
@@ -39,9 +40,16 @@ def wrong(found: Mapping[Case, Answer]) -> dict[Case, str]:
     return faults
 
 
-def test_faults_are_named_and_healthy_twins_are_the_same(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Prepared]:
+    """The questions of the quick faults and of their twins, with the runs that all need."""
+    cases = [(fault, twin) for fault in (*QUICK, "noise/loop") for twin in TWINS]
+    return begun(tmp_path_factory.mktemp("quick"), cases, 2, "fp32", 3)
+
+
+def test_faults_are_named_and_healthy_twins_are_the_same(quick: dict[Case, Prepared]) -> None:
     assert set(QUICK) <= set(FAULTS)
-    found = answers(tmp_path, [(fault, twin) for fault in QUICK for twin in TWINS], 2, "fp32", 3)
+    found = {case: judge(runs) for case, runs in quick.items() if case[0] in QUICK}
     assert wrong(found) == {}
     answer = found["mean-of-means", "bad"]
     assert (answer.quantity, answer.step) == ("loss", 0)
@@ -50,6 +58,64 @@ def test_faults_are_named_and_healthy_twins_are_the_same(tmp_path: Path) -> None
     assert answer.difference > 100 * answer.tolerance  # a fault is far from what rounding does
     assert answer.remedy in answer.text
     assert found["mean-of-means", "healthy"].steps == 3
+
+
+SPOKEN_OF = {  # words of a sentence -> runs of which one at least shows it
+    "one process": {"B", "B0", "B1", "B2", "C", "C2", "C4"},
+    "same shards": {"B", "B0", "B1", "LD", "D"},
+    "whole batch": {"C"},
+    "told that": {"D", "LD"},
+    "dropout off": {"A0", "C"},
+    "run twice": {"B2", "C2", "C4", "B"},
+    "another one": {"T"},
+    "parts": {"B", "B0", "P0"},
+}
+
+
+def unfounded(claim: Claim) -> bool:
+    """Whether it speaks of a run that it is not bound to."""
+    about = {*claim.runs, *claim.without}
+    if claim.text.startswith("\nRemedy") or (
+        not claim.runs and not claim.without and "the run in question" in claim.text
+    ):
+        return False
+    return any(words in claim.text and not about & runs for words, runs in SPOKEN_OF.items())
+
+
+def test_no_sentence_speaks_of_a_run_that_was_not_made(quick: dict[Case, Prepared]) -> None:
+    """Each question again, with each run missing that may be."""
+    asked = 0
+    for runs in quick.values():
+        made = [path.parent.name for path in Path(runs._folder).glob("*/rank-0.json")]
+        for absent in [(), *((name,) for name in made if name != "A"), ("C", "B"), ("B", "D"), ("B", "B1", "C", "D")]:
+            left = Left(runs, absent)
+            answer = judge(left)  # which checks that a claim's runs have left records
+            assert not left.left & set(absent)
+            for claim in (*answer.claims, *answer.notes):
+                assert set(claim.runs) <= left.left, claim
+                assert not set(claim.without) & left.left, claim
+                assert not unfounded(claim), (runs.question.script.args, absent, claim)
+            asked += 1
+    assert asked > 200
+
+
+def test_a_claim_of_a_run_without_records_is_refused() -> None:
+    made = {"A", "B"}
+    Claim("one process that computes the same shards is the same", ("A", "B")).check(made)
+    with pytest.raises(AssertionError, match="no records"):
+        Claim("one process that computes the same shards is the same", ("A", "B")).check({"A"})
+    with pytest.raises(AssertionError, match="missing"):
+        Claim("B could not be run", without=("B",)).check(made)
+
+
+def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_shards(
+    quick: dict[Case, Prepared],
+) -> None:
+    """In a loop with batch norm and noise, where it was said that distribution changes nothing."""
+    assert wrong({("control-by-rank", "bad"): judge(quick["noise/loop", "bad"])}) == {}
+    answer = judge(quick["noise/loop", "healthy"])
+    assert (answer.code, answer.cause) == (UNKNOWN, None)
+    assert "told that it is the only one" in answer.text
 
 
 @pytest.mark.conformance
@@ -91,9 +157,10 @@ VERDICTS = {  # planted.py's last paragraph: code, cause, words
     "noise": (UNKNOWN, None, "random numbers that cannot be turned off"),
     "alone": (UNKNOWN, None, "there is nothing to compare with"),
     "memory": (UNKNOWN, None, "there is no run of whole batches"),
+    "pickled": (SAME, None, "the same, within rounding"),
     "tied": (SAME, None, "the same, within rounding"),
     "of-two": (SAME, None, "the same, within rounding"),
-    "no-turns": (UNKNOWN, None, "the same with dropout off; with it on there is nothing to compare with"),
+    "no-turns": (SAME, None, "told that it is the only one, which takes B's place"),
 }
 FAILURES = {
     "nan": (UNKNOWN, "not-finite", "the run in question failed: NonFiniteError"),
@@ -105,7 +172,7 @@ def unlike(expected: Mapping[str, tuple[int, str | None, str]], found: Mapping[C
     faults = {}
     for name, (code, cause, words) in expected.items():
         answer = found[name, "healthy"]
-        text = " ".join([answer.text, *answer.notes])
+        text = " ".join([answer.text, *(note.text for note in answer.notes)])
         if (answer.code, answer.cause) != (code, cause) or words not in text:
             faults[name] = f"{answer.code} {answer.cause}: {text}"
     return faults

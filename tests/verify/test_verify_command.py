@@ -47,7 +47,12 @@ def test_a_fault(folder: Path) -> None:
     assert (found["verdict"], found["cause"], found["parameter"]) == ("different", "buffer-not-synchronised", "seen")
     assert done.stdout.startswith("different. First in step 2: the buffers of seen.\nCause: the buffer seen has")
     assert found["remedy"] in done.stdout
-    assert done.stderr == "A: the run in question ...\n"
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["A", "L", "LD"]
+    number = 1 + [line.strip() for line in PLANTED.read_text().splitlines()].index(found["source"])
+    assert (found["file"], found["line"]) == ("beside.py", number)
+    assert found["source"].startswith("model.seen.copy_(mean")
+    assert f"\nAt beside.py:{number}: model.seen.copy_(" in done.stdout
+    assert all(set(claim["runs"]) <= {"A", "L", "LD"} for claim in found["claims"])
 
 
 def test_a_script_without_steps(folder: Path) -> None:

@@ -120,9 +120,19 @@ class Step:
 
 def cut(n: int, world: int, micro_batch: int | None) -> list[list[range]]:
     """Positions of a global batch of n examples: [process][micro-batch]."""
-    shards = [range(n * s // world, n * (s + 1) // world) for s in range(world)]
+    shards = dealt_out(range(n), world)
     k = -(-max(map(len, shards)) // micro_batch) if micro_batch else 1
-    return [[shard[len(shard) * j // k : len(shard) * (j + 1) // k] for j in range(k)] for shard in shards]
+    return [dealt_out(shard, k) for shard in shards]
+
+
+def dealt_out(positions: range, parts: int) -> list[range]:
+    """In order, the first parts having one more each where some are left over."""
+    found, start = [], 0
+    for part in range(parts):
+        size = -(-(len(positions) - start) // (parts - part))
+        found.append(positions[start : start + size])
+        start += size
+    return found
 
 
 def together(n: int, world: int, micro_batch: int | None) -> list[list[int]]:

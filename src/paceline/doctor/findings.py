@@ -60,6 +60,24 @@ CAUSES = {
         "Every epoch has the same order, and the same batches: the data are never shuffled anew.",
         "Call sampler.set_epoch(epoch) before each epoch's loop.",
     ),
+    "same_in_workers": Cause(
+        MODEL,
+        "Each worker of the loader reads the whole stream",
+        "Every example comes once for each worker: an epoch is several.",
+        "Cut the stream by torch.utils.data.get_worker_info() too: every (rank * num_workers + worker)th example.",
+    ),
+    "same_batch": Cause(
+        MODEL,
+        "Each step begins the loader anew",
+        "The model trains on the loader's first batch alone.",
+        "Iterate: `for batch in loader`, or make the iterator once, and anew (after set_epoch) when it is at its end.",
+    ),
+    "schedule_length": Cause(
+        MODEL,
+        "A schedule is not as long as the training",
+        "The rate is over before the training's end, or never comes down.",
+        "Count the updates that this process makes: epochs * len(loader) // accumulation, of the loader as it is used.",
+    ),
     "padded_evaluation": Cause(
         MODEL,
         "Evaluation counts padded duplicates",
@@ -87,6 +105,77 @@ CAUSES = {
         "The ranks train different models from there on; what is saved is rank 0's alone.",
         "Reduce the gradients of all trained parameters (call the DDP module itself, leave no_sync for the last "
         "micro-batch), and change weights outside the optimizer alike on all ranks.",
+    ),
+    "not_reduced": Cause(
+        MODEL,
+        "No gradient is reduced: each rank trains a model of its own",
+        "The ranks' weights part at the first step; what is saved is rank 0's model, trained on its shard alone.",
+        "Wrap the model in DistributedDataParallel and call that, or average all gradients over the ranks before each "
+        "step.",
+    ),
+    "past_ddp": Cause(
+        MODEL,
+        "The forward goes past DDP",
+        "DDP reduces what its own forward has prepared; gradients of a call of the module inside stay each rank's own.",
+        "Call the DDP module itself: model(x), not model.module(x), nor the module that was wrapped.",
+    ),
+    "sync_off": Cause(
+        MODEL,
+        "Gradients are not reduced in the last micro-batch",
+        "The optimizer steps with each rank's own gradients, and the weights part.",
+        "Leave no_sync (require_backward_grad_sync = True) for the last micro-batch before each step, also in an "
+        "epoch's incomplete last window.",
+    ),
+    "unknown_to_ddp": Cause(
+        MODEL,
+        "Parameters that DDP does not know are trained",
+        "Their gradients are never reduced: each rank trains its own values of them.",
+        "Make and unfreeze all parameters before DDP wraps the model; put a loss's own parameters into the model, or "
+        "wrap the loss too.",
+    ),
+    "partly_reduced": Cause(
+        MODEL,
+        "Some gradients are reduced, others are not",
+        "Those that are left out stay each rank's own, and their weights part.",
+        "Reduce the gradients of every parameter of the optimizer.",
+    ),
+    "gradients_differ": Cause(
+        MODEL,
+        "Gradients differ between ranks when the optimizer steps",
+        "The ranks make different updates, and their weights part.",
+        "Between the reduction and the step change gradients alike on all ranks: no noise, norm or factor of a rank's "
+        "own.",
+    ),
+    "optimizer_differs": Cause(
+        MODEL,
+        "The optimizer differs between ranks",
+        "The same gradients make different updates, and the weights part.",
+        "Give all ranks the same settings, and load the same optimizer state on every rank.",
+    ),
+    "written_outside": Cause(
+        MODEL,
+        "Weights are changed outside the optimizer, and not alike on all ranks",
+        "The ranks train different models from there on.",
+        "Make the change on every rank with the same values, or broadcast the weights after it.",
+    ),
+    "steps_differ": Cause(
+        MODEL,
+        "Ranks do not step the optimizer together",
+        "A rank that does not step keeps old weights, and its gradients belong to another model.",
+        "Call optimizer.step() on every rank after the same backward passes: not under `if rank == 0`, and skip a step "
+        "only where all ranks do.",
+    ),
+    "buffers_differ": Cause(
+        MODEL,
+        "Buffers come to differ between ranks",
+        "Each rank's model computes with statistics of its own data; rank 0's are saved.",
+        "Reduce what the buffer is updated with (all_reduce of sums and counts), or let DDP broadcast buffers.",
+    ),
+    "summed_gradients": Cause(
+        MODEL,
+        "Gradients are summed over the ranks and not divided",
+        "The update is that of a learning rate times the number of processes.",
+        "Divide by the number of processes after the sum (ReduceOp.AVG with NCCL).",
     ),
     "no_gradient": Cause(
         MODEL,
@@ -125,6 +214,12 @@ CAUSES = {
         "Gradients are clipped before they are reduced",
         "Each rank's gradient is bounded by itself, and not that of the global batch.",
         "Reduce first, then clip.",
+    ),
+    "mean_of_means": Cause(
+        MODEL,
+        "A metric is the mean of the ranks' means over unequal shards",
+        "Examples of the smaller shards count more, and the metric changes with the number of processes.",
+        "all_reduce sums and counts, and divide once.",
     ),
     "local_metric": Cause(
         MODEL,

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 from paceline.doctor.findings import COST, MODEL, NOTE, Finding
 
+ONE_LINE = ("lr_not_scaled",)  # true of most scripts, and mostly meant
 _HEADS = {MODEL: "changes the model", COST: "costs time or space", NOTE: "to know"}
 
 
 def text(found: Sequence[Finding], steps: int, processes: int) -> str:
     """All findings, and a last line that sums up."""
-    parts = [_one(number, finding) for number, finding in enumerate(found, 1)]
+    asides = [finding for finding in found if finding.cause in ONE_LINE]
+    listed = [finding for finding in found if finding.cause not in ONE_LINE]
+    parts = [_one(number, finding) for number, finding in enumerate(listed, 1)]
     counts = {kind: sum(f.about.kind == kind for f in found) for kind in _HEADS}
     watched = f"watched {steps} steps on {processes} processes"
     if not found:
@@ -21,7 +24,12 @@ def text(found: Sequence[Finding], steps: int, processes: int) -> str:
     said += [f"{n} that cost{'s' if n == 1 else ''} time or space" for n in [counts[COST]] if n]
     said += [f"{n} to know" for n in [counts[NOTE]] if n]
     last = f"paceline doctor: {watched}: {', '.join(said)}.\n"
-    return "\n".join([*parts, last])
+    return "\n".join([*parts, *map(_aside, asides), last])
+
+
+def _aside(finding: Finding) -> str:
+    where = f"{finding.at}: " if finding.at else ""
+    return f"{where}{finding.evidence}.  [{finding.cause}: {_HEADS[finding.about.kind]}]\n"
 
 
 def _one(number: int, finding: Finding) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.doctor.findings import MODEL, Finding
-from paceline.doctor.judge import calls, judge
+from paceline.doctor.judge import PARTING, calls, judge
 from paceline.doctor.judge.record import Run, read
 from paceline.doctor.report import text
 from paceline.errors import PacelineError, SettingError
@@ -107,10 +107,10 @@ def diagnose(
     """What the ranks wrote into `directory`, when the script has ended, and what is found in it. cut: it was ended from
     outside."""
     run = read(directory, processes, cut)
-    mismatch = (lookout or calls.Lookout(directory, processes)).finding(cut)
+    mismatch = (lookout or calls.Lookout(directory, processes)).finding(cut) or calls.refused(run)
     found = judge(run)
     if mismatch is not None:  # what may follow from it is no finding of its own
-        found = [mismatch, *(f for f in found if f.cause not in ("weights_differ", "lr_differs"))]
+        found = [mismatch, *(f for f in found if f.cause not in (*PARTING, "lr_differs"))]
     return run, found
 
 

@@ -64,7 +64,8 @@ def whole(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metric
     with evaluating(model):
         for batch in loader:
             with run.autocast():
-                terms = terms_of(loss_fn(model if seen is None else seen, batch))
+                # A plain sum is told for an example: batches of another size would else tell other numbers.
+                terms = terms_of(loss_fn(model if seen is None else seen, batch), loader.examples)
                 losses = losses or [Average(run.device) for _ in terms]
                 for average, term in zip(losses, terms, strict=True):
                     if term.count is None:
@@ -139,7 +140,7 @@ def _is_object(metric: Any) -> bool:
 
 def _add(average: Average, name: str, value: Any, examples: int) -> None:
     if isinstance(value, Total):
-        average.add_sum(value.sum, value.count)
+        average.add_sum(value.sum, examples if value.count is None else value.count)
     elif isinstance(value, Tensor) and value.dim():
         average.add_sum(value.sum() if not value.is_floating_point() else value.double().sum(), value.numel())
     elif isinstance(value, (Tensor, int, float)):

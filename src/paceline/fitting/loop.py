@@ -22,6 +22,7 @@ from paceline.fitting.evaluate import LossFn, Metrics, check_metrics, evaluation
 from paceline.fitting.history import Best, Checkpoints, History
 from paceline.fitting.state import Fitting, PerEpoch, Plan
 from paceline.run import Run
+from paceline.train.messages import wrong_closure
 from paceline.train.sources import DATALOADER_OPTIONS, OWN_ARGUMENTS
 
 
@@ -68,7 +69,7 @@ def fit(
     Raises SettingError for arguments that cannot be, and what the calls of a loop raise.
     """
     # Phase 1: everything in its place, and as it was when the last checkpoint was written.
-    _check(model, loader_options, metrics)
+    _check(model, loss_fn, loader_options, metrics)
     plan = Plan.of(epochs, scheduler, checkpoints, best, None if evaluate_on is None else tuple(metrics or ()))
     run = _run(run)
     run.prepare(model, optimizer, *filter(None, [plan.per_step]))
@@ -121,7 +122,10 @@ def _run(given: Run | None) -> Run:
     return found
 
 
-def _check(model: Any, options: Mapping[str, Any], metrics: Any) -> None:
+def _check(model: Any, loss_fn: Any, options: Mapping[str, Any], metrics: Any) -> None:
+    wrong = wrong_closure(loss_fn, model)
+    if wrong is not None:
+        raise SettingError(f"fit: {wrong}")
     if not isinstance(model, nn.Module):
         raise SettingError(
             f"fit(model={type(model).__name__}): it trains one torch.nn.Module. For several models write the loop, "

@@ -114,7 +114,8 @@ def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[d
     elif kind != "module":  # a module's file is not known here
         beside = config.file_beside(script if kind == "script" else None)
         path = str(beside) if beside is not None else None
-    layers: Layers = [("the command line", {key: value for key, value in given.items() if key != "config"})]
+    where = "paceline.launch(...)" if kind == "function" else "the command line"
+    layers: Layers = [(where, {key: value for key, value in given.items() if key != "config"})]
     if path is not None:
         layers.insert(0, (path, config.read_file(path)))
     return given, layers

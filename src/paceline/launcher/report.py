@@ -21,6 +21,12 @@ _PEER_IS_GONE = re.compile(
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
 _SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
+# What gloo says, and then aborts, when two ranks have come to different operations.
+_UNLIKE_CALLS = re.compile(r"gloo::EnforceNotMet|op\.preamble\.length|preamble\.nbytes")
+_CALL_ALIKE = (
+    "Ranks were in different collective operations. Is a call that all must make made on some ranks only, as under `if "
+    "run.main` (run.save, run.export, evaluation, and with fsdp or tensor model(x), p.norm() or p.full_tensor())?"
+)
 _LIKELY = {
     signal.SIGKILL: " (perhaps out of memory)",
     signal.SIGBUS: " (perhaps /dev/shm is full)",
@@ -137,6 +143,8 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
         lines.append(first.error.traceback.rstrip("\n"))
     elif last_lines and (first.error is None or first.error.shown):
         lines.append("The last it printed:\n  " + "\n  ".join(last_lines))
+    if first.code == -signal.SIGABRT and any(map(_UNLIKE_CALLS.search, last_lines)):
+        lines.append(_CALL_ALIKE)
     if first.role and not first.error:
         lines.append(
             "The run cannot go on without it. Started again (--max-restarts does so), a script that calls run.restore "

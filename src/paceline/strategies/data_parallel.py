@@ -68,7 +68,7 @@ class DataParallel(Strategy):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
-        self._replicas.stale()
+        self._replicas.stale(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return replicated_state(self.models, self.optimizers)

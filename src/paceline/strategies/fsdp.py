@@ -29,9 +29,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import BackwardPass, Strategy, Term, Work
+from paceline.strategies.pickling import NoPickles
 from paceline.strategies.sharded import Sharded
 from paceline.strategies.sliced import SlicedUpdate
 from paceline.world import World
@@ -101,10 +103,12 @@ class FSDP(Strategy):
             if stage == 1
             else Sharded(world, device, keep=stage == 2, mixed=_MIXED[mixed], offload=offload, **options)
         )
+        self._no_pickles = NoPickles("fsdp")
         self.layout, self.views, self.reduces_each = self._inner.layout, self._inner.views, self._inner.reduces_each
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._inner.setup(models, optimizers)
+        self._no_pickles.guard(m for model in models for m in model.modules() if isinstance(m, FSDPModule))
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         return self._inner.forward_backward(work)
@@ -123,3 +127,4 @@ class FSDP(Strategy):
 
     def close(self) -> None:
         self._inner.close()
+        self._no_pickles.close()

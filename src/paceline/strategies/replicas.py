@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,7 +77,8 @@ class ReplicaSet:
             self.team = ThreadTeam(len(self.devices), take_turns=True, devices=self.devices, member=member)
         self._memories: list[Mapping[Tensor, Tensor] | None] = []  # of each copy, whose its parameters share
         self._moved = False  # whether there was a forward since the replicas last agreed
-        self._keep_weights, self._stale = keep_weights, True
+        self._keep_weights, self._all_stale = keep_weights, True
+        self._stale: set[Tensor] = set()
         self._modules: list[dict[nn.Module, nn.Module]] = []
         self._records: list[Record] = []
         self._stamps: dict[Tensor, Stamp] = {}
@@ -95,9 +95,13 @@ class ReplicaSet:
             self._watches = refuse_changes(models)
         self._copy()
 
-    def stale(self) -> None:
-        """The first replica's weights have changed."""
-        self._stale = True
+    def stale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """The first replica's weights have changed: those of this optimizer, or all. Others are not written to in the
+        middle of a global batch, since graphs that wait for their backward may hold them."""
+        if optimizer is None:
+            self._all_stale = True
+        else:
+            self._stale.update(p for group in optimizer.param_groups for p in group["params"])
 
     def remember(self, parameters: Sequence[Tensor]) -> None:
         """All replicas' weights of these are alike now."""
@@ -123,9 +127,9 @@ class ReplicaSet:
         if not all(record.holds() for record in self._records):
             self._copy()
             return begins
-        everything = not self._keep_weights and (begins or self._stale)
+        everything = not self._keep_weights and (begins or self._all_stale)
         parameters = list(self._stamps)
-        sent = parameters if everything else self.changed(parameters)
+        sent = [p for p in parameters if everything or p in self._stale or self._stamps[p] != stamp_of(p)]
         if not all(self._alike(p) for p in (sent if self._sums is None else parameters)):
             self._copy()
             return begins
@@ -139,7 +143,8 @@ class ReplicaSet:
             record.send_buffers(self.devices[1:], buffers)
         for number in range(len(self.copies)):
             copy_tensors([own for own, _ in buffers], [its[number] for _, its in buffers])
-        self._stale = False
+        self._all_stale = False
+        self._stale.clear()
         return begins
 
     @torch.no_grad()
@@ -188,7 +193,8 @@ class ReplicaSet:
         self._records = [Record(m, [copies[m] for copies in self._modules]) for m in modules]
         self._stamps = {}
         self.remember(parameters)
-        self._stale = False
+        self._all_stale = False
+        self._stale.clear()
 
     def _remove(self, handles: list[Any]) -> None:
         while handles:
@@ -353,7 +359,8 @@ def _forward(work: Work, model: Any, piece: Piece, number: int, at: _At, shared:
     if shared:  # the cache is the process's: whoever ends first empties it, and a weight used again is cast again
         torch.set_autocast_cache_enabled(False)
     with _on(number, at):
-        return work.compute(model, replace(piece, batch=move(piece.batch, at[0])), at[0])
+        piece.batch = move(piece.batch, at[0])  # once: what a closure leaves in it is there for the next closure
+        return work.compute(model, piece, at[0])
 
 
 def _backward(

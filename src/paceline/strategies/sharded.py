@@ -142,7 +142,12 @@ class Sharded(Strategy):
 
     def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
         """In place of FSDP2's. A backward with create_graph=True, as for a gradient penalty, leaves a graph that will
-        need the parameters again: from then on nothing is freed until `backward` is over."""
+        need the parameters again: from then on nothing is freed until `backward` is over. A forward without gradients
+        frees all: `state_dict` frees what is gathered, and on one rank alone (`if run.main: model.state_dict()`) would
+        else leave the others with what that rank has to gather anew, for which it would wait for ever."""
+        if group._training_state.name == "FORWARD" and not torch.is_grad_enabled():
+            group._to_sharded()
+            return
         if group._training_state.name == "POST_BACKWARD" and torch.is_grad_enabled():
             self._held = True
         if not self._held:

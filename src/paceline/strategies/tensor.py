@@ -45,6 +45,7 @@ from paceline.comm.grid import Grid, check_size
 from paceline.errors import ModelError, SettingError
 from paceline.strategies import tensor_plan
 from paceline.strategies.base import BackwardPass, Layout, Strategy, Term, Work, run_here
+from paceline.strategies.pickling import NoPickles
 from paceline.strategies.reached import Reached, check_alike, named_state
 from paceline.strategies.replicated import (
     load_replicated,
@@ -82,6 +83,7 @@ class TensorParallel(Strategy):
     def __init__(self, world: World, device: torch.device, *, size: int = 0, plan: str = "") -> None:
         self.patterns = check(world.size, size=size, plan=plan)
         self.world, self.device = world, device
+        self._no_pickles = NoPickles("tensor")
         self._grid = grid = Grid(device, size or world.size, "strategy tensor: size")
         self.layout = Layout(shards=grid.shards, mine=(grid.shard,))
         self.group = grid.column
@@ -100,6 +102,7 @@ class TensorParallel(Strategy):
     # --- setup
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._no_pickles.guard()
         new = [model for model in models if model not in self._known]
         self.models, self.optimizers = list(models), list(optimizers)
         replaced: dict[Tensor, Tensor] = {}
@@ -236,6 +239,7 @@ class TensorParallel(Strategy):
         return {"models": [*models, *state["models"][len(models) :]], "optimizers": optimizers}
 
     def close(self) -> None:
+        self._no_pickles.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -9,6 +9,7 @@ An Embedding is cut along its features by column and gather, along its vocabular
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -98,7 +99,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 def why_not(module: nn.Module, kind: str, size: int) -> str:
     """Why this layer cannot be cut in this way, as the end of a sentence; empty where it can."""
-    if not isinstance(module, (nn.Linear, nn.Embedding)) or type(module).forward not in (
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or inspect.unwrap(type(module).forward) not in (
         nn.Linear.forward,
         nn.Embedding.forward,
     ):

@@ -7,25 +7,38 @@ gives another gradient. So the rules are those of the first quantity that differ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paceline.tools.evidence import ERRORS, MEAN, PARALLEL, Cause, Evidence, multiple, span
 from paceline.tools.ranks import control
+from paceline.tools.sides import Side
+
+STATE = (
+    "the script keeps something outside the model, its buffers and the optimizer (a counter, a running number, earlier "
+    "examples), which is another where a process has computed another part of the batch, and goes by it"
+)
+STATE_REMEDY = (
+    "Make it from the numbers of all processes (run.mean, run.gather), count updates and not batches, and keep it in a "
+    "buffer."
+)
 
 
 def find(e: Evidence) -> Cause | None:
     """None where no cause is known that leaves such records."""
     computed: tuple[Callable[[Evidence], Cause | None], ...] = (
-        _overflow, _stranger, _clipped, _factor, _by_rank, _turned, _normalised, _cutting, _gathered, _randomness,
+        _overflow, _stranger, _clipped, _factor, _by_rank, _told, _turned, _normalised, _cutting, _gathered,
+        _randomness,
     )  # fmt: skip
     rules: dict[str, tuple[Callable[[Evidence], Cause | None], ...]] = {
         "initial weights": (_initial,),
         "examples": (_data,),
-        "data": (_data,),
+        "data": (_told, _data),
         "loss": computed,
         "gradient": computed,
         "learning rate": (_learning_rate,),
-        "weights": (_outside,),
+        "weights": (_outside, _options, _told),
         "buffers": (_buffers,),
     }
     return next((cause for rule in rules[e.first] if (cause := rule(e)) is not None), None)
@@ -44,6 +57,7 @@ def _data(e: Evidence) -> Cause:
             f"the same examples have other values, {drawn}. The data set, or what augments it, draws from a generator "
             "that is not keyed by the example",
             "Draw from torch's, NumPy's or Python's global generators, which the loader seeds for each example.",
+            sides=(e.plain, reference, *([e.again] if e.again is not None else [])),
         )
     return Cause(
         "examples-overlap-or-miss",
@@ -51,6 +65,7 @@ def _data(e: Evidence) -> Cause:
         f"{(ours - theirs).total()} of its {ours.total()} examples are others, or the same ones again, and "
         f"{(theirs - ours).total()} are missing",
         "Give run.loader the whole data set and one order, alike on every rank: it cuts each batch itself.",
+        sides=(e.plain, reference),
     )
 
 
@@ -78,6 +93,7 @@ def _initial(e: Evidence) -> Cause:
         "number of processes",
         "Initialise alike on every rank and for every number of processes: paceline.start seeds the generators.",
         name,
+        e.compared,
     )
 
 
@@ -93,6 +109,7 @@ def _learning_rate(e: Evidence) -> Cause | None:
             + (f", as there are {e.n} processes" if abs(factor - e.n) < 1e-6 * e.n else ""),
             "The global batch does not grow with the processes: leave the learning rate as it is. (To grow both, see "
             "paceline.scale_lr.)",
+            sides=(e.plain, reference),
         )
     yields = e.plain.yields(0) / max(reference.yields(0), 1)
     moves = [name for name, times in (("process", float(e.n)), ("micro-batch", yields)) if _moves(ours, theirs, times)]
@@ -101,6 +118,7 @@ def _learning_rate(e: Evidence) -> Cause | None:
         "the learning rate follows another course than with one process"
         + (f": the scheduler moves once for each {' or '.join(moves)}, not for each update" if moves else ""),
         "Prepare the scheduler: run.step then moves it once per update. Count its steps in updates (loader.steps).",
+        sides=(e.plain, reference),
     )
 
 
@@ -147,6 +165,7 @@ def _outside(e: Evidence) -> Cause | None:
         f"{name} is changed between two steps, outside the optimizer, {where}",
         "Make the change alike on any number of processes, or in the optimizer.",
         name,
+        (e.ours, e.reference),
     )
 
 
@@ -157,6 +176,7 @@ def _buffers(e: Evidence) -> Cause:
         f"the buffer {name} is alike on the ranks, and not that of one process: it is updated from a part of the batch",
         "Combine what it is updated with: run.sum of the sum and of the count, or run.mean.",
         name,
+        e.compared,
     )
 
 
@@ -166,17 +186,19 @@ def _overflow(e: Evidence) -> Cause | None:
             continue
         bad = sorted({shard for (shard, _, _), loss in ours.apart(e.step).items() if not abs(loss) < float("inf")})
         where = f" The loss of shard {', '.join(map(str, bad))} alone is not finite" if bad else ""
-        return overflow(f"the gradient of {names[0]}", where, names[0])
+        return overflow(f"the gradient of {names[0]}", theirs, where, names[0], ours)
     return None
 
 
-def overflow(what: str, where: str = "", name: str | None = None) -> Cause:
+def overflow(what: str, reference: Side, where: str = "", name: str | None = None, *ours: Side) -> Cause:
+    """reference: a run of one process, whose numbers are finite."""
     return Cause(
         "overflow-on-some-ranks",
         f"{what} is not finite, where one process's is." + where,
         "Numbers leave the range on some ranks only: compute what overflows in fp32 (with autocast off around it), "
         "or take bf16.",
         name,
+        (*ours, reference),
     )
 
 
@@ -191,6 +213,7 @@ def _stranger(e: Evidence) -> Cause | None:
                 f"the loss depends on a tensor of shape {shape} that is trained and is in no prepared model: it has "
                 "other values on the ranks, since its gradients are not combined over the processes",
                 "Make it a parameter of a module, and prepare that: run.prepare(model, criterion, optimizer).",
+                sides=(e.ours, e.reference),
             )
     return None
 
@@ -211,12 +234,13 @@ def _clipped(e: Evidence) -> Cause | None:
         "run.step(optimizer, max_grad_norm=...) clips at the right time; or clip after the last run.backward of the "
         "global batch, where .grad is the mean over it.",
         hooked[0] if hooked and not early else None,
+        (e.plain, e.reference),
     )
 
 
 def _factor(e: Evidence) -> Cause | None:
     n = e.n
-    for ours, theirs, cut in ((e.plain, e.whole, True), (e.ours, e.shards, False)):
+    for ours, theirs, cut in ((e.plain, e.whole, True), (e.ours, e.shards, False), (e.ours, e.told, False)):
         ratio = (
             None
             if theirs is None
@@ -226,34 +250,40 @@ def _factor(e: Evidence) -> Cause | None:
             continue
         size = f"{n}" if abs(ratio / n - 1) < 0.02 else f"1/{n}" if abs(ratio * n - 1) < 0.02 else f"{ratio:.4g}"
         every = f"every gradient is {size} times that of one process"
+        if theirs is e.told:
+            every = f"every gradient is {size} times as large as where each process is told that it is alone"
+        assert theirs is not None
         if cut and not e.spread and e.shards is not None:
             pieces = len({tuple(place) for record in ours.of(e.step) for *place, _ in record["ids"]})
             if not any(abs(ratio * k - 1) < 0.02 or abs(ratio / k - 1) < 0.02 for k in (n, pieces)):
                 continue  # gradients that are nearly parallel
-            return _sum_or_mean("mean-for-sum" if ratio > 1 else "sum-for-mean", every)
+            return _sum_or_mean("mean-for-sum" if ratio > 1 else "sum-for-mean", every, e, (ours, theirs))
         if not any(abs(ratio / float(n) ** power - 1) < 0.02 for power in (1, -1, 0.5, -0.5, 2, -2)):
             continue
         return Cause(
             "scaled-by-processes",
             every
-            + (", and not where one process computes the same shards" if e.shards is not None else "")
+            + (", and not where one process computes the same shards" if cut and e.shards and e.spread else "")
             + ": the loss or the gradient is "
             + ("multiplied" if ratio > 1 else "divided")
             + " by the number of processes",
             "Paceline weighs each shard's loss by its examples: take the factor out of the script.",
+            sides=(ours, theirs, *([e.shards] if cut and e.shards is not None else [])),
         )
     return None
 
 
 def _by_rank(e: Evidence) -> Cause | None:
     """The same shards, the same weights, no random numbers, and something else comes out."""
-    if not e.spread or e.shards is None or (e.ours.drew and not e.cut):
+    if not e.spread or e.shards is None or (e.ours.drew and not e.cut and not e.noisy):
         return None
+    if e.told is not None and not e.asked and e.cut and e.whole is not None:
+        return _state(e)
     called = dict(enumerate(e.ours.modules(e.step)))
     for rank, names in called.items():
         other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
         if other is not None:
-            return control(rank, names, other, called[other])
+            return replace(control(rank, names, other, called[other]), sides=(e.ours,))
     ours, theirs = e.ours.apart(e.step), e.shards.apart(e.step)
     tolerance = next((d.tolerance for d in e.spread if d.quantity == "loss"), 0.0) * e.n
     bad = sorted({key[0] for key in ours.keys() & theirs.keys() if not abs(ours[key] - theirs[key]) <= tolerance})
@@ -266,6 +296,7 @@ def _by_rank(e: Evidence) -> Cause | None:
         "control-by-rank",
         f"{which}: something between the data and the gradient depends on the rank or on the number of processes",
         "Let every rank do the same: nothing in the model or the loss may ask for the rank or the number of processes.",
+        sides=(e.ours, e.shards),
     )
 
 
@@ -277,6 +308,7 @@ def _normalised(e: Evidence) -> Cause | None:
         "batch-norm-per-shard",
         f"batch norm ({record['norms'][0]}) takes its statistics from each shard alone (batch_norm='shard')",
         "Leave out batch_norm='shard': 'global' takes them over the whole batch.",
+        sides=(e.ours, e.plain, e.reference),
     )
 
 
@@ -286,14 +318,16 @@ def _cutting(e: Evidence) -> Cause | None:
         return None
     found = span(e.whole.gradients(e.step, e.update), e.parts, e.noise)
     if found is not None and e.counted:
-        return _sum_or_mean("mean-for-sum", "what the parts of a batch give as sums do not add up to the whole's")
+        words = "what the parts of a batch give as sums do not add up to the whole's"
+        return _sum_or_mean("mean-for-sum", words, e, (e.plain, e.whole))
     if (odd := _odd_ones(e)) is not None:
         return odd
     if found is not None and min(found[0]) > MEAN:
-        return _weights(*found, e.examples)
+        return _weights(e, *found)
     return _in_batch(
+        e,
         "the whole batch's gradient is no combination of its parts' gradients: the loss or a layer compares the "
-        "examples of a batch with each other (or pads them to the longest), and sees those of its own part only"
+        "examples of a batch with each other (or pads them to the longest), and sees those of its own part only",
     )
 
 
@@ -314,12 +348,13 @@ def _odd_ones(e: Evidence) -> Cause | None:
         "the losses are of examples that are gathered from all processes, and the whole batch's gradient is that of "
         f"each but shard {', '.join(bad)}: its process adds something to the loss, or leaves it out",
         "Let every rank do the same: nothing in the model or the loss may ask for the rank.",
+        sides=(e.plain, e.whole, *e.of_parts),
     )
 
 
-def _in_batch(evidence: str) -> Cause:
+def _in_batch(e: Evidence, evidence: str) -> Cause:
     remedy = "Gather what is compared: run.gather(features), which is differentiable."
-    return Cause("in-batch-loss", evidence, remedy)
+    return Cause("in-batch-loss", evidence, remedy, sides=(e.plain, e.reference, *e.of_parts))
 
 
 def _turned(e: Evidence) -> Cause | None:
@@ -331,6 +366,7 @@ def _turned(e: Evidence) -> Cause | None:
         "where each rank computes the shard of another one, the batch's "
         f"{e.turned[0].quantity} is another: something between the data and the gradient depends on the rank",
         "Let every rank do the same: nothing in the model or the loss may ask for the rank.",
+        sides=(e.plain, *e.of_turned),
     )
 
 
@@ -338,23 +374,28 @@ def _gathered(e: Evidence) -> Cause | None:
     if not e.cut or not e.ours.gathers:
         return None
     return _in_batch(
+        e,
         "the loss gathers examples of all ranks (run.gather), and its gradient is still not that of the whole batch: "
-        "what is compared, or the gradient that goes back through it, is that of each rank's own part in some place"
+        "what is compared, or the gradient that goes back through it, is that of each rank's own part in some place",
     )
 
 
-def _weights(shares: Sequence[float], error: float, examples: Sequence[int]) -> Cause:
+def _weights(e: Evidence, shares: Sequence[float], error: float) -> Cause:
     """shares: with which a batch's parts, weighed by their examples, are the whole. error: the standard error of their
-    mean. examples: of each part."""
-    total = sum(examples)
+    mean."""
+    examples, total = e.examples, sum(e.examples)
     by_number = [share * count / total for share, count in zip(shares, examples, strict=False)]
     if len(by_number) == len(shares) and all(abs(factor - 1) < 0.02 for factor in by_number):
-        return _sum_or_mean("sum-for-mean", "the whole batch's gradient is that of its parts, not weighed by examples")
+        words = "the whole batch's gradient is that of its parts, not weighed by examples"
+        return _sum_or_mean("sum-for-mean", words, e, (e.plain, e.reference))
+    if (power := _by_size(shares, examples)) is not None:
+        return _of_size(e, power)
     if abs(sum(by_number) - 1) > max(MEAN, ERRORS * error):
         return _in_batch(
+            e,
             f"the whole batch's gradient is that of its parts times numbers that add up to {sum(by_number):.3g}, not "
             "to 1 as those of means do: each part is divided, or weighed, by something that is computed from its own "
-            "examples (a norm, a variance, a maximum)"
+            "examples (a norm, a variance, a maximum)",
         )
     return Cause(
         "mean-of-means",
@@ -362,24 +403,93 @@ def _weights(shares: Sequence[float], error: float, examples: Sequence[int]) -> 
         + ", ".join(f"{share:.3g}" for share in shares)
         + " times those by examples): the loss is a mean over something of which they have unequally many",
         "Say over how many: paceline.Total(sum, count), or run.backward(loss, count=...).",
+        sides=(e.plain, e.reference, *e.of_parts),
     )
 
 
-def _sum_or_mean(kind: str, evidence: str) -> Cause:
+def _by_size(shares: Sequence[float], examples: Sequence[int]) -> float | None:
+    """p, where a part of k of the batch's n examples has to be taken (n / k)**p times: the script weighs it by k**p."""
+    total = sum(examples)
+    known = [
+        (math.log(s), math.log(total / k)) for s, k in zip(shares, examples, strict=False) if s > 0 and 0 < k < total
+    ]
+    if len(known) < 2 or len(known) < len(shares):
+        return None
+    power = sum(y for y, _ in known) / sum(x for _, x in known)
+    fits = all(abs(y - power * x) < 0.02 for y, x in known)
+    return power if fits and abs(power) > 0.05 and abs(power * 2 - round(power * 2)) < 0.04 else None
+
+
+def _of_size(e: Evidence, power: float | None = None) -> Cause:
+    how = "" if power is None else f" (to the power of {power:.2g})"
+    return Cause(
+        "depends-on-shard-size",
+        f"a part of the batch counts by how many examples it has{how} once more: the script divides by, or multiplies "
+        "with, the size of what it is given, and Paceline weighs each part by its examples already",
+        "Take the factor out: a mean over the examples that are given is enough; or paceline.Total(sum, count).",
+        sides=(e.plain, e.reference, *e.of_parts),
+    )
+
+
+def _sum_or_mean(kind: str, evidence: str, e: Evidence, sides: Sequence[Side]) -> Cause:
     what = "a sum over the examples is taken for their mean" if kind == "sum-for-mean" else "a mean is taken for a sum"
+    alone = e.shards is not None and not e.spread
+    where = ", also where one process computes the shards" if alone else ""
     return Cause(
         kind,
-        f"{evidence}, also where one process computes the shards: {what}",
+        f"{evidence}{where}: {what}",
         "Return a mean, or say what it is: paceline.Total(sum, count), run.backward(total=..., count=...).",
+        sides=(*sides, *e.of_parts, *([e.shards] if e.shards is not None and alone else [])),
     )
+
+
+def _state(e: Evidence) -> Cause:
+    return Cause(
+        "state-outside",
+        STATE,
+        STATE_REMEDY,
+        sides=tuple(side for side in (e.ours, e.whole, e.told, e.shards) if side is not None),
+    )
+
+
+def _told(e: Evidence) -> Cause | None:
+    """The same processes, shards and weights, each process told that it is the only one: something else comes out."""
+    if e.told is None or not e.asked or (e.shards is not None and e.ours.drew and not e.cut and not e.noisy):
+        return None
+    quantity = "other numbers are drawn" if e.asked[0].quantity == "data" else f"the {e.asked[0].quantity} is another"
+    return Cause(
+        "control-by-rank",
+        f"where every process is told that it is the only one, {quantity}: the script asks for the rank, or for the "
+        "number of processes, and does something else by the answer",
+        "Let every rank do the same: nothing in the data, the model or the loss may ask for the rank or the number of "
+        "processes.",
+        e.asked[0].name,
+        (e.ours, e.told),
+    )
+
+
+def _options(e: Evidence) -> Cause | None:
+    """What optimizers are set to, beside the learning rate."""
+    for step in range(min(e.step + 1, e.ours.steps, e.reference.steps)):
+        for mine, theirs in zip(e.ours.options(step), e.reference.options(step), strict=False):
+            for key in mine.keys() & theirs.keys() - {"lr", "initial_lr"}:
+                if mine[key] != theirs[key]:
+                    return Cause(
+                        "optimizer-settings",
+                        f"the optimizer's {key} is {mine[key]} with several processes and {theirs[key]} with one",
+                        "Set the optimizer alike on any number of processes: the global batch does not grow with them.",
+                        sides=(e.ours, e.reference),
+                    )
+    return None
 
 
 def _randomness(e: Evidence) -> Cause | None:
-    if e.ours.drew and e.spread and not e.cut:
+    if e.ours.drew and e.spread and not e.cut and not e.noisy and e.shards is not None:
         return Cause(
             "other-random-numbers",
             "the runs are the same with dropout off, and differ with it on: the model draws other numbers than one "
             "process that computes the same shards",
             "Draw from torch's default generator, which is seeded for each shard of each step.",
+            sides=tuple(side for side in (e.ours, e.shards, e.plain, e.whole) if side is not None),
         )
     return None

@@ -18,12 +18,14 @@ ERRORS = 6.0
 
 @dataclass(frozen=True)
 class Cause:
-    """key: its name in `--json`. sentence: with its evidence. remedy. name: a parameter or buffer, where it is one."""
+    """key: its name in `--json`. sentence: with its evidence. remedy. name: a parameter or buffer, where it is one.
+    sides: the runs that show it."""
 
     key: str
     sentence: str
     remedy: str
     name: str | None = None
+    sides: tuple[Side, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Evidence:
     with dropout off; examples: of each. counted: whether the loss says how many things it is over. turned: how plain
     differs from itself where each rank computes another's shard. cut: the first step's differences of plain and C;
     spread: of A and B. again: another run of whole batches. n: shards. update: of the step's updates
-    the first whose gradients differ; parts and noise (of the whole batch's gradient) are those of its."""
+    the first whose gradients differ; parts and noise (of the whole batch's gradient) are those of its. told: A,
+    each process told that it is alone; asked: how A differs from it. of_parts, of_turned: the runs that parts and
+    turned are from. noisy: whole batches cannot be compared with, for what the script draws."""
 
     ours: Side
     plain: Side
@@ -48,6 +52,11 @@ class Evidence:
     turned: Sequence[Difference] = ()
     noise: float = 0.0
     update: int = 0
+    told: Side | None = None
+    asked: Sequence[Difference] = ()
+    of_parts: tuple[Side, ...] = ()
+    of_turned: tuple[Side, ...] = ()
+    noisy: bool = False
 
     @property
     def step(self) -> int:
@@ -59,8 +68,15 @@ class Evidence:
         return min((d.quantity for d in (*self.cut, *self.spread) if d.step == self.step), key=ORDER.index)
 
     @property
+    def compared(self) -> tuple[Side, ...]:
+        """Those whose first difference it is."""
+        if self.cut:
+            return tuple(side for side in (self.plain, self.whole) if side is not None)
+        return tuple(side for side in (self.ours, self.shards or self.told) if side is not None)
+
+    @property
     def reference(self) -> Side:
-        found = self.whole or self.shards
+        found = self.whole or self.shards or self.told
         assert found is not None
         return found
 

@@ -18,7 +18,9 @@ from paceline.tools.answers import (
     words,
 )  # fmt: skip
 from paceline.tools.causes import find
+from paceline.tools.claims import Claim, missing, shown
 from paceline.tools.evidence import Evidence
+from paceline.tools.locator import Locator
 from paceline.tools.ranks import of_the_ranks
 from paceline.tools.runs import DIFFERENT, SAME, UNKNOWN, Answer, Runs
 from paceline.tools.sides import Difference, Side, Tolerances, before, computed, differences, norm
@@ -28,7 +30,13 @@ _NOISE = {*_COMPUTED, "buffers"}  # where numbers that are drawn show
 
 
 def judge(runs: Runs) -> Answer:
-    """Makes the runs that are needed, in turn."""
+    """Makes the runs that are needed, in turn. Every sentence of the answer is bound to those that show it."""
+    answer = _judged(runs)
+    answer.check(runs.left)
+    return answer
+
+
+def _judged(runs: Runs) -> Answer:
     failed = runs.run("A")
     if failed is not None:
         return of_a_failure(runs, failed)
@@ -36,23 +44,34 @@ def judge(runs: Runs) -> Answer:
     if ours is not None and ours.ranks[0]["dealt"]:
         return Answer(
             UNKNOWN,
-            f"could not tell: {ours.ranks[0]['strategy']} hands out parts of global batches as processes come free, so "
-            "that there are no steps to compare. It changes the mathematics on purpose; `paceline compare` shows its "
-            "losses beside those of one process.",
+            [
+                Claim(
+                    f"could not tell: {ours.ranks[0]['strategy']} hands out parts of global batches as processes come "
+                    "free, so that there are no steps to compare. It changes the mathematics on purpose; `paceline "
+                    "compare` shows its losses beside those of one process."
+                )
+            ],
             cause="by-design",
         )
     if ours is None or not ours.steps:
         return Answer(
             UNKNOWN,
-            "could not tell: the script made no step that could be seen. Does it call paceline.start, iterate over a "
-            "loader of the run, and call run.step?",
+            [
+                missing(
+                    "could not tell: the script made no step that could be seen. Does it call paceline.start, iterate "
+                    "over a loader of the run, and call run.step?",
+                    "A",
+                )
+            ],
         )
     if ours.ranks[0]["local"]:
         return of_replicas_apart(runs, ours)
     found = of_the_ranks(ours)
     if found is not None:
         step, quantity, cause = found
-        return different([Difference(step, quantity, cause.name, float("nan"), 0.0)], cause, ours.steps)
+        difference = Difference(step, quantity, cause.name, float("nan"), 0.0)
+        answer = different([difference], replace(cause, sides=(ours,)), ours.steps, [ours])
+        return Locator(runs, ours, None, plain=False).add(answer, [difference])
     return _Case(runs, ours).answer()
 
 
@@ -65,7 +84,7 @@ class _Case:
         self.n: int = record["shards"]
         self.whole, self.why_not_whole = one(runs, "C", SINGLE, plain=True, whole=True)
         self.reversed: Side | None = None
-        self.notes: list[str] = []
+        self.notes: list[Claim] = []
         self.kinks = 0  # steps in which rounding at a kink shows
         self.order_counts = False  # whether a batch's loss depends on the order of its examples
         self.tolerances = self._tolerances()
@@ -81,6 +100,9 @@ class _Case:
             self.in_turns = turns if self.shards is None else at_once
         if self.shards is None:
             self.shards, self.why_not_shards = one(runs, "B", turns)
+        self.told: Side | None = None
+        self.why_not_told: str | None = None
+        self.locator: Locator | None = None
         self.plain: Side | None = ours
         if ours.drew:
             self.plain = side_of(runs, "A0", runs.start.processes) if runs.run("A0", plain=True) is None else None
@@ -97,6 +119,8 @@ class _Case:
 
     def answer(self) -> Answer:
         steady = self._look_at_the_tolerances()
+        if self.whole is not None and (other := self._other_start(self.whole)) is not None:
+            return self._noted(self._not_of_the_seed(self.whole, other))
         cut, spread = self._cut(), self._spread()
         if spread and self.ours.gathers and not {d.quantity for d in spread} & DATA:
             self.shards, spread = None, []
@@ -104,34 +128,52 @@ class _Case:
                 "the loss depends on numbers of all processes (run.gather, run.mean), which are there together only "
                 "where each computes its shard"
             )
-        answer = self._verdict(cut, spread) if steady or {d.quantity for d in cut} & DATA else self._unsteady()
+        if self.shards is None:
+            spread = self._told_apart(alone=bool(cut) and not self._of_noise(cut))
+        if steady or {d.quantity for d in cut} & DATA:
+            answer = self._verdict(cut, spread)
+        else:
+            assert self.whole is not None  # it was not the same twice
+            answer = self._unsteady(self.whole, "C4")
+        return self._noted(answer)
+
+    def _noted(self, answer: Answer) -> Answer:
         answer.steps = self.ours.steps
         answer.notes += self.notes
+        compared = [side for side in (self.ours, self.whole, self.reversed) if side is not None]
         answer.indeterminate = sorted(self.tolerances.indeterminate)
         if answer.indeterminate:
-            answer.notes.append(
-                "indeterminate, since their gradients are rounding and little else (judged by absolute size): "
-                + ", ".join(answer.indeterminate)
-            )
+            answer.notes.append(shown(self._of_the_indeterminate(), *compared))
         if self.kinks:
-            answer.notes.append(
+            kinks = (
                 f"in {self.kinks} of the steps some gradients differ in the second half of their digits, and nothing "
                 "else does: rounding takes a number over a kink (of a ReLU, say)"
             )
+            answer.notes.append(shown(kinks, *compared))
         if self.order_counts:
-            answer.notes.append(
-                "a batch's loss depends on the order of its examples, which was left as it is for the tolerances"
-            )
+            order = "a batch's loss depends on the order of its examples, which was left as it is for the tolerances"
+            answer.notes.append(shown(order, *compared[1:]))
         if self.shards is None:
             why = (self.why_not_shards or "").splitlines()[0]
-            answer.notes.append(f"B, the same shards in one process, could not be run: {why}")
+            made = [name for name in ("B", "B1") if name in self.runs.left]
+            said = f"B, the same shards in one process, could not be {'compared' if made else 'run'}: {why}"
+            answer.notes.append(Claim(said, tuple(made), () if made else ("B",)))
         if self.whole is None:
-            answer.notes.append(f"C, whole batches in one process, could not be run: {self.why_not_whole}")
+            answer.notes.append(
+                missing(f"C, whole batches in one process, could not be run: {self.why_not_whole}", "C")
+            )
         reached = {name for k in range(self.ours.steps) for name in self.ours.gradients(k, 0)}
         unused = [name for name in self.ours.parameters if name not in reached]
         if unused and self.ours.updates(0) == 1:
-            answer.notes.append(f"no loss reaches these parameters: {', '.join(unused[:5])}")
+            answer.notes.append(shown(f"no loss reaches these parameters: {', '.join(unused[:5])}", self.ours))
         return answer
+
+    def _of_the_indeterminate(self) -> str:
+        names = ", ".join(sorted(self.tolerances.indeterminate))
+        said = f"indeterminate, since their gradients are rounding and little else (judged by absolute size): {names}"
+        moves = ". An optimizer that scales gradients, such as Adam, makes whole steps of these, which are not compared"
+        norms = "; where a batch norm follows, evaluation with running statistics sees them (bias=False spares it)"
+        return said + moves + (norms if self.ours.ranks[0]["norms"] else "")
 
     def _look_at_the_tolerances(self) -> bool:
         """Whether one process makes the same of the same batch twice. Where C2 differs by more than rounding usually
@@ -151,10 +193,11 @@ class _Case:
             self.tolerances = in_order
         else:
             self.tolerances.enlarged = True
-            self.notes.append(
+            enlarged = (
                 "this model enlarges rounding: a last bit of its weights moves most gradients by more than half of "
                 "their digits, and no finer fault can be seen"
             )
+            self.notes.append(shown(enlarged, *(side for side in (whole, self.reversed, again) if side is not None)))
         return True
 
     def _cut(self) -> list[Difference]:
@@ -180,6 +223,10 @@ class _Case:
         steps = range(min(plain.steps, whole.steps))
         return plain.drew or whole.drew or any(plain.others(k) != whole.others(k) for k in steps)
 
+    def _of_noise(self, cut: Sequence[Difference]) -> bool:
+        """Whether what differs from the whole batch may be what the script draws."""
+        return self.noisy and {d.quantity for d in cut} <= _NOISE
+
     def _spread(self) -> list[Difference]:
         """A against B: has distributing it?"""
         shards = self.shards
@@ -199,48 +246,107 @@ class _Case:
         self.kinks = max(self.kinks, kinks)
         return next((found for found in every if found), [])
 
+    def _told_apart(self, alone: bool) -> list[Difference]:
+        """Where no process can compute the shards: the run in question, in which each process is told that it is the
+        only one. Whether it differs says whether asking for the rank, or for the number of processes, changes anything.
+        alone: a difference is known already, and it is left to the locator."""
+        if alone or self.runs.start.processes < 2:
+            return []
+        self.why_not_told = self.runs.run("D", told=True)
+        self.told = side_of(self.runs, "D", self.runs.start.processes) if self.why_not_told is None else None
+        told = self.told
+        if told is None or not told.steps:
+            self.told = None
+            return []
+        return self._first(lambda k: differences(self.ours, told, self.ours, self.tolerances, k), self.ours, told)
+
     def _verdict(self, cut: Sequence[Difference], spread: Sequence[Difference]) -> Answer:
-        whole, shards, ours = self.whole, self.shards, self.ours
-        if ours.ranks[0]["lossy"] and cut and cut[0].quantity in _COMPUTED:
+        whole, shards, ours, told = self.whole, self.shards, self.ours, self.told
+        if ours.ranks[0]["lossy"] and cut and cut[0].quantity in _COMPUTED and whole is not None and self.plain:
             text = f"different by design: {ours.ranks[0]['strategy']} sends numbers with errors. {words(cut[0])}"
-            return answered(DIFFERENT, text, cut, "by-design")
-        if cut and whole is not None and not self._repeatable_start(whole):
-            cut = [d for d in cut if d.quantity != "initial weights"]
+            return answered(DIFFERENT, [shown(text, self.plain, whole)], cut, "by-design")
         if whole is not None and self.plain is not None and not cut:
-            if not ours.drew or (shards is not None and not spread):
+            if not ours.drew and not (spread and shards is None):
                 return self._same(whole, spread)
-            if shards is None or self._astray():
-                text = "could not tell: the same with dropout off; with it on there is nothing to compare with."
-                return Answer(UNKNOWN, text)
+            if ours.drew and (shards or told) is not None and not spread:
+                return self._same(whole, spread)
+            if (shards is None and told is None) or (shards is not None and self._astray()):
+                return self._nothing_beside(self.plain, whole)
         if not cut and not spread:
-            if shards is None:
-                return Answer(UNKNOWN, "could not tell: there is nothing to compare with.")
-            text = "could not tell whether cutting the batch changes the model: one process that computes the same "
-            return Answer(UNKNOWN, text + "shards is the same, but there is no run of whole batches to compare with.")
+            return self._not_cut()
         quantities = {d.quantity for d in (*cut, *spread)}
-        if self.noisy and not spread and quantities <= _NOISE:
-            return Answer(
-                UNKNOWN,
-                "could not tell whether cutting the batch changes the model: the script draws random numbers that "
-                "cannot be turned off. Distribution changes nothing: one process that computes the same shards is the "
-                "same.",
+        if self.noisy and not spread and quantities <= _NOISE and self.plain is not None and whole is not None:
+            return self._noise(self.plain, whole)
+        shaky = {d.quantity for d in spread} & _COMPUTED and not {d.quantity for d in spread} & DATA
+        if shards is not None and shaky and self._shaky():
+            return self._unsteady(shards, "B2")
+        noisy = bool(spread and cut) and self._of_noise(cut)
+        evidence = replace(self._evidence([] if noisy else cut, spread), noisy=noisy)
+        cut = evidence.cut
+        answer = different(cut or spread, find(evidence), ours.steps, evidence.compared)
+        return self.locator.add(answer, cut or spread) if self.locator is not None else answer
+
+    def _nothing_beside(self, plain: Side, whole: Side) -> Answer:
+        text = "could not tell: the same with dropout off; with it on there is nothing to compare with."
+        return Answer(UNKNOWN, [shown(text, plain, whole)])
+
+    def _not_cut(self) -> Answer:
+        """Nothing differs, of what there is."""
+        found, left = self.shards or self.told, self.runs.left
+        if found is None:
+            absent = [run for run in ("A0", "B", "C", "D") if run not in left]
+            return Answer(UNKNOWN, [missing("could not tell: there is nothing to compare with.", *absent)])
+        same = "one process that computes the same shards is the same,"
+        if self.shards is None:
+            same = "the run in question is the same where each process is told that it is the only one,"
+        text = f"could not tell whether cutting the batch changes the model: {same} but there is no run of whole "
+        text += "batches to compare with."
+        if "C" not in left:
+            return Answer(UNKNOWN, [Claim(text, (self.ours.name, found.name), ("C",))])
+        text = text.removesuffix("there is no run of whole batches to compare with.")
+        text += "it could not be run with dropout off, as one process was that computes whole batches."
+        return Answer(UNKNOWN, [Claim(text, (self.ours.name, found.name, "C"), ("A0",))])
+
+    def _noise(self, plain: Side, whole: Side) -> Answer:
+        """What one process draws for the whole batch is not what several draw for its parts."""
+        text = (
+            "could not tell whether cutting the batch changes the model: the script draws random numbers that cannot "
+            "be turned off."
+        )
+        claims = [shown(text, plain, whole)]
+        if self.shards is not None:
+            same = "Distribution changes nothing: one process that computes the same shards is the same."
+            claims.append(shown(same, self.ours, self.shards))
+        elif self.told is not None:
+            same = (
+                "Asking for the rank, or for the number of processes, changes nothing: the run in question is the same "
+                "where each process is told that it is the only one."
             )
-        if {d.quantity for d in spread} & _COMPUTED and not {d.quantity for d in spread} & DATA and self._shaky():
-            return self._unsteady()
-        cause = find(self._evidence(cut, spread))
-        return different(cut or spread, cause, ours.steps)
+            claims.append(shown(same, self.ours, self.told))
+        else:
+            claims.append(
+                Claim(
+                    "Whether distributing it does was not seen either. Write the step as a closure, "
+                    "run.forward_backward(loss_fn, model, batch): then one process can compute the same shards."
+                )
+            )
+        return Answer(UNKNOWN, claims)
 
     def _evidence(self, cut: Sequence[Difference], spread: Sequence[Difference]) -> Evidence:
         assert self.plain is not None or not cut
         plain, whole, step = self.plain or self.ours, self.whole, (cut or spread)[0].step
         sides = (self.shards, whole, self.reversed)
-        known = Evidence(self.ours, plain, *sides, cut, spread, self.n)
+        known = Evidence(self.ours, plain, *sides, cut, spread, self.n, told=self.told)
+        if self.told is not None:
+            known = replace(known, asked=spread)
+        self.locator = Locator(self.runs, self.ours, whole if cut else None, plain=bool(cut) and plain is not self.ours)
+        known = self.locator.asked(known, self.tolerances)
         if whole is None or not cut or cut[0].quantity not in _COMPUTED:
             return known
         update = self._first_update(plain, whole, step)
         gradients = whole.gradients(step, update)
         known = replace(known, update=update, noise=self.tolerances.noise(gradients, gradients))
-        if spread:
+        if spread or known.asked:
             return known
         if update and self.in_turns == self.runs.turns(self.n):  # they end before the first update
             known = replace(known, shards=None)
@@ -249,8 +355,8 @@ class _Case:
         parts = one(self.runs, "B0", self.in_turns, plain=True)[0] if self.ours.drew else self.shards
         if parts is None or parts.steps <= step:
             return known
-        counted = bool(parts.of(step)[0]["counted"])
-        return replace(known, parts=parts.parts(step), examples=parts.parts_of(step), counted=counted)
+        counted, own = bool(parts.of(step)[0]["counted"]), (parts,)
+        return replace(known, parts=parts.parts(step), examples=parts.parts_of(step), counted=counted, of_parts=own)
 
     def _first_update(self, plain: Side, whole: Side, step: int) -> int:
         for update in range(min(plain.updates(step), whole.updates(step))):
@@ -265,24 +371,28 @@ class _Case:
         """Where no process can compute the shards in turn: the run in question, with each shard's loss alone. And,
         where nobody else computes them, with other ranks computing them."""
         parts, processes, steps = [], self.runs.start.processes, step + 1
+        sides: list[Side] = []
         for shard in range(self.n):
             failed = self.runs.run(f"P{shard}", plain=True, only=shard, update=known.update, steps=steps)
             side = side_of(self.runs, f"P{shard}", processes) if failed is None else None
             if side is None or side.steps <= step:
                 return known
             parts.append(side.gradients(step, known.update))
+            sides.append(side)
         sizes: dict[int, int] = dict.fromkeys(range(self.n), 0)
         for record in plain.of(step):
             for _, shard, _, indices in record["ids"]:
                 sizes[shard] += len(indices)
         counted = any(record["counted"] for record in plain.of(step))
-        known = replace(known, parts=parts, examples=list(sizes.values()), counted=counted)
+        examples = list(sizes.values())
+        known = replace(known, parts=parts, examples=examples, counted=counted, of_parts=tuple(sides))
         if known.shards is not None or self.runs.run("T", plain=True, turned=True, steps=steps) is not None:
             return known
         turned = side_of(self.runs, "T", processes)
         if turned is None or turned.steps <= step:
             return known
-        return replace(known, turned=list(computed(turned, plain, self.tolerances, step)))
+        apart = list(computed(turned, plain, self.tolerances, step))
+        return replace(known, turned=apart, of_turned=(turned,))
 
     def _astray(self) -> bool:
         """Whether one process that computes the shards in turn differs from the run in question also with dropout off,
@@ -292,11 +402,31 @@ class _Case:
             return True
         return bool(self._first(lambda k: computed(plain, other, self.tolerances, k), plain, other))
 
-    def _repeatable_start(self, whole: Side) -> bool:
-        other = self.shards
-        return other is None or not [
-            d for d in before(other, whole, self.tolerances, 0) if d.quantity == "initial weights"
-        ]
+    def _other_start(self, whole: Side) -> Side | None:
+        """Another run of one process that begins with other weights, or takes other examples, or none."""
+        for other in (self.reversed, self.shards):
+            if other is None or other.ranks[0]["rank"] != whole.ranks[0]["rank"]:
+                continue
+            if any(d.quantity == "initial weights" for d in before(other, whole, self.tolerances, 0)):
+                return other
+            if other is self.reversed and any(
+                other.seen(k, "ids") != whole.seen(k, "ids") for k in range(min(other.steps, whole.steps))
+            ):
+                return other
+        return None
+
+    def _not_of_the_seed(self, whole: Side, other: Side) -> Answer:
+        start = [d for d in before(other, whole, self.tolerances, 0) if d.quantity == "initial weights"]
+        what = f"begins with other weights ({start[0].name})" if start else "takes other examples, or in another order"
+        text = (
+            f"could not tell: one process, run twice, {what}: the program is no function of its seed. It seeds from a "
+            "clock, a process's number or the system, or it draws before paceline.start, or from a generator that is "
+            "not seeded."
+        )
+        answer = Answer(UNKNOWN, [shown(text, whole, other)], cause="not-deterministic")
+        answer.quantity, answer.parameter = ("initial weights", start[0].name) if start else ("examples", None)
+        answer.step = 0
+        return Locator(self.runs, self.ours, None, plain=True).of_chance(answer, 0)
 
     def _shaky(self) -> bool:
         """Whether one process that computes the shards differs from itself."""
@@ -306,14 +436,22 @@ class _Case:
             return False
         return bool(self._first(lambda k: computed(again, shards, self.tolerances, k), again, shards))
 
-    def _unsteady(self) -> Answer:
-        return Answer(
-            UNKNOWN,
+    def _unsteady(self, first: Side, again: str) -> Answer:
+        """again: the run that is as `first`, where it could be made."""
+        text = (
             "could not tell: one process, run twice on the same batches, differs from itself by more than rounding: an "
             "operator is not deterministic, or draws from a generator of its own that is not seeded. "
-            "paceline.start(deterministic=True) names operators that are not.",
-            cause="not-deterministic",
+            "paceline.start(deterministic=True) names operators that are not."
         )
+        if again not in self.runs.left:
+            text = (
+                "could not tell: one process differs by more than rounding where its batches come in reverse order, "
+                "and could not be run on them once more."
+            )
+            claim = Claim(text, (first.name, *([self.reversed.name] if self.reversed is not None else [])), (again,))
+            return Answer(UNKNOWN, [claim])
+        answer = Answer(UNKNOWN, [Claim(text, (first.name, again))], cause="not-deterministic")
+        return Locator(self.runs, self.ours, None, plain=True).of_chance(answer, 0)
 
     def _same(self, whole: Side, spread: Sequence[Difference]) -> Answer:
         assert self.plain is not None
@@ -327,18 +465,27 @@ class _Case:
                     share.append(allowed / norm(second[name]))
                 if allowed and apart / allowed > worst[0] / worst[2]:
                     worst, at = (apart, norm(second[name]), allowed), f"in the gradient of {name}, step {step + 1}"
-        text = f"the same, within rounding: {steps} steps"
+        both = (self.plain, whole)
+        aside = sorted(self.tolerances.indeterminate)
+        text = f"the same, within rounding: {steps} steps" + (f" ({', '.join(aside[:3])} aside)" if aside else "")
         if at:
             text += f"; the largest difference is {worst[0]:.2g} of {worst[1]:.2g} (allowed: {worst[2]:.2g}), {at}."
         else:
             text += ", to the bit."
-        answer = Answer(SAME, text, difference=worst[0], tolerance=worst[2])
+        answer = Answer(SAME, [shown(text, *both)], difference=worst[0], tolerance=worst[2])
         if share:
             typical = sorted(share)[len(share) // 2]
-            answer.notes.append(f"a gradient that was wrong by {typical:.1g} of its norm would have shown")
-        if spread:
+            wrong = f"a gradient that was wrong by {typical:.1g} of its norm would have shown"
+            answer.notes.append(shown(wrong, *both, *([self.reversed] if self.reversed is not None else [])))
+        if spread and self.shards is not None:
             what = words(spread[0])
-            answer.notes.append(f"one process that computes the shards in turn differs, which is about itself: {what}")
+            turns = f"one process that computes the shards in turn differs, which is about itself: {what}"
+            answer.notes.append(shown(turns, self.ours, self.shards))
+        if self.shards is None and self.told is not None:
+            told = (
+                "with each process told that it is the only one, which takes B's place, the run in question is the same"
+            )
+            answer.notes.append(shown(told, self.ours, self.told))
         return answer
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline import strategies
 from paceline.config import StrategySpec, parse_strategy
 from paceline.tools.cases import devices, laid_out
+from paceline.tools.claims import Claim
 from paceline.tools.trials import Script, Start
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2
@@ -32,11 +33,12 @@ class Question:
 
 @dataclass
 class Answer:
-    """What is printed, and written with `--json`. step: from 0. parameter: or a buffer. indeterminate: parameters
-    whose gradient is rounding alone."""
+    """What is printed, and written with `--json`. claims: the sentences of the verdict; notes: further ones, a line
+    each. step: from 0. parameter: or a buffer. file, line, source: where in the script the cause is; beside: a
+    further place that has to do with it. indeterminate: parameters whose gradient is rounding alone."""
 
     code: int
-    text: str
+    claims: list[Claim]
     step: int | None = None
     quantity: str | None = None
     parameter: str | None = None
@@ -45,21 +47,39 @@ class Answer:
     difference: float | None = None
     tolerance: float | None = None
     steps: int = 0
+    file: str | None = None
+    line: int | None = None
+    source: str | None = None
+    beside: str | None = None
     indeterminate: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Claim] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def text(self) -> str:
+        return " ".join(claim.text for claim in self.claims).replace(" \n", "\n")
+
+    def check(self, made: Collection[str]) -> None:
+        """Raises AssertionError where a sentence speaks of a run of which there are no records."""
+        for claim in (*self.claims, *self.notes):
+            claim.check(made)
+
     def document(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "verdict": _VERDICTS[self.code], **vars(self)}
+        own = {"text": self.text, "notes": [note.text for note in self.notes]}
+        claims = [asdict(claim) for claim in (*self.claims, *self.notes)]
+        return {"schema": SCHEMA, "verdict": _VERDICTS[self.code], **vars(self), **own, "claims": claims}
 
 
 class Runs:
     """The runs of one question. start: of the run in question. folder: where their records lie, each below its name.
-    count: of accelerators. Raises SettingError for a strategy that cannot be."""
+    count: of accelerators. left: those that have left records of steps. lines: whether runs may be made to say where a
+    fault is. Raises SettingError for a strategy that cannot be."""
 
     def __init__(self, question: Question, nproc: int, folder: str, count: Callable[[], int]) -> None:
         self.question, self.nproc, self._folder, self._count = question, nproc, folder, count
         self.start = Start(None, nproc, question.precision)
+        self.left: set[str] = set()
+        self.lines = True
         if question.strategy is not None:
             asked = parse_strategy(question.strategy)
             strategies.check(StrategySpec(asked.name), None)  # the name; its options are looked at with the plan
@@ -79,7 +99,7 @@ class Runs:
 
     def run(self, name: str, strategy: StrategySpec | None = None, **how: Any) -> str | None:
         """One run to its end. None, or why it failed. strategy: of one process; None: the run in question's own. how:
-        plain, whole, backwards, nudged, only, update, turned, steps (trial/order.py)."""
+        plain, whole, backwards, nudged, only, update, turned, told, lines, steps (trial/order.py)."""
         os.makedirs(self.folder(name))
         start = self.start if strategy is None else Start(strategy, 1, self.question.precision)
         place = {"directory": self.folder(name), "records": self.folder("A"), "leads": name == "A"}

@@ -63,13 +63,14 @@ class Difference:
 
 
 class Side:
-    """The records of one run. folder: where its ranks have written. first: of its ranks.
+    """The records of one run. folder: where its ranks have written; its last part is the run's name. first: of its
+    ranks.
 
     Raises FileNotFoundError where one has not written.
     """
 
     def __init__(self, folder: str, processes: int, first: int = 0) -> None:
-        self.folder = folder
+        self.folder, self.name = folder, os.path.basename(folder)
         records: list[dict[str, Any]] = []
         for rank in range(first, first + processes):
             with open(os.path.join(folder, f"rank-{rank}.json")) as file:
@@ -145,6 +146,10 @@ class Side:
     def lrs(self, step: int) -> list[float]:
         return next((list(rank["lrs"]) for rank in self.of(step) if rank["lrs"]), [])
 
+    def options(self, step: int) -> list[dict[str, Any]]:
+        """What the optimizers' groups are set to at the updates of a step."""
+        return next((list(rank["options"]) for rank in self.of(step) if rank.get("options")), [])
+
     def modules(self, step: int) -> list[list[str]]:
         """Layers in the order of their first call, of each rank that had examples."""
         return [rank["modules"] for rank in self.of(step) if rank["data"]]
@@ -170,6 +175,16 @@ class Side:
     @cached_property
     def parameters(self) -> list[str]:
         return list(dict.fromkeys(name for record in self.ranks for name in record["parameters"]))
+
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """Of parameters and buffers."""
+        return {name: dtype for record in self.ranks for name, dtype in record.get("dtypes", {}).items()}
+
+    def roundoff(self, name: str) -> float:
+        """Of a parameter's, or a buffer's, numbers; 0 where they are whole."""
+        dtype = getattr(torch, self.dtypes.get(name, "float32"))
+        return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
     @cached_property
     def weights(self) -> set[str]:
@@ -312,7 +327,7 @@ def before(theirs: Side, leader: Side, tolerances: Tolerances, step: int) -> Ite
             yield Difference(step, kind, name, float("nan"), 0.0)
             continue
         apart = norm(own[name].double() - start[name].double())
-        allowed = OPERATIONS * _roundoff(start[name]) * norm(start[name])
+        allowed = OPERATIONS * leader.roundoff(name) * norm(start[name])
         if kind == "buffers":
             allowed = max(allowed, tolerances.buffer(name, start[name]))
         if not apart <= allowed:
@@ -360,14 +375,10 @@ def _after(ours: Side, theirs: Side, leader: Side, tolerances: Tolerances, step:
             continue  # filled in part after an update that was not the same
         a, b = (weights if is_weight else buffers)[name].double(), second[name].double()
         apart, moved = norm(a - b), norm(b - start[name].double())
-        allowed = OPERATIONS * _roundoff(second[name]) * (norm(b) + moved)
+        allowed = OPERATIONS * leader.roundoff(name) * (norm(b) + moved)
         allowed = allowed if is_weight else max(allowed, tolerances.buffer(name, b))
         if not apart <= allowed:
             yield Difference(step, "weights" if is_weight else "buffers", name, apart, allowed)
-
-
-def _roundoff(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps / 2 if tensor.dtype.is_floating_point else 0.0
 
 
 def forward_order(side: Side, step: int) -> list[str]:

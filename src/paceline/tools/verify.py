@@ -17,6 +17,7 @@ from typing import Any
 from paceline.errors import SettingError
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.plan import available_cores, count_processes
+from paceline.tools.claims import what
 from paceline.tools.files import check_writable, write_json
 from paceline.tools.judge import judge
 from paceline.tools.runs import Question, Runs
@@ -45,7 +46,7 @@ def verify(question: Question) -> int:
             answer = judge(runs)
         except Stopped as stopped:
             return stopped.report()
-    sys.stdout.write("\n".join([answer.text, *(f"  {note}" for note in answer.notes)]) + "\n")
+    sys.stdout.write("\n".join([answer.text, *(f"  {note.text}" for note in answer.notes)]) + "\n")
     sys.stdout.flush()
     if question.json_file is not None:
         write_json(question.json_file, answer.document())
@@ -58,18 +59,6 @@ def _device_count() -> int:
     return device_count()
 
 
-_WHAT = {
-    "A": "the run in question",
-    "A0": "the same, with dropout off",
-    "B": "one process, the same shards in turn",
-    "B1": "one process, the same shards at once",
-    "C": "one process, whole batches",
-    "C2": "the same, in reverse order and rounded elsewhere",
-    "P": "the run in question, with one shard's loss alone",
-    "T": "the run in question, each shard on another rank",
-}
-
-
 class LaunchedRuns(Runs):
     """In fresh processes."""
 
@@ -80,6 +69,6 @@ class LaunchedRuns(Runs):
 
     def launched(self, name: str, start: Start, order: Mapping[str, Any]) -> str | None:
         strategy = f" ({start.strategy})" if start.strategy is not None else ""
-        sys.stderr.write(f"{name}: {_WHAT.get('P' if name.startswith('P') else name, 'once more')}{strategy} ...\n")
+        sys.stderr.write(f"{name}: {what(name)}{strategy} ...\n")
         with quiet_output() as output:
             return launch(self.question.script, start, self.length, order, self._interrupts, output, tidy=True)

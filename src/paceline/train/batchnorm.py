@@ -4,11 +4,16 @@
 objects. In training each layer then takes three steps, the second of which is the only one that communicates:
 
 1. each replica computes count, mean and M2 (the sum of squared distances from that mean) of its own examples;
-2. one sum over replicas tells everyone all rows (count, mean, M2): each adds a table that is zero but for its own row;
+2. one sum over replicas tells everyone all rows (count, mean, M2; and a number for biases.py): each adds a table that
+   is zero but for its own row;
 3. each combines the rows alike, in float64 (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm
    for computing sample variances", for any number of parts):
 
     N = Σ n_r        mean = Σ (n_r / N) mean_r        var = Σ M2_r / N + Σ (n_r / N) (mean_r - mean)²
+
+Running variances are unbiased, N / (N - 1) times as large. Where all replicas were given the same examples, as for
+pictures of a generator from fixed noise, their rows are the same bits: the mean and variance are those of one replica,
+and so is the N of that factor, since these examples count once.
 
 No large numbers are subtracted, so this is as stable as two passes over the whole batch. An empty shard has a row of
 zeros: it adds nothing, and takes part. The backward sums one vector, [Σ dy, Σ dy·x̂], over the replicas. Gradients of
@@ -30,6 +35,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from paceline.comm.collectives import size_of
 from paceline.comm.replicas import Replicas, current, differentiable_sum
 from paceline.errors import ModelError
+from paceline.train import biases
+from paceline.train.messages import ONE_VALUE, one_value_message
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -66,24 +73,38 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, centred.square_().sum(_other_dims(x))
 
 
-def _global_statistics(x: Tensor, replicas: Replicas) -> tuple[Tensor, Tensor, Tensor]:
-    """(C,) mean, (C,) biased variance and () count over all replicas; NaN, NaN and 0 where all shards are empty.
+def _global_statistics(x: Tensor, replicas: Replicas, listens: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(C,) mean, (C,) biased variance and () count over all replicas, () the count of those that are not the same ones
+    once more; NaN, NaN, 0 and 0 where all shards are empty. And (), whether all that have examples listen for the
+    gradient of x (biases.py).
 
     Few operations, for they are small: on a GPU their number is what this costs.
     """
     channels = x.size(1)
     exact = torch.float32 if x.device.type == "mps" else torch.float64
     if x.numel() > 0:
-        row = torch.cat((torch.full((1,), x.numel() // channels, dtype=exact, device=x.device), *_moments(x)))
+        head = [torch.full((1,), n, dtype=exact, device=x.device) for n in (x.numel() // channels, 1 - listens)]
+        row = torch.cat((*head, *_moments(x)))
     else:
-        row = torch.zeros(1 + 2 * channels, dtype=exact, device=x.device)
-    counts, means, m2s = replicas.rows(row).split((1, channels, channels), dim=1)
+        row = torch.zeros(2 + 2 * channels, dtype=exact, device=x.device)
+    rows = replicas.rows(row)
+    counts, deaf, means, m2s = rows.split((1, 1, channels, channels), dim=1)
     count = counts.sum()
     shares = counts / count  # (R, 1)
     mean = (shares * means).sum(0)
     var = torch.addcmul(m2s / count, shares, (means - mean).square()).sum(0)
     dtype = _statistics_dtype(x)
-    return mean.to(dtype), var.to(dtype), count.to(dtype)
+    return mean.to(dtype), var.to(dtype), count.to(dtype), _once(rows, count).to(dtype), deaf.sum() == 0
+
+
+def _once(rows: Tensor, count: Tensor) -> Tensor:
+    """(), the count of one replica where the rows of all are the same bits, else of all together. One example alone
+    has a variance of zero, whatever it is multiplied by, and no factor."""
+    own = rows[0, 0]
+    if rows.device.type == "cpu":
+        same = torch.equal(rows[0], rows[1]) and torch.equal(rows[1:], rows[:-1]) and own.item() > 1
+        return own if same else count
+    return torch.where((rows == rows[:1]).all() & (own > 1), own, count)  # to know it would wait for the device
 
 
 class _Statistics(torch.autograd.Function):
@@ -212,7 +233,7 @@ class _Global(_BatchNorm):
         of_this_batch = self.training or (self.running_mean is None and self.running_var is None)
         replicas = current() if of_this_batch else None
         if replicas is None or replicas.size == 1:
-            return _BatchNorm.forward(self, input)
+            return _BatchNorm.forward(self, biases.alone(input) if of_this_batch else input)
         self._check_input_dim(input)
         from paceline.train import uncompiled  # here: importing it takes a second (see there)
 
@@ -224,19 +245,22 @@ class _Global(_BatchNorm):
                 f"{type(self).__name__} was made for {self.num_features} channels and got an input of shape "
                 f"{tuple(input.shape)}, with {input.size(1)}. Give it num_features={input.size(1)}."
             )
+        listens = biases.offered(input)
         with torch.no_grad():
-            mean, var, count = _global_statistics(input, replicas)
+            mean, var, count, once, agreed = _global_statistics(input, replicas, listens)
             # Reading the count waits for the device, so it is read only where n does not say already that N > 1.
             known = int(count) if input.numel() <= input.size(1) else 2
             if known == 1:
                 raise ValueError(
-                    f"Expected more than 1 value per channel when training, got input size {input.size()} on this "
-                    f"replica and 1 value per channel over all {replicas.size} replicas"
+                    f"{ONE_VALUE}, got input size {input.size()} on this replica and 1 value per channel over all "
+                    f"{replicas.size} replicas. {one_value_message(1, 1)}"
                 )
             if known > 1:
-                self._update_running_statistics(mean, var * (count / (count - 1)))
+                self._update_running_statistics(mean, var * (once / (once - 1)))
         if known == 0:
             return _BatchNorm.forward(self, input)  # all shards are empty: nothing to share, now or in the backward
+        if listens:
+            input = biases.shared(input, agreed)
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, replicas)
 
     def _update_running_statistics(self, mean: Tensor, unbiased_var: Tensor) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from paceline.errors import EmptyShardError
+from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Term
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import terms_of
-from paceline.train.messages import empty_message
+from paceline.train.messages import ONE_VALUE, empty_message, wrong_closure
 from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.randomness import mix, seed_torch
@@ -25,6 +26,14 @@ def pieces_of(batch: Any, request: Request) -> list[Piece]:
     return [Piece(part.shard, part.micro, len(part.indices), batch)]
 
 
+def _noise(loader: Loader, request: Request, piece: Piece, call: int) -> AbstractContextManager[Any]:
+    """With noise="example": what is drawn belongs to the examples of the piece."""
+    if loader.noise is None:
+        return nullcontext()
+    part = next(part for part in request.parts if (part.shard, part.micro) == (piece.shard, piece.micro))
+    return loader.noise.inside(loader.streams, request, part, call)
+
+
 def computing(
     loss_fn: Callable[[Any, Any], Any], precision: Precision, loader: Loader, request: Request, call: int, seeded: bool
 ) -> Callable[[Any, Piece, torch.device], list[Term]]:
@@ -35,11 +44,16 @@ def computing(
         if call or not seeded:
             key = loader.streams.torch_key(request, piece.shard, piece.micro)
             seed_torch(mix(key, call) if call else key, device)
-        with precision.autocast():
+        with precision.autocast(), _noise(loader, request, piece, call):
             try:
-                return terms_of(loss_fn(replica, piece.batch))
+                return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
+            except (TypeError, AttributeError, NotImplementedError) as error:
+                wrong = wrong_closure(loss_fn, replica)
+                if wrong is None:
+                    raise
+                raise UsageError(wrong) from error
             except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-                if piece.count:
+                if piece.count or ONE_VALUE in str(error):
                     raise
                 raise EmptyShardError(empty_message(error)) from error
 

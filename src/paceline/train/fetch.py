@@ -8,7 +8,7 @@ draw of a random number is keyed by its address, in whichever process it happens
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -17,44 +17,19 @@ from torch.utils.data import Dataset, IterableDataset
 from paceline.errors import SettingError
 from paceline.strategies.base import Layout
 from paceline.train.agreement import digest_of_example, probe_of_stream
-from paceline.train.empty import empty_batch
+from paceline.train.collating import Collating
 from paceline.train.order import Part, Request, requests
-from paceline.train.randomness import mix, seed_all, tag
+from paceline.train.places import Places
+from paceline.train.randomness import mix, tag
 
-Collate = Callable[[list[Any]], Any]
 Fetched = tuple[Request, list[Any]]
-
-
-class Streams:
-    """The keys of one loader's draws."""
-
-    def __init__(self, seed: int, name: str) -> None:
-        self._example = mix(seed, tag("example"), tag(name))
-        self._collate = mix(seed, tag("collate"), tag(name))
-        self._yield = mix(seed, tag("yield"), tag(name))
-
-    def for_example(self, epoch: int, index: int) -> None:
-        """Before a data set makes one example."""
-        seed_all(mix(self._example, epoch, index))
-
-    def for_collate(self, request: Request, part: Part) -> None:
-        """Before the examples of a micro-batch are collated."""
-        seed_all(mix(self._collate, request.epoch, request.step, part.shard, part.micro))
-
-    def torch_key(self, request: Request, shard: int, micro: int) -> int:
-        """While a micro-batch is computed: other noise on every shard and micro-batch."""
-        return mix(self._yield, request.epoch, request.step, shard, micro)
-
-    def python_key(self, request: Request) -> int:
-        """While a global batch is computed: choices that all shards must agree on."""
-        return mix(self._yield, request.epoch, request.step)
 
 
 class MapFetcher(Dataset[Fetched]):
     """A map-style data set, asked for the examples of a request."""
 
-    def __init__(self, dataset: Any, collate: Collate, streams: Streams) -> None:
-        self.dataset, self.collate, self.streams = dataset, collate, streams
+    def __init__(self, dataset: Any, collating: Collating) -> None:
+        self.dataset, self.collating, self.streams = dataset, collating, collating.streams
 
     def __getitem__(self, request: Request) -> Fetched:
         if request.probe is not None:  # before its own, so that a generator of the data set's stands alike on all ranks
@@ -64,15 +39,17 @@ class MapFetcher(Dataset[Fetched]):
         return request, [self._collated(request, part) for part in request.parts]
 
     def _collated(self, request: Request, part: Part) -> Any:
+        if request.whole:
+            return self.collating.rows(
+                request, part, lambda: [self._example(request.epoch, index) for index in request.whole]
+            )
         if not part.indices:
-            example = self._example(request.epoch, request.first)
-            self.streams.for_collate(request, part)
-            return empty_batch(self.collate, example)
-        examples = [self._example(request.epoch, index) for index in part.indices]
-        self.streams.for_collate(request, part)
-        return self.collate(examples)
+            return self.collating.empty(request, part, self._example(request.epoch, request.first))
+        return self.collating.batch(request, part, [self._example(request.epoch, index) for index in part.indices])
 
     def _example(self, epoch: int, index: int) -> Any:
+        if isinstance(self.dataset, Places):
+            return self.dataset.of_epoch(epoch, index)
         self.streams.for_example(epoch, index)
         return self.dataset[index]
 
@@ -88,8 +65,7 @@ class StreamFetcher(IterableDataset[Fetched]):
     def __init__(
         self,
         dataset: Iterable[Any],
-        collate: Collate,
-        streams: Streams,
+        collating: Collating,
         *,
         seed: int,
         layout: Layout,
@@ -98,7 +74,7 @@ class StreamFetcher(IterableDataset[Fetched]):
         buffer: int,
         drop_last: bool,
     ) -> None:
-        self.dataset, self.collate, self.streams, self.seed = dataset, collate, streams, seed
+        self.dataset, self.collating, self.streams, self.seed = dataset, collating, collating.streams, seed
         self.layout, self.global_batch, self.micro_batch = layout, global_batch, micro_batch
         self.buffer, self.drop_last = buffer, drop_last
         self.epoch, self.start = 0, 0
@@ -144,15 +120,17 @@ class StreamFetcher(IterableDataset[Fetched]):
     def _cut(self, batch: list[tuple[int, Any]], step: int) -> Iterator[Fetched]:
         examples = dict(batch)
         probe = probe_of_stream(examples.values()) if self.probing and step == self.start else None
-        for request in requests(list(examples), self.epoch, step, self.layout, self.micro_batch, probe):
-            batches = []
-            for part in request.parts:
-                self.streams.for_collate(request, part)
-                if part.indices:
-                    batches.append(self.collate([examples[index] for index in part.indices]))
-                else:
-                    batches.append(empty_batch(self.collate, examples[request.first]))
-            yield request, batches
+        whole = self.collating.scope == "global"
+        order = list(examples)
+        for request in requests(order, self.epoch, step, self.layout, self.micro_batch, probe, whole=whole):
+            yield request, [self._collated(request, part, examples) for part in request.parts]
+
+    def _collated(self, request: Request, part: Part, examples: dict[int, Any]) -> Any:
+        if request.whole:
+            return self.collating.rows(request, part, lambda: list(examples.values()))
+        if not part.indices:
+            return self.collating.empty(request, part, examples[request.first])
+        return self.collating.batch(request, part, [examples[index] for index in part.indices])
 
 
 def is_stream(dataset: Any) -> bool:

@@ -25,6 +25,7 @@ from paceline.comm import collectives, slices
 from paceline.comm.canonical import Tree
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Weights
+from paceline.train.messages import DIRECT_BACKWARD
 
 Key = tuple[int, int]
 """(number of the backward call, number of the term; MEANS for all means over examples together)."""
@@ -45,6 +46,8 @@ class Accounts:
         self.copies: Sequence[Mapping[Tensor, Tensor]] = ()
         self.held: Mapping[Tensor, Tensor] = {}
         self.views = False
+        # Those that backward calls of the open global batch have reached, where there are several optimizers.
+        self.reached: set[Tensor] | None = None
         self._held: Key = FINAL
         self._settled = False  # whether FINAL has gradients, and they are ours
         self._local: Key | None = (
@@ -78,12 +81,7 @@ class Accounts:
             self._settled = self._settled and self._held != FINAL
         else:
             if self._held == FINAL and not self._settled:
-                raise UsageError(
-                    "there are gradients that run.backward did not make, as by loss.backward() called directly: they "
-                    "are neither weighed by their share of the global batch nor combined over the processes. Write "
-                    "run.backward(loss) in its place (several calls add), and keep gradients of your own elsewhere "
-                    "(torch.autograd.grad)."
-                )
+                raise UsageError(DIRECT_BACKWARD)
             self._waiting[self._held] = [
                 p.grad.clone() if self.views and p.grad is not None else p.grad for p in everywhere
             ]
@@ -117,6 +115,8 @@ class Accounts:
         """What `.grad` holds has been reduced: takes the loss scale out, and makes it part of FINAL."""
         if unscale != 1.0:
             scale_([p.grad for p in self._everywhere() if p.grad is not None], unscale)
+        if self.reached is not None:
+            self.reached.update([p for p in self.parameters if p.grad is not None])
         self._add(self._waiting.pop(FINAL, None))
         self._held, self._local, self._settled = FINAL, None, True
 

@@ -1,14 +1,22 @@
-"""Refusing what would silently break the contract: a direct `optimizer.step()` or `scheduler.step()`."""
+"""Refusing what would silently break the contract: a direct `optimizer.step()`, `scheduler.step()`, `loss.backward()`.
+
+A direct `loss.backward()` is no fault by itself: a script may look at gradients and clear them. So torch's `backward`
+is watched while a run is open; what a call leaves on prepared parameters is noted, and refused where it is still there
+when the run makes gradients or uses them. A run's own backward calls pay nothing for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.comm import slices
 from paceline.errors import UsageError
+from paceline.train.messages import DIRECT_BACKWARD
 
 
 class Guards:
@@ -16,6 +24,9 @@ class Guards:
 
     def __init__(self) -> None:
         self._allowed = False
+        self.inside = False  # whether a run makes a backward: what is nested in it (torch.utils.checkpoint) is its own
+        self.foreign: dict[Tensor, Tensor] = {}  # parameter -> its gradient, to which a direct backward() has added
+        self._parameters: Callable[[], Sequence[Tensor]] = list
         self._hooks: list[Any] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[tuple[Any, type]] = []
@@ -34,6 +45,27 @@ class Guards:
         self._optimizers.append(optimizer)
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
+    def watch_backward(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
+        """parameters: where gradients of the prepared models are."""
+        self._parameters = parameters
+        _watching.append(self)
+        torch.autograd.backward = _watched_backward
+
+    def around(self, backward: Callable[[], object]) -> None:
+        """Calls a backward that is not the run's own, and notes what it leaves."""
+        before = {p: (p.grad, _version(p.grad)) for p in self._parameters()}
+        backward()
+        for p, (grad, version) in before.items():
+            if p.grad is not None and (p.grad is not grad or _version(p.grad) != version):
+                self.foreign[p] = p.grad
+
+    def refuse_foreign(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Raises UsageError where a gradient of a direct backward() is still there: of these parameters, or of all."""
+        left = {p: grad for p, grad in self.foreign.items() if p.grad is grad and bool(slices.local(grad).any())}
+        self.foreign = left
+        if left if parameters is None else any(p in left for p in parameters):
+            raise UsageError(DIRECT_BACKWARD)
+
     def watch_scheduler(self, scheduler: Any) -> None:
         """By a subclass, not an attribute: a scheduler's attributes are its state_dict."""
         cls, guards = type(scheduler), self
@@ -42,8 +74,9 @@ class Guards:
             if not guards._allowed:
                 raise UsageError(
                     f"{cls.__name__}.step() was called directly, but it is prepared: run.step(optimizer) moves it, "
-                    "once per optimizer step. Delete the call; or, to move it yourself (once per epoch, or with a "
-                    "metric), do not prepare it and track it: run.track(scheduler=scheduler)."
+                    "once per optimizer step. If the script moves it once per epoch (as StepLR and MultiStepLR usually "
+                    "are), or with a metric, leave the call and take it out of run.prepare: run.track(scheduler="
+                    "scheduler) keeps it in checkpoints. If it counts optimizer steps, delete the call."
                 )
             cls.step(own, *args, **kwargs)
 
@@ -73,3 +106,24 @@ class Guards:
         for optimizer in self._optimizers:
             del optimizer.zero_grad
         self._hooks, self._optimizers, self._schedulers = [], [], []
+        if self in _watching:
+            _watching.remove(self)
+        if not _watching and torch.autograd.backward is _watched_backward:
+            torch.autograd.backward = _backward
+
+
+_backward = torch.autograd.backward
+_watching: list[Guards] = []
+
+
+@functools.wraps(_backward)
+def _watched_backward(*args: Any, **kwargs: Any) -> None:
+    call: Callable[[], object] = functools.partial(_backward, *args, **kwargs)
+    if not any(guards.inside for guards in _watching):
+        for guards in _watching:
+            call = functools.partial(guards.around, call)
+    call()
+
+
+def _version(grad: Tensor | None) -> int:
+    return -1 if grad is None else getattr(grad, "_local_tensor", grad)._version

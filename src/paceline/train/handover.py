@@ -28,12 +28,14 @@ class Handover:
         """As a checkpoint has them."""
         stepper = self._stepper
         skipped = stepper.skipped + stepper.sat_out
-        return {"updates": list(stepper.updates.values()), "skipped": skipped, "epochs": self._epochs.state_dict()}
+        counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.count_by_hand()}
+        return {**counts, "epochs": self._epochs.state_dict()}
 
     def put_back(self, found: dict[str, Any]) -> None:
         stepper = self._stepper
         stepper.updates = dict(zip(stepper.updates, found["updates"], strict=True))
         stepper.skipped, stepper.sat_out = found["skipped"], 0
+        stepper.by_hand = found.get("by_hand", 0)  # older checkpoints have none
         self._epochs.load_state_dict(found["epochs"])
 
     def give(self) -> dict[str, Any]:

@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from types import CodeType, TracebackType
 
 from paceline.errors import PacelineError
 from paceline.train.loader import Loader
-from paceline.train.messages import empty_message
+from paceline.train.messages import DROP_LAST, ONE_VALUE, empty_message, one_value_message
 
 _PACKAGE = __name__.partition(".")[0]
 
 
 def explain_uncaught(latest: Callable[[], Loader | None]) -> None:
     """From now on a PacelineError that nobody caught is shown without frames from inside Paceline, and an error in the
-    loop over an empty shard is explained. The hook that was there is called as ever."""
+    loop over a shard that is empty, or too small for batch norm, has a note that says so. The hook that was there is
+    called as ever."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PacelineError):
             trace = without_package(trace)
             error.__traceback__, error.__cause__, error.__suppress_context__ = trace, None, True
+        note = _note(error, latest())
+        noted = note and hasattr(error, "add_note")  # Python 3.11
+        if noted:
+            error.add_note(f"paceline: {note}")
         previous(kind, error, trace)
-        loader = latest()
-        empty = loader is not None and loader.current is not None and loader.examples == 0
-        if empty and not isinstance(error, (PacelineError, KeyboardInterrupt)):
-            print(f"paceline: {empty_message(error)}", file=sys.stderr)
+        if note and not noted:
+            print(f"paceline: {note}", file=sys.stderr)
 
     sys.excepthook = hook
+
+
+def _note(error: BaseException, loader: Loader | None) -> str:
+    """What the batch at hand has to do with the error; empty where nothing is known."""
+    if isinstance(error, (PacelineError, KeyboardInterrupt)) or loader is None:
+        return ""
+    request, left = loader.current, loader.left
+    if request is None and left is not None and (left.code, left.line) in _lines(error.__traceback__):
+        request = left.request
+    if request is None:
+        return ""
+    if ONE_VALUE in str(error):
+        return "" if DROP_LAST in str(error) else one_value_message(request.examples, request.total)
+    return empty_message(error) if request.examples == 0 else ""
+
+
+def _lines(trace: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+    while trace is not None:
+        yield trace.tb_frame.f_code, trace.tb_lineno
+        trace = trace.tb_next
 
 
 def without_package(trace: TracebackType | None) -> TracebackType | None:

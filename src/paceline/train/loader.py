@@ -6,20 +6,25 @@ function (order.py), so that the examples of step k are known without having rea
 
 from __future__ import annotations
 
+import pickle
+import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from contextlib import nullcontext
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from paceline.comm import collectives, engine, generators
-from paceline.errors import UsageError
+from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Piece
 from paceline.strategies.placement import move
 from paceline.train import randomness
+from paceline.train.elsewhere import of_loader
 from paceline.train.fetch import Fetched
-from paceline.train.messages import CANNOT_BE_UNPACKED
+from paceline.train.messages import CANNOT_BE_UNPACKED, cannot_be_sent
+from paceline.train.noise import Noise
 from paceline.train.order import Request
 from paceline.train.sources import ADDED_LATER, Source
 
@@ -46,11 +51,20 @@ class Bundle:
         raise UsageError(CANNOT_BE_UNPACKED)
 
 
+class Left(NamedTuple):
+    """The yield at which a loop over a loader was left, and the line that was being run then."""
+
+    request: Request
+    code: CodeType
+    line: int
+
+
 class Loader:
     """Made by `run.loader`, which documents its arguments.
 
     steps: optimizer steps in an epoch. step: the current one. epoch: the current epoch. indices: the data set indices
-    of the current yield on this process. `len` is the number of yields in an epoch.
+    of the current yield on this process. rows: their places in the global batch. `len` is the number of yields in an
+    epoch.
     """
 
     def __init__(
@@ -62,18 +76,21 @@ class Loader:
         device: torch.device,
         on_yield: Callable[[Loader], None],
         on_end: Callable[[Loader, bool], None] = lambda loader, whole: None,
+        noise: Noise | None = None,
     ) -> None:
-        self.name, self.train, self._device = name, train, device
+        self.name, self.train, self._device, self.noise = name, train, device, noise
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
         self.streams = source.streams
         source.probing = train and collectives.size_of() > 1 and not source.layout.dealt
         self.epoch = 0
         self.current: Request | None = None
+        self.left: Left | None = None
         self.ended = 0  # epochs that have ended since the process started
         self._start = 0
         self._version = source.layout.version
         self._iteration = 0  # counts the iterators that were made
         self._used = False
+        self.presented: Any = None  # what the script got at the current yield of a training pass
         self.stepped = False  # whether the optimizer has acted on the current global batch
         self.waited = 0.0  # seconds that this process has waited for data, in all
         self.key = 0  # of the current global batch, the same for all its shards
@@ -87,6 +104,16 @@ class Loader:
     @probing.setter
     def probing(self, value: bool) -> None:
         self._source.probing = value
+
+    @property
+    def dataset(self) -> Any:
+        """The whole data set, as it was given."""
+        return self._source.dataset
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(of_loader(name))
 
     @property
     def steps(self) -> int:
@@ -107,6 +134,12 @@ class Loader:
     def indices(self) -> tuple[int, ...]:
         """The data set's indices of the examples in the current yield on this process."""
         return self.current.indices if self.current is not None else ()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The positions of these examples in the global batch, from 0: which part of it this yield is."""
+        parts = self.current.parts if self.current is not None else ()
+        return tuple(place for part in parts for place in range(part.start, part.start + len(part.indices)))
 
     @property
     def examples(self) -> int:
@@ -132,28 +165,36 @@ class Loader:
             for request, batches in self._fetch(epoch, start):
                 engine.enter("training")
                 self._enter(request)
-                yield self._present(request, batches)
+                self.presented = self._present(request, batches)
+                if self.noise is None:
+                    yield self.presented
+                else:
+                    part = None if self._source.layout.opaque else request.parts[0]
+                    self.noise.enter(self.streams, request, part)
+                    yield self.presented
+                    self.noise.leave()
             whole = True
             if request is None and start == 0 and not (self._source.layout.dealt and self.steps):
-                self._warn_empty()
+                raise SettingError(self._source.why_empty(self.name))
         finally:
             engine.enter("between", loader=self.name)
+            if self.noise is not None:
+                self.noise.leave()
             if mine == self._iteration:  # and not one that was left behind, and is closed late
                 self.current, self.stepped = None, False
                 if whole or self._used:
                     self.epoch, self._start = epoch + 1, 0
                     self.ended += 1
                 if not whole:
+                    self._leave(request)
                     self._on_end(self, False)
         if mine == self._iteration:
             self._on_end(self, True)
 
-    def _warn_empty(self) -> None:
-        warnings.warn(
-            f"loader {self.name!r} has no batch, so that nothing is trained: its data set is empty, or has fewer "
-            f"examples than the global batch ({self.global_batch}) with drop_last=True.",
-            stacklevel=2,
-        )
+    def _leave(self, request: Request | None) -> None:
+        """The loop is left in the middle, by `break` or an exception: of that a hook asks when the loop has gone."""
+        frame: Any = sys._getframe(2)
+        self.left = None if request is None else Left(request, frame.f_code, frame.f_lineno)
 
     def _evaluating(self) -> Iterator[Any]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
@@ -162,20 +203,25 @@ class Loader:
         if engine.channel() is not None:  # whose members may be fewer than when the loader was made
             self._source.layout.shards = collectives.size_of()
             self._source.layout.mine = (collectives.rank_of(),)
+        request, whole = None, False
         try:
-            for request, batches in self._fetch(0, 0):
-                self._enter(request)
-                yield self._present(request, batches)
+            with nullcontext() if self.noise is None else self.noise.outside():
+                for request, batches in self._fetch(0, 0):
+                    self._enter(request)
+                    yield self._present(request, batches)
+            whole = True
         finally:
             engine.enter("between")
             self.current = None
+            if not whole:
+                self._leave(request)
             generators.set_state(before, self._device)
         self._on_end(self, True)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         """The source's batches, with the time that is spent waiting for them. Where a replica is lost the global batch
         at hand comes once more, in the new cut."""
-        fetched, self._version = self._source.fetch(epoch, start), self._source.layout.version
+        fetched, self._version = self._source_of(epoch, start), self._source.layout.version
         while True:
             began = time.perf_counter()
             item = next(fetched, None)
@@ -186,7 +232,15 @@ class Loader:
             yield item
             if self.recut:
                 start = self.step + int(self.stepped)
-                fetched, self._version = self._source.fetch(epoch, start), self._source.layout.version
+                fetched, self._version = self._source_of(epoch, start), self._source.layout.version
+
+    def _source_of(self, epoch: int, start: int) -> Iterator[Fetched]:
+        try:
+            yield from self._source.fetch(epoch, start)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if "pickle" in str(error).lower() and self._source.options.get("num_workers"):
+                raise UsageError(cannot_be_sent(self.name, error)) from error
+            raise
 
     @property
     def recut(self) -> bool:
@@ -211,11 +265,15 @@ class Loader:
             ]
         )
 
-    def mark_stepped(self) -> None:
-        """The optimizer has acted on the current global batch: a checkpoint goes on with the next one."""
-        self.stepped = self._used = True
+    def mark_stepped(self, request: Request) -> None:
+        """The optimizer has acted on the global batch of this request: a checkpoint goes on with the next one. That is
+        the current one, unless the script has fetched ahead."""
+        current = self.current
+        if current is not None and current.epoch == request.epoch:
+            self._used = True
+            self.stepped = self.stepped or current.step == request.step
         if self._source.probing:
-            self._source.compare(self.name, self.current)
+            self._source.compare(self.name, request)
 
     def state_dict(self) -> dict[str, Any]:
         if self.current is None:

@@ -1,4 +1,8 @@
-"""What a loss may be: a mean over examples, a sum over counted things, or several of these."""
+"""What a loss may be: a mean over examples, a sum over counted things, a plain sum, or several of these.
+
+A plain sum over the global batch of `whole` examples is `whole` times the mean over them of what an example adds to it.
+So a micro-batch's sum times whole / (its examples) is a mean over its examples, and is treated as one from there on.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,21 @@ class Total:
     """A loss that is not a mean over examples: `sum` (a scalar) over `count` things, such as tokens.
 
     The gradient is that of (sum of sums) / (sum of counts) over the whole global batch. count: a number or a 0-dim
-    tensor, 0 where a micro-batch has none.
+    tensor, 0 where a micro-batch has none. Without it the loss is the plain sum over the global batch, divided by
+    nothing, as of a criterion with reduction="sum".
     """
 
     sum: Tensor
-    count: Weight
+    count: Weight | None = None
 
 
-def terms_of(result: Any) -> list[Term]:
-    """What a closure returned, as terms. Raises UsageError for anything that is no loss."""
+def terms_of(result: Any, examples: int = 1, whole: int = 1) -> list[Term]:
+    """What a closure returned for so many of the `whole` examples of a global batch, as terms. Raises UsageError for
+    anything that is no loss."""
     if isinstance(result, Total):
-        return [sum_term(result.sum, result.count)]
+        return [sum_term(result.sum, result.count, examples, whole)]
     if isinstance(result, (tuple, list)):
-        return [term for item in result for term in terms_of(item)]
+        return [term for item in result for term in terms_of(item, examples, whole)]
     return [mean_term(result, None)]
 
 
@@ -42,10 +48,10 @@ def mean_term(loss: Any, count: Weight | None) -> Term:
     return Term(loss * count, count)
 
 
-def sum_term(total: Any, count: Weight | None) -> Term:
-    if count is None:
-        raise UsageError("run.backward(total=...): say count=, how many things the sum is over.")
+def sum_term(total: Any, count: Weight | None, examples: int, whole: int) -> Term:
     _check(total)
+    if count is None:
+        return Term(total * (whole / examples if examples else 0.0), None)
     _check_count(count)
     return Term(total, count)
 

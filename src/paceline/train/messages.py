@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def without_backward(parameters: Sequence[Tensor]) -> str:
@@ -20,11 +21,125 @@ def without_backward(parameters: Sequence[Tensor]) -> str:
     )
 
 
+def outside_a_loop(call: str) -> str:
+    return (
+        f"run.{call} was called outside a loop over a training loader, so that the size of the global batch is not "
+        "known. Iterate over run.loader(...), or what run.prepare(DataLoader) returned, and call it there."
+    )
+
+
 def empty_message(error: BaseException) -> str:
     return (
         f"this rank's shard of the global batch is empty, and the model or the loss cannot take its zero-length batch: "
         f"{type(error).__name__}: {error}. Let it (view(x.size(0), -1) becomes flatten(1)), or see that no shard is "
         "empty: a global_batch of at least the number of shards, and drop_last=True."
+    )
+
+
+DIRECT_BACKWARD = (
+    "there are gradients that run.backward did not make, as by loss.backward() called directly: they are neither "
+    "weighed by their share of the global batch nor combined over the processes. Write run.backward(loss) in its place "
+    "(several calls add), and keep gradients of your own elsewhere (torch.autograd.grad), or clear them."
+)
+
+
+def not_reached(left: bool) -> str:
+    what = ": the gradients that are there were left by an earlier one" if left else ""
+    return (
+        "run.step without backward: no run.backward of this global batch has reached this optimizer's parameters"
+        f"{what}. Call run.backward(loss) for its loss, in place of loss.backward(), before this run.step; and see "
+        "that the loss depends on its model (a detach() in between cuts it off)."
+    )
+
+
+def unstepped(name: str, step: int, epoch: int) -> str:
+    return (
+        f"loader {name!r} begins a global batch, but the gradients of the last one (step {step} of epoch {epoch}) were "
+        "neither used by run.step nor cleared: this one's would be added to them. Call run.step(optimizer) in every "
+        "turn of the loop, without a condition such as (i + 1) % 4 == 0: it acts when a global batch is complete. To "
+        "accumulate over more examples raise global_batch=, with micro_batch= for the memory. To leave a batch out "
+        "clear its gradients: optimizer.zero_grad()."
+    )
+
+
+def never_stepped(name: str) -> str:
+    return (
+        f"the last global batch of loader {name!r} has gradients that no run.step has used, and that were not cleared: "
+        "they change no model. Call run.step(optimizer) after run.backward, in every turn of the loop."
+    )
+
+
+BY_HAND_APART = (
+    "the script has used and cleared gradients without run.step, and no optimizer is prepared: the chosen strategy "
+    "lets replicas train apart and averages them at run.step, so that they would never meet. Prepare an optimizer "
+    "(torch.optim.SGD makes the same update) and call run.step(optimizer); or use --strategy ddp."
+)
+
+CLOSURE_OF_AN_OPTIMIZER = (
+    "run.step: {0} computes the loss several times in a step. Give it a closure: run.step(optimizer, closure), where\n"
+    "    def closure():\n"
+    "        optimizer.zero_grad()\n"
+    "        loss = criterion(model(input), target)\n"
+    "        run.backward(loss)\n"
+    "        return loss"
+)
+
+
+ONE_VALUE = "Expected more than 1 value per channel when training"
+"""How torch's batch norm, and ours, begins what it says to a single example."""
+
+
+DROP_LAST = "drop_last=True"
+
+
+def one_value_message(examples: int, total: int) -> str:
+    if total == 1:
+        return (
+            "batch norm needs more than one example, and this global batch has one, as the last of an epoch may. Write "
+            f"run.loader(..., {DROP_LAST}), or choose a global_batch that leaves no single example over."
+        )
+    return (
+        f"batch norm needs more than one example, and of this global batch of {total} examples this process computes "
+        f"{examples} at once. Take a larger global_batch (and micro_batch), with drop_last=True for a short last one; "
+        "or batch_norm='global', whose statistics are those of the whole global batch."
+    )
+
+
+CLOSURE = "def loss_fn(model, batch): x, y = batch; return F.cross_entropy(model(x), y)"
+
+
+def wrong_closure(loss_fn: Any, model: Any) -> str | None:
+    """What is wrong with a loss_fn that could not be called, where it is one of torch's, or something else's place."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if isinstance(loss_fn, nn.Module) and not isinstance(model, nn.Module) and callable(model):
+        return (
+            f"loss_fn is a module ({name}), and the model is none: are they in the other's place? Write "
+            "run.forward_backward(loss_fn, model, batch), and paceline.fit(model, loss_fn, train_set, ...)."
+        )
+    if getattr(loss_fn, "__module__", "").startswith(("torch.nn", "torch._C")) or type(loss_fn).__module__ == _LOSSES:
+        return (
+            f"loss_fn={name}: it is called as loss_fn(model, batch), and not with an output and a target. Write\n"
+            f"    {CLOSURE}"
+        )
+    return None
+
+
+_LOSSES = nn.CrossEntropyLoss.__module__
+
+
+def cannot_be_sent(loader: str, error: BaseException) -> str:
+    return (
+        f"loader {loader!r}: num_workers starts processes that are not forked from this one (the spawn or forkserver "
+        f"method), and its data set, collate_fn or worker_init_fn cannot be sent to them: {error}. A lambda, or a "
+        "function or class that is defined within another, is the usual reason: define it at the top of a module, or "
+        "write num_workers=0, or multiprocessing_context='fork'."
+    )
+
+
+def under_no_grad(call: str) -> str:
+    return (
+        f"run.{call} under torch.no_grad() or inference_mode(): nothing would have a gradient. Take it out of that "
+        "block; to evaluate, call the model alone, or paceline.evaluate."
     )
 
 
@@ -55,5 +170,34 @@ LOST_BETWEEN_UPDATES = (
 
 SAVED_IN_MID_BATCH = (
     "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after run.step, "
-    "when that returned True."
+    "when that returned True (of updates that the script makes itself, when it has cleared the gradients)."
+)
+
+LOSS_OVER_YIELDS = (
+    "run.backward: a part of this loss was computed before the loader's latest yield, and a part after it, so that it "
+    "cannot be known of which batch it is a mean. Compute the whole loss (the model and the criterion) before the next "
+    "batch is fetched; fetch it just before run.backward, or after run.step."
+)
+
+LOSS_OF_AN_EARLIER_YIELD = (
+    "this loss is of a batch whose turn is over: a loss of a later batch has had its backward, or the next batch was "
+    "fetched after this one's update. Make all backward calls of a batch before the first one of the next."
+)
+
+FETCHED_AHEAD = (
+    "the loader was asked for further batches before the loss of an earlier one was computed, and the script still "
+    "has that one: it cannot be known of which batch this loss is a mean. Compute the loss of a batch before the next "
+    "one is fetched (the loader's workers fetch ahead by themselves: num_workers=, prefetch_factor=); or let the "
+    "closure get the batch as the loader yielded it, run.forward_backward(loss_fn, model, batch), by which it is known."
+)
+
+FETCHED_AHEAD_AND_ELASTIC = (
+    "the loader was asked for the next batch before run.step, and the chosen strategy may have to compute the batch at "
+    "hand once more when a process is lost. Fetch the next batch after run.step(optimizer)."
+)
+
+FETCHED_AHEAD_IN_TURNS = (
+    "the loader was asked for the next batch before run.step, where one process computes several shards one after the "
+    "other and the model has batch norm with statistics of each shard, which begin anew with each global batch. Fetch "
+    "the next batch after run.step(optimizer)."
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -11,10 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm import collectives
 from paceline.comm.canonical import CanonicalSums, Tree
-from paceline.errors import ModelError
+from paceline.errors import ModelError, UsageError
 from paceline.strategies.base import Strategy
-from paceline.train import batchnorm
+from paceline.train import batchnorm, biases
 from paceline.train.loader import Loader
+from paceline.train.messages import FETCHED_AHEAD_IN_TURNS
 from paceline.train.order import Request, micros_of_a_shard
 
 
@@ -26,6 +28,7 @@ class Normalisation:
         self._layout = strategy.layout
         self._choice = "shard" if self._layout.local else choice
         self._found: list[nn.Module] = []
+        self._told = False  # which biases have no effect
         self._turns = _Turns(self._layout.shards, strategy.sums)
         self._reproducible, self._began = strategy.sums is not None, False
 
@@ -45,6 +48,7 @@ class Normalisation:
                 module.register_forward_pre_hook(_pass_over_empty)
                 module.register_forward_hook(_after_empty, always_call=True)
         self._found += present
+        biases.convert(model)
 
     def on_yield(self, loader: Loader) -> None:
         """A training loader yields. Raises ModelError where `global` would not be what it says: statistics of
@@ -72,10 +76,16 @@ class Normalisation:
                 "or set batch_norm='shard', which changes the model."
             )
 
-    def agree(self, models: Sequence[nn.Module]) -> None:
+    def agree(self, models: Sequence[nn.Module], fetched_ahead: Callable[[], bool]) -> None:
         """After an update, with `shard`: running statistics become their mean over the shards, as every replica is
-        to evaluate the same model. (Replicas that train apart average them with their weights.)"""
+        to evaluate the same model. (Replicas that train apart average them with their weights.) fetched_ahead: whether
+        the script has fetched of the next global batch."""
+        if self._turns.begun and fetched_ahead():
+            raise UsageError(FETCHED_AHEAD_IN_TURNS)
         self._turns.complete()
+        if not self._told and self._found:
+            self._told = True
+            self._tell(models)
         if not self._found or self._choice != "shard" or self._layout.local or self._layout.turns:
             return
         if collectives.size_of() == 1:
@@ -93,6 +103,11 @@ class Normalisation:
             mean = collectives.all_reduce(flat) / collectives.size_of()
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
+
+    def _tell(self, models: Sequence[nn.Module]) -> None:
+        names = biases.without_effect(models)
+        if names and collectives.rank_of() == 0:
+            print(f"paceline: {biases.note(names)}", file=sys.stderr)
 
 
 PREPARED_LATE = (
@@ -148,6 +163,11 @@ class _Turns:
         if self._shard < self._shards:
             self._tree.put(self._shard, [buffer.clone() for buffer in self._tensors])
             self._most = [torch.maximum(a, b) for a, b in zip(self._most, self._counters, strict=True)]
+
+    @property
+    def begun(self) -> bool:
+        """Whether a global batch is at hand."""
+        return self._leader is not None
 
     def complete(self) -> None:
         """All shards have been computed."""

@@ -17,11 +17,17 @@ from paceline.train.randomness import mix, tag
 
 
 class Part(NamedTuple):
-    """The indices of one micro-batch of one shard."""
+    """The indices of one micro-batch of one shard.
+
+    start: the place of its first example in the global batch. visits: for an order that may have an example several
+    times in an epoch, which of them each is.
+    """
 
     shard: int
     micro: int
     indices: tuple[int, ...]
+    start: int = 0
+    visits: tuple[int, ...] = ()
 
 
 class Request(NamedTuple):
@@ -29,7 +35,8 @@ class Request(NamedTuple):
 
     epoch, step: where in the plan. micro: which of the `micros` yields of this global batch. total: examples in the
     whole global batch. first: the index of its first example, from which a zero-length batch gets its form. own:
-    examples of the whole global batch that this process computes.
+    examples of the whole global batch that this process computes. whole: the indices of the global batch, where every
+    process needs them all.
     """
 
     epoch: int
@@ -41,6 +48,7 @@ class Request(NamedTuple):
     parts: tuple[Part, ...]
     probe: Probe | None = None
     own: int = 0
+    whole: tuple[int, ...] = ()
 
     @property
     def final(self) -> bool:
@@ -64,8 +72,11 @@ def permutation(length: int, seed: int, name: str, epoch: int) -> np.ndarray:
 
 
 def cut(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Bounds of part `part` when `count` things are cut into `parts` as evenly as possible, in order."""
-    return count * part // parts, count * (part + 1) // parts
+    """Bounds of part `part` when `count` things are cut into `parts` as evenly as possible, in order. What is left over
+    goes to the first parts, so that rank 0, whose numbers are shown, has an example whenever there is one."""
+    size, left = divmod(count, parts)
+    start = part * size + min(part, left)
+    return start, start + size + (part < left)
 
 
 def micro_batches(total: int, shards: int, micro_batch: int | None) -> int:
@@ -88,9 +99,15 @@ def requests(
     layout: Layout,
     micro_batch: int | None,
     probe: Probe | None = None,
+    *,
+    sampled: bool = False,
+    whole: bool = False,
 ) -> Iterator[Request]:
-    """The yields of one global batch on one process; its last one carries the probe."""
+    """The yields of one global batch on one process; its last one carries the probe. sampled: an example may come
+    several times in an epoch. whole: each request has all indices of the global batch."""
     total = len(batch)
+    visits = _visits(batch, step) if sampled else ()
+    everything = tuple(int(i) for i in batch) if whole else ()
     micros = micro_batches(total, layout.shards, micro_batch)
     bounds = [cut(total, layout.shards, shard) for shard in layout.mine]
     own = sum(stop - start for start, stop in bounds)
@@ -98,11 +115,12 @@ def requests(
     def part(shard: int, micro: int) -> Part:
         start, stop = cut(total, layout.shards, shard) if shard < layout.shards else (total, total)
         low, high = cut(stop - start, micros, micro)
-        return Part(shard, micro, tuple(int(i) for i in batch[start + low : start + high]))
+        low, high = start + low, start + high
+        return Part(shard, micro, tuple(int(i) for i in batch[low:high]), low, visits[low:high])
 
     if layout.together:
         parts = tuple(part(shard, micro) for shard in layout.mine for micro in range(micros))
-        yield Request(epoch, step, 0, 1, total, int(batch[0]), parts, probe, own)
+        yield Request(epoch, step, 0, 1, total, int(batch[0]), parts, probe, own, everything)
         return
     yields = [tuple(part(shard, micro) for shard in layout.mine) for micro in range(micros)]
     if layout.turns:
@@ -110,4 +128,15 @@ def requests(
         yields = [(part(shard, micro),) for shard in turns for micro in range(micros)]
     for number, parts in enumerate(yields):
         last = number == len(yields) - 1
-        yield Request(epoch, step, number, len(yields), total, int(batch[0]), parts, probe if last else None, own)
+        its = probe if last else None
+        yield Request(epoch, step, number, len(yields), total, int(batch[0]), parts, its, own, everything)
+
+
+def _visits(batch: Sequence[int], step: int) -> tuple[int, ...]:
+    """For each example of a global batch a number that no other visit of this example in the epoch has."""
+    seen: dict[int, int] = {}
+    found = []
+    for index in map(int, batch):
+        seen[index] = seen.get(index, -1) + 1
+        found.append(step << 32 | seen[index])
+    return tuple(found)

@@ -24,13 +24,7 @@ def check_preparable(thing: Any) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor]) -> None:
-    """Raises UsageError unless it takes one gradient a step, of these parameters."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UsageError(
-            f"run.prepare: {type(optimizer).__name__} computes the loss several times in a step, through a "
-            "closure, which run.step does not have. Use an optimizer that takes one gradient a step, such as AdamW."
-        )
+    """Raises UsageError unless its parameters are among these."""
     foreign = strange_parameters(optimizer, names)
     if foreign:
         raise UsageError(
@@ -38,6 +32,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor])
             "that it was made for, with or before it; a parameter of its own, such as a temperature, belongs into a "
             "module."
         )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step cannot be called without one, as that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_scheduler(scheduler: LRScheduler, optimizers: Collection[torch.optim.Optimizer]) -> None:

@@ -28,6 +28,15 @@ def mix(*words: int) -> int:
     return state
 
 
+def mix_each(key: int | np.ndarray, words: np.ndarray) -> np.ndarray:
+    """`mix` of a key (or each of (n,) keys) and of each of (n,) whole numbers: (n,) uint64."""
+    with np.errstate(over="ignore"):
+        state = (np.asarray(key, np.uint64) ^ words.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return state ^ (state >> np.uint64(31))
+
+
 def tag(text: str) -> int:
     """A number for a name (a loader's, a purpose), the same in every process and Python version."""
     return zlib.crc32(text.encode())

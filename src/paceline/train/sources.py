@@ -13,10 +13,12 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Layout
 from paceline.train import agreement
+from paceline.train.collating import SCOPES, Collating, Streams
 from paceline.train.dealt import Parts
-from paceline.train.fetch import Fetched, MapFetcher, StreamFetcher, Streams, is_stream
+from paceline.train.fetch import Fetched, MapFetcher, StreamFetcher, is_stream
 from paceline.train.keyed import Keyed, generators_of
 from paceline.train.order import Request, micro_batches, permutation, requests
+from paceline.train.places import Places
 from paceline.train.randomness import mix, tag
 
 STREAM_BUFFER = 1000
@@ -48,6 +50,7 @@ OWN_ARGUMENTS = frozenset(
         "drop_last",
         "name",
         "shuffle_buffer",
+        "collate",
     ]
 )
 
@@ -64,11 +67,12 @@ class Source:
         layout: Layout,
         streams: Streams,
         micro_batch: int | None,
+        scope: str,
         options: dict[str, Any],
     ) -> None:
         self.dataset, self.layout, self.streams = dataset, layout, streams
         self.micro_batch = micro_batch
-        self.collate = options.pop("collate_fn", None) or default_collate
+        self.collating = Collating(options.pop("collate_fn", None) or default_collate, streams, scope)
         self.options = options
         self.whole_batch = 0  # examples of a global batch whose parts are handed out
         self.probing = False  # whether the ranks have yet to compare their data
@@ -92,6 +96,20 @@ class Source:
 
     def steps(self) -> int:
         return len(self.batch_sizes())
+
+    def why_empty(self, name: str) -> str:
+        """An error message for a training loader that has yielded nothing."""
+        count = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        begin = f"loader {name!r} has no batch:"
+        if not count or self.global_batch is None:
+            what = "its data set is empty" if count == 0 else "its data set, or its sampler, gives no example"
+            return f"{begin} {what}. Give it examples to train on, alike on every rank."
+        if count >= self.global_batch:
+            return f"{begin} its sampler gives no global batch of {self.global_batch} examples."
+        return (
+            f"{begin} its data set has {count} examples, its global batch {self.global_batch}, and drop_last=True "
+            f"leaves out what does not fill one. Set global_batch to {count} or less, or drop_last=False."
+        )
 
     def yields(self) -> int:
         if self.layout.dealt:
@@ -127,7 +145,7 @@ class MapSource(Source):
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self.global_batch, self.drop_last = global_batch, drop_last
         self._plan = _Plan()
-        self._loader = self.data_loader(MapFetcher(dataset, self.collate, self.streams), self._plan)
+        self._loader = self.data_loader(MapFetcher(dataset, self.collating), self._plan)
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         if self.layout.dealer is None:
@@ -151,11 +169,13 @@ class MapSource(Source):
         return [order[k * size : (k + 1) * size] for k in range(self.steps())]
 
     def _requests(self, epoch: int, start: int) -> Iterator[Request]:
-        due = self.probing
+        due, sampled = self.probing, self.sampler is not None or self.batch_sampler is not None
+        whole = self.collating.scope == "global"
         for step, batch in enumerate(self._batches(epoch)):
             if step >= start and len(batch):
                 probe, due = agreement.probe_of_indices(batch) if due else None, False
-                yield from requests(batch, epoch, step, self.layout, self.micro_batch, probe)
+                cut: Any = (self.layout, self.micro_batch, probe)
+                yield from requests(batch, epoch, step, *cut, sampled=sampled, whole=whole)
 
     def _batches(self, epoch: int) -> Iterator[Sequence[int]]:
         if self.batch_sampler is not None:
@@ -192,6 +212,8 @@ class MapSource(Source):
                 raise TypeError("the sizes of this batch_sampler's batches are not known before it is iterated")
             return [size or 1] * len(self.batch_sampler)
         assert self.global_batch is not None
+        if isinstance(self.dataset, Places) and self.dataset.steps is None:
+            raise TypeError("run.batches without steps= has no end")
         return _even(len(self.sampler if self.sampler is not None else self.dataset), self.global_batch, self.drop_last)
 
     def identity(self) -> dict[str, Any]:
@@ -226,8 +248,7 @@ class StreamSource(Source):
         self.options.pop("persistent_workers", None)  # each epoch starts its reader with that epoch's number
         self._fetcher = StreamFetcher(
             dataset,
-            self.collate,
-            self.streams,
+            self.collating,
             seed=seed,
             layout=self.layout,
             global_batch=global_batch,
@@ -286,15 +307,18 @@ def make_source(
     batch_sampler: Any,
     drop_last: bool,
     shuffle_buffer: int | None,
+    collate: str = "example",
     options: dict[str, Any],
 ) -> Source:
     """Checks the arguments of `run.loader` against each other. Raises SettingError."""
+    check_scope(collate)
     stream = is_stream(dataset)
     _check(stream, global_batch, micro_batch, shuffle, sampler, batch_sampler, shuffle_buffer, options)
     common: dict[str, Any] = {
         "layout": layout,
         "streams": Streams(seed, name),
         "micro_batch": micro_batch,
+        "scope": collate,
         "options": options,
     }
     if stream:
@@ -318,6 +342,13 @@ def make_source(
         drop_last=drop_last,
         **common,
     )
+
+
+def check_scope(collate: Any) -> None:
+    if callable(collate):
+        raise SettingError("run.loader(collate=a function): say collate_fn=, as of torch's DataLoader.")
+    if collate not in SCOPES:
+        raise SettingError(f"run.loader(collate={collate!r}) is not known. {suggest(str(collate), SCOPES)}")
 
 
 def _check(

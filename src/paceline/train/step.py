@@ -11,6 +11,7 @@ strategy is told what its gradient is a mean over. Steps and schedules are still
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm import collectives, engine, slices
 from paceline.errors import UsageError, WorldError
 from paceline.strategies.base import BackwardPass, Strategy, Term, Weight, Weights, Work
 from paceline.strategies.replicated import check_known
@@ -29,11 +30,24 @@ from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader
 from paceline.train.loss import local_loss, mean_term, parts_of, sum_term
-from paceline.train.messages import CLOSURE_NEEDED, LOST_BETWEEN_UPDATES, without_backward
+from paceline.train.messages import (
+    BY_HAND_APART,
+    CLOSURE_NEEDED,
+    CLOSURE_OF_AN_OPTIMIZER,
+    FETCHED_AHEAD_AND_ELASTIC,
+    LOST_BETWEEN_UPDATES,
+    never_stepped,
+    not_reached,
+    outside_a_loop,
+    unstepped,
+    without_backward,
+)
 from paceline.train.order import Request
 from paceline.train.precision import Precision
+from paceline.train.preparable import needs_closure
 from paceline.train.randomness import seed_torch, tag
 from paceline.train.sharded import clip_
+from paceline.train.yields import Yield, Yields, next_node
 
 Seen = tuple[int, Tensor, Weight | None, Request, bool, int]
 """A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
@@ -57,15 +71,21 @@ class Stepper:
         self.updates: dict[torch.optim.Optimizer, int] = {}
         self.skipped = 0  # updates that no replica made
         self.sat_out = 0  # that this replica alone did not make
+        self.by_hand = 0  # global batches whose gradients the script has cleared without run.step
         self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
         self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
         self._counts = Counts(strategy.reduces_each)
         self._turns = in_turn(strategy, self.accounts, device)
         self._watch = FiniteWatch(device, strategy.layout.local)
-        self._device, self._skip = device, skip
+        self.device, self.skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
-        self._open: list[Loader] = []  # those whose current global batch has gradients
-        self._call = 0
+        self._yields: dict[Loader, Yields] = {}  # by the same loaders
+        self._open: dict[Loader, Yield] = {}  # by loader whose global batch has gradients: its last that had a backward
+        self._call = 0  # the number of the next backward call in this micro-batch
+        self._called: set[Loader] = set()  # loaders of which calls were made since it was 0
+        self._first: int | None = None  # the number of autograd's next node when the first yield came
+        self._quiet = 0  # that number after the last backward call
+        self._ahead = False  # whether a yield has come before the last one was through, in this run
         self._seen: Weight = 0.0  # what the first loss of this global batch is a mean over, on this process
 
     def on_yield(self, loader: Loader) -> None:
@@ -76,28 +96,113 @@ class Stepper:
             if request.step == request.micro == 0:
                 self.settle()
             return
-        if loader not in self._loaders:
+        number = next_node()
+        if loader not in self._yields:
             self._loaders.append(loader)
-        self._call = 0
-        if request.micro == 0:
+            self._yields[loader] = Yields()
+            if self._first is None:
+                self._first = self._quiet = number
+        yields = self._yields[loader]
+        before = yields.latest
+        yields.supersede(loader.presented)
+        quiet = number == self._quiet
+        one = Yield(loader, request, loader.key, number, not quiet or len(self.updates) > 1)
+        if not yields.waiting and quiet and (before is None or before.through):
+            self._enter(yields, one)
+        else:
+            one.unsure = True
+            yields.waiting.append(one)
+
+    def on_end(self, loader: Loader, whole: bool) -> None:
+        """A pass over a training loader has ended; whole: it was read to its end."""
+        if loader in self._yields:
+            self._yields[loader].close(loader, whole)
+            loader.presented = None
+
+    def _enter(self, yields: Yields, one: Yield) -> None:
+        """Backward calls are from here on of this yield: a micro-batch, and perhaps a global batch, begins."""
+        loader = one.loader
+        yields.enter(one)
+        self._ahead = self._ahead or bool(yields.waiting)
+        if one.request.micro == 0:
             self._begin(loader)
+        else:
+            if loader in self._called:
+                self._call, self._called = 0, set()
+            if loader in self._open:
+                self._open[loader] = one
 
     def _begin(self, loader: Loader) -> None:
-        for other in self._open:
-            if other is not loader and other.current is not None and not other.current.final:
+        others = {}
+        for other, last in self._open.items():
+            if other is loader:
+                self._check_stepped(last)
+            if other is loader or other.current is None:
+                continue
+            if not last.request.final:
                 raise UsageError(
                     f"loader {loader.name!r} begins a global batch while that of loader {other.name!r} is not complete "
-                    f"(micro-batch {other.current.micro + 1} of {other.current.micros}). Loaders that take turns in "
+                    f"(micro-batch {last.request.micro + 1} of {last.request.micros}). Loaders that take turns in "
                     "one loop need the same number of micro-batches in a global batch: set micro_batch of each "
                     "accordingly."
                 )
-        self._open, self._seen = [], 0.0
+            if not last.stepped:
+                others[other] = last
+        self._open = others
         self.accounts.drop_unreduced()
-        self._counts.clear()
-        self._watch.forget()
+        if not others:  # else the update will be of both loaders' losses together
+            self._call, self._called, self._seen = 0, set(), 0.0
+            self._counts.clear()
+            self._watch.forget()
+            if self.accounts.reached is not None:
+                self.accounts.reached.clear()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
             self.strategy.loss_scale = self.precision.scaler.scale
+
+    def _check_stepped(self, last: Yield) -> None:
+        """Another global batch of the same loader begins. Raises UsageError where the gradients of the last one are
+        still there. Where the script has cleared them it is done with that batch, and perhaps made an update of its
+        own."""
+        if self._unused(last):
+            raise UsageError(unstepped(last.loader.name, last.request.step, last.request.epoch))
+
+    def _unused(self, last: Yield) -> bool:
+        """Whether its global batch is complete, and its gradients are still there."""
+        if last.stepped or not last.calls or not last.request.final:
+            return False
+        if self._left():
+            return True
+        if not self.updates and self.strategy.layout.local:
+            raise UsageError(BY_HAND_APART)
+        last.stepped = True
+        last.loader.mark_stepped(last.request)
+        self.by_hand += 1
+        return False
+
+    def count_by_hand(self) -> int:
+        """Global batches whose gradients the script has cleared without run.step."""
+        for last in self._open.values():
+            self._unused(last)
+        return self.by_hand
+
+    def _left(self) -> bool:
+        """Whether there are gradients."""
+        grads = [p.grad for p in self.accounts.parameters if p.grad is not None]
+        return any(bool(slices.local(grad).any()) for grad in grads)
+
+    def warn_unstepped(self) -> None:
+        """The script has left its loops. Warns of gradients that nothing has used."""
+        for last in self._open.values():
+            if not last.told and self._unused(last):
+                last.told = True
+                warnings.warn(never_stepped(last.loader.name), stacklevel=2)
+
+    def between_epochs(self, numbers: Iterator[int]) -> Iterator[int]:
+        """The numbers of epochs, each of which has its updates."""
+        for number in numbers:
+            yield number
+            self.warn_unstepped()
 
     # --- backward
 
@@ -109,11 +214,13 @@ class Stepper:
         optimizer: torch.optim.Optimizer | None,
         of: Loader | None,
     ) -> Tensor:
-        loader, request = self._loader_of(of, "forward_backward")
+        yields = self._yields_of(of, "forward_backward")
+        one = yields.of_batch(batch)
+        call = self._opened(yields, one)
+        loader, request = one.loader, one.request
         pieces = pieces_of(batch, request)
         counts = [piece.count for piece in pieces]
-        seeded = len(pieces) == 1 and not self.strategy.layout.bundled
-        call = self._opened(loader)
+        seeded = len(pieces) == 1 and not self.strategy.layout.bundled and not self._ahead
         work = Work(
             model,
             pieces,
@@ -125,11 +232,18 @@ class Stepper:
             request.total,
         )
         # Stages of a pipeline run outside the closure, and belong under autocast with it.
-        with self.precision.autocast() if self.strategy.layout.together else nullcontext():
-            terms = self.strategy.forward_backward(work)
+        self.guards.inside = True
+        try:
+            with self.precision.autocast() if self.strategy.layout.together else nullcontext():
+                terms = self.strategy.forward_backward(work)
+        finally:
+            self.guards.inside = False
         loss = local_loss(terms, counts, apart=self._turns is not None)
         self._saw(terms[0][0].count, request, call)
         self._watch.saw(loss, request)
+        self._quiet = next_node()
+        if yields.ahead:
+            _tell_count(loss, request)
         if self.losses is not None:
             self.losses += [(call, part, n, request, False, part._version) for part, n in parts_of(loss)]
         return loss
@@ -145,14 +259,24 @@ class Stepper:
     ) -> None:
         if self.strategy.closure_only:
             raise UsageError(CLOSURE_NEEDED)
-        loader, request = self._loader_of(of, "backward")
-        term = mean_term(loss, count) if loss is not None else sum_term(total, count)
+        yields = self._yields_of(of, "backward")
+        root = total if loss is None else loss
+        one = yields.of_loss(root, self._first or 0) if isinstance(root, Tensor) else yields.at_hand()
+        whole = one.request.examples, one.request.total
+        term = mean_term(loss, count) if loss is not None else sum_term(total, count, *whole)
         inputs = self._inputs(optimizer)
-        call = self._opened(loader)
-        for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
-            assert weight is not None
-            self.strategy.backward(BackwardPass([term.value], [weight], request.final, call, inputs, retain))
+        call, request = self._opened(yields, one), one.request
+        self.guards.inside = True
+        try:
+            for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
+                assert weight is not None
+                self.strategy.backward(BackwardPass([term.value], [weight], request.final, call, inputs, retain))
+        finally:
+            self.guards.inside = False
         value = (term.value if loss is None else loss).detach()
+        self._quiet = next_node()
+        if yields.ahead and loss is not None:
+            _tell_count(loss, request)
         self._saw(term.count, request, call)
         self._watch.saw(value, request)
         if self.losses is not None:
@@ -160,11 +284,26 @@ class Stepper:
                 value = term.value.detach()
             self.losses.append((call, value, term.count, request, term.count is not None, value._version))
 
-    def _opened(self, loader: Loader) -> int:
-        if loader not in self._open:
-            self._open.append(loader)
+    def _opened(self, yields: Yields, one: Yield) -> int:
+        """A backward call belongs to this yield. Returns its number in the micro-batch."""
+        if one is not yields.entered:
+            self._enter(yields, one)
+        if yields.waiting:
+            self._check_ahead()
+        if self.guards.foreign:
+            self.guards.refuse_foreign()
+        one.calls += 1
+        one.late = one.loader.current is None
+        self._open[one.loader] = one
+        self._called.add(one.loader)
         call, self._call = self._call, self._call + 1
         return call
+
+    def _check_ahead(self) -> None:
+        """The script has fetched ahead."""
+        self._ahead = True
+        if self.strategy.layout.dealer is not None or engine.channel() is not None:
+            raise UsageError(FETCHED_AHEAD_AND_ELASTIC)
 
     def _saw(self, count: Weight | None, request: Request, call: int) -> None:
         """The loss of a backward call was a mean over the request's examples, or a sum over `count` things."""
@@ -187,7 +326,8 @@ class Stepper:
         """The weights of each backward pass, with the accounts before and after it in order (gradients.py)."""
         scale = self.precision.loss_scale
         if self._turns is not None:
-            yield from self._turns.passes(terms, request, call, retain, scale, any(x.stepped for x in self._open))
+            stepped = any(one.stepped for one in self._open.values())
+            yield from self._turns.passes(terms, request, call, retain, scale, stepped)
             return
         if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
             # What most steps are, without the lists: this runs between a forward and its backward.
@@ -202,14 +342,14 @@ class Stepper:
         if not request.final:
             for number, key in enumerate(keys):
                 self.accounts.hold(key)
-                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key, self._device)} if key[1] != MEANS else {}
+                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key, self.device)} if key[1] != MEANS else {}
                 weights = weigh(terms, counts, self._whole(request), scale, plan, only=key[1])
                 yield weights, retain or number < len(keys) - 1
                 self.accounts.note(key)
             return
         inverse = self._inverse_totals(counted)
         factors: list[Weight | None] = [
-            self._counts.scale(key, self._device) * inverse[key[1]] if key in counted and request.micros > 1 else None
+            self._counts.scale(key, self.device) * inverse[key[1]] if key in counted and request.micros > 1 else None
             for key in keys
         ]
         self.accounts.gather(keys, factors)
@@ -221,9 +361,9 @@ class Stepper:
         if not keys:
             return {}
         if self.strategy.layout.local:
-            counts = self._counts.vector(keys, self._device)
+            counts = self._counts.vector(keys, self.device)
         else:
-            counts = collectives.all_reduce(self._counts.vector(keys, self._device), group=self.strategy.group)
+            counts = collectives.all_reduce(self._counts.vector(keys, self.device), group=self.strategy.group)
         inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
         return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
 
@@ -232,20 +372,27 @@ class Stepper:
     def step(
         self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
     ) -> bool:
-        optimizer = self._only(optimizer)
+        optimizer = self.only(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.strategy.held:
             parameters = [self.strategy.held.get(p, p) for p in parameters]
         if len(parameters) != self._sizes.get(optimizer):
             self._look_at(optimizer, len(parameters))
-        loaders = [loader for loader in self._open if loader.current is not None]
-        if not loaders or (self._call == 0 and not all(loader.stepped for loader in loaders)):
-            raise UsageError(without_backward(parameters))
-        for loader in loaders:
-            if loader.current is not None and not loader.current.final:
+        opened = [
+            one
+            for loader, one in self._open.items()
+            if loader.current is not None or self._yields[loader].ended is not None
+        ]
+        if not opened or (self._call == 0 and not all(one.stepped for one in opened)):
+            if self._came_late(opened):
                 return False
-        if any(loader.recut for loader in loaders):
-            self._forget(loaders)
+            raise UsageError(without_backward(parameters))
+        for one in opened:
+            one.asked = True
+            if not one.request.final:
+                return False
+        if any(one.loader.recut for one in opened):
+            self._forget(opened)
             return False
         self.strategy.seen = self._seen
         self.strategy.finish()
@@ -255,29 +402,95 @@ class Stepper:
                 "make, so that its gradient was never combined over the processes. Make the same backward calls in "
                 "every micro-batch (a loss of zero is fine)."
             )
+        self._check_made(parameters)
         graded = [p for p in parameters if p.grad is not None]
-        if not graded and self.strategy.parts is None:
-            raise UsageError(without_backward(parameters))
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
-        seed_torch(loaders[0].key ^ _UPDATE, self._device)
+        seed_torch(opened[0].key ^ _UPDATE, self.device)
         if self._update(optimizer, graded, max_grad_norm):
             self._come_forward(optimizer, schedulers)
         else:
             self.skipped += 1
+        self._complete(parameters, opened)
+        return True
+
+    def _came_late(self, opened: Sequence[Yield]) -> bool:
+        """Whether this call belongs to the micro-batch before the one that the script has fetched since."""
+        before = [one for loader in (one.loader for one in opened) if (one := self._yields[loader].over) is not None]
+        late = [one for one in before if one.calls and not one.asked and not one.request.final]
+        for one in late:
+            one.asked = True
+        return bool(late)
+
+    def _go_on(self, loader: Loader) -> None:
+        """The script fetched the next batch before this update: what it draws is what it would have drawn otherwise."""
+        self._check_ahead()
+        if loader.current is not None:
+            part = loader.current.parts[0]
+            seed_torch(loader.streams.torch_key(loader.current, part.shard, part.micro), self.device)
+
+    def fetched_ahead(self) -> bool:
+        """Whether the next batch of a global batch that is open was fetched already."""
+        return any(self._yields[loader].waiting for loader in self._open)
+
+    # --- for an optimizer that evaluates the loss itself (objective.py)
+
+    def at_hand(self) -> list[Yield]:
+        """The latest yield of each training loader that is being iterated."""
+        found = [self._yields[loader].latest for loader in self._loaders if loader.current is not None]
+        return [one for one in found if one is not None]
+
+    def again(self) -> None:
+        """The global batch at hand is computed anew: backward calls count from 0."""
+        self._call, self._called = 0, set()
+        self._counts.clear()
+        self._watch.forget()
+
+    def evaluated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError or NonFiniteError unless this evaluation has left good gradients."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._check_made(parameters)
+        graded = [p for p in parameters if p.grad is not None]
+        self._watch.check([p.grad for p in graded], None, self.updates, self.names, graded)
+
+    def made(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
+        """It has made its update."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        opened = [one for one in self._open.values() if one.loader.current is not None]
+        seed_torch(opened[0].key ^ _UPDATE, self.device)
+        self._come_forward(optimizer, schedulers)
+        self._complete(parameters, opened)
+
+    def _check_made(self, parameters: Sequence[Tensor]) -> None:
+        """Raises UsageError unless these have gradients that backward calls of this global batch have made."""
+        if self.guards.foreign:
+            self.guards.refuse_foreign(parameters)
+        graded = any(p.grad is not None for p in parameters)
+        reached = self.accounts.reached
+        if reached is not None and self.strategy.parts is None and reached.isdisjoint(parameters):
+            raise UsageError(not_reached(graded))
+        if not graded and self.strategy.parts is None:
+            raise UsageError(without_backward(parameters))
+
+    def _complete(self, parameters: Sequence[Tensor], opened: Sequence[Yield]) -> None:
+        """The update of a global batch has been made, or was left out."""
         for p in parameters:
             p.grad = None
         for copies in self.strategy.copies:
             for p in parameters:
                 if p in copies:
                     copies[p].grad = None
-        for loader in loaders:
-            loader.mark_stepped()
-        return True
+        if self.accounts.reached is not None:
+            self.accounts.reached.difference_update(parameters)
+        for one in opened:
+            one.stepped = True
+            one.loader.mark_stepped(one.request)
+            if self._yields[one.loader].waiting:
+                self._go_on(one.loader)
 
-    def _forget(self, loaders: Sequence[Loader]) -> None:
+    def _forget(self, opened: Sequence[Yield]) -> None:
         """A replica was lost: the global batch at hand comes once more. Raises WorldError where that is too late."""
-        if any(loader.stepped for loader in loaders):
+        if any(one.stepped for one in opened):
             raise WorldError(LOST_BETWEEN_UPDATES)
         self.accounts.clear()
 
@@ -299,8 +512,8 @@ class Stepper:
         """Whether the update was made, and not skipped for a gradient that is not finite (on all ranks alike)."""
         grads = [p.grad for p in graded if p.grad is not None]
         parts = self.strategy.parts
-        norm = gradient_norm(grads, parts, self._device) if max_grad_norm is not None else None
-        if self.precision.scaler is not None or self._skip:
+        norm = gradient_norm(grads, parts, self.device) if max_grad_norm is not None else None
+        if self.precision.scaler is not None or self.skip:
             finite = self._watch.flag.all_finite(grads, parts) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
@@ -333,32 +546,36 @@ class Stepper:
     @property
     def incomplete(self) -> bool:
         """Whether a global batch has gradients but no update yet."""
-        return any(loader.current is not None and not loader.stepped for loader in self._open)
+        for one in self._open.values():
+            self._unused(one)  # where the script has cleared them it is done with them
+        return any(
+            not one.stepped and (loader.current is not None or one.late) for loader, one in self._open.items()
+        ) or any(yields.computed for yields in self._yields.values())
 
     # --- which loader, which optimizer
 
-    def _loader_of(self, of: Loader | None, call: str) -> tuple[Loader, Request]:
+    def _yields_of(self, of: Loader | None, call: str) -> Yields:
         if of is not None:
-            if of.current is None or not of.train:
+            if not of.train or of not in self._yields or not self._active(of):
                 raise UsageError(f"run.{call}(of=...): that is not a training loader which is being iterated.")
-            return of, of.current
+            return self._yields[of]
         active = [loader for loader in self._loaders if loader.current is not None]
         if not active:
-            raise UsageError(
-                f"run.{call} was called outside a loop over a training loader, so that the size of the global batch "
-                "is not known. Iterate over run.loader(...), or what run.prepare(DataLoader) returned, and call it "
-                "there."
-            )
+            active = [loader for loader in self._loaders if self._active(loader)]
+        if not active:
+            raise UsageError(outside_a_loop(call))
         if len(active) > 1:
             names = ", ".join(repr(loader.name) for loader in active)
             raise UsageError(
                 f"run.{call}: several training loaders are being iterated ({names}): say which, with of=loader."
             )
-        current = active[0].current
-        assert current is not None
-        return active[0], current
+        return self._yields[active[0]]
 
-    def _only(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    def _active(self, loader: Loader) -> bool:
+        """Whether it is being iterated, or was read to its end before the script was through with its last yield."""
+        return loader.current is not None or self._yields[loader].unfinished
+
+    def only(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if optimizer is not None:
             return self._known(optimizer)
         if len(self.updates) != 1:
@@ -368,7 +585,10 @@ class Stepper:
         return next(iter(self.updates))
 
     def _look_at(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`."""
+        """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`, or where it
+        cannot be stepped without a closure."""
+        if needs_closure(optimizer):
+            raise UsageError(CLOSURE_OF_AN_OPTIMIZER.format(type(optimizer).__name__))
         check_known(optimizer, self.names)
         self._sizes[optimizer] = count
 
@@ -378,3 +598,9 @@ class Stepper:
                 f"this {type(optimizer).__name__} was not prepared: model, optimizer = run.prepare(model, optimizer)."
             )
         return optimizer
+
+
+def _tell_count(loss: Tensor, request: Request) -> None:
+    """For run.mean: it is a mean over these examples, and not over those of the batch that was fetched since."""
+    if not hasattr(loss, "loss_count") and not hasattr(loss, "loss_parts"):
+        loss.loss_count = request.examples  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def load_state(path: str) -> dict[str, Any] | None:
 def load_gradients(folder: str, step: int, update: int) -> dict[str, Tensor]:
     """What the ranks have left of them together; those that several have, of the first."""
     found: dict[str, Tensor] = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"grad-{step}-{update}-r*.safetensors"))):
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"take-{step}-{update}-r*.safetensors"))):
         found = {**load_file(path), **found}
     return found
 
@@ -71,10 +71,22 @@ def fresh(epoch: int, number: int) -> dict[str, Any]:
     in no model. modules: in the order in which they were called first. between: what was changed
     between two updates of the step. graded: digests of the gradients before each update. gathered: whether
     all processes were asked for something before a backward. others: states of NumPy's and Python's generators after
-    what was computed."""
+    what was computed. options: of each group of parameters, at each update: what its optimizer is set to."""
     lists: dict[str, Any] = {
         key: []
-        for key in ("ids", "data", "lrs", "outside", "between", "apart", "modules", "not_finite", "graded", "others")
+        for key in (
+            "ids",
+            "data",
+            "lrs",
+            "outside",
+            "between",
+            "apart",
+            "modules",
+            "not_finite",
+            "graded",
+            "others",
+            "options",
+        )
     }
     empty: dict[str, Any] = {"losses": {}, "start": {}, "after": {}, "strangers": {}}
     counts = {
@@ -87,6 +99,14 @@ def fresh(epoch: int, number: int) -> dict[str, Any]:
         "gathered": False,
     }
     return {"epoch": epoch, "step": number, **lists, **empty, **counts}
+
+
+def options_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each group: what is a number, a bool or a pair of numbers."""
+    return [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, (bool, int, float, tuple))}
+        for group in optimizer.param_groups
+    ]
 
 
 def keep_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:
@@ -107,17 +127,20 @@ def about(run: Run, replicated: bool) -> dict[str, Any]:
     now: dict[str, nn.Parameter] = {}
     tied: dict[str, nn.Parameter] = {}
     norms: list[str] = []
+    dtypes: dict[str, str] = {}
     for number, model in enumerate(run._models):
         prefix = f"{number}/" if number else ""
         now |= {prefix + name: p for name, p in model.named_parameters()}
         tied |= {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
+        dtypes |= {prefix + name: str(x.dtype).removeprefix("torch.") for name, x in model.state_dict().items()
+                   if isinstance(x, Tensor)}  # fmt: skip
         norms += [prefix + name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     return {
-        "rank": run.world.rank,
         "strategy": None if spec is None else str(spec),
         "lossy": any(options.get(key, "none") != "none" for key in ("codec", "mixed")),
         "batch_norm": run.settings.batch_norm,
         "norms": norms,
+        "dtypes": dtypes,
         "precision": run.settings.precision,
         "tf32": bool(run.settings.tf32) and run.device.type == "cuda",
         "shards": layout.shards,

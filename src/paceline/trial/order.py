@@ -24,7 +24,8 @@ class Order:
     nudged: each weight is the next number up or down, and the loss is scaled in the backward. alone: one process in
     place of the run in question; it cuts batches as `strategy` says, also where the script sets reproducible.
     only: the shard whose loss counts in that `update` of a step; those of the others are taken times zero. turned: each
-    rank computes the shard of the next one.
+    rank computes the shard of the next one. told: the script is told that its process is the only one. lines: what the
+    lines of the script do is kept (lines.py), from this step on, and what comes before the first step.
     """
 
     directory: str
@@ -42,6 +43,8 @@ class Order:
     only: int | None = None
     update: int = 0
     turned: bool = False
+    told: bool = False
+    lines: int | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Order | None:

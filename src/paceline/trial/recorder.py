@@ -13,9 +13,11 @@ Replicas that train apart (`layout.local`) have no state between two steps that 
 over, and the last one kept.
 
 Each rank writes `rank-N.json`. Tensors are in safetensors files: `state-K`, and `start-K` of the models alone (before
-step K); `own-K` (what a side had there before it took over, of what was changed since the last update);
-`grad-K-U-rN` (before update U of step K); `after-K-U` (weights and buffers after it); `part-K-M` (gradients so far when
-yield M of the step begins, where one process computes all shards in turns); `initial` and `end`.
+step K); `own-K` (what a side had there before it took over, of what was changed since the last update); `grad-K-U-rN`
+(before update U of step K), and `take-K-U-rN`, the same of the run in question; `after-K-U` (weights and buffers after
+it); `part-K-M` (gradients so far when yield M of the step begins, where one process computes all shards in turns);
+`initial` and `end`. `state` and `take` hold tensors whole. Large ones of the others are sketches (sketches.py), since
+they are compared and not taken over.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from paceline.comm import replicas, slices
 from paceline.errors import ModelError, UsageError
@@ -38,8 +41,11 @@ from paceline.train.loader import Loader
 from paceline.train.loss import terms_of
 from paceline.trial import kept, plain, watched
 from paceline.trial.collated import Collated
+from paceline.trial.lines import Lines
 from paceline.trial.order import Order
 from paceline.trial.probe import TrialEnded
+from paceline.trial.script import Asked, Place
+from paceline.trial.sketches import sketched
 
 
 class Recorder:
@@ -48,6 +54,7 @@ class Recorder:
     def __init__(self, run: Run, order: Order) -> None:
         assert order.records is not None
         self._run, self._order, self._folder = run, order, order.records
+        self._world = run.world  # as it is, whatever the script is told
         self._steps: list[dict[str, Any]] = []
         self._now: dict[str, Any] | None = None
         self._window = Window(run.device)
@@ -66,7 +73,8 @@ class Recorder:
             layout.mine = tuple((shard + 1) % layout.shards for shard in layout.mine)
         self._replicated = run._strategy.parts is None and not layout.together
         self._traced = self._replicated and not layout.opaque
-        self._hooked: set[nn.Module] = set()
+        self._called: dict[nn.Module, str] = {}  # the layers whose calls are noted
+        self._hook: Any = None
         run._stepper.losses = []
         own: dict[str, Callable[..., Any]] = {
             "prepare": self._prepare,
@@ -90,12 +98,45 @@ class Recorder:
         self._patches = plain.Patches()
         if order.plain:
             plain.dropout_off(self._patches)
+        self._lines: Lines | None = None
+        if order.lines is not None:
+            path = os.path.join(order.directory, f"lines-{run.world.rank}.json")
+            self._lines = Lines(run, path, order.lines, self._addresses, self._patches)
+        if order.told or order.lines is not None:
+            Asked(run, order.told, self._asked, self._patches)
         if order.nudged:
             run._stepper.precision = plain.Scaled(run._stepper.precision, self._scales)  # type: ignore[assignment]
+
+    def _asked(self, at: Place) -> None:
+        if self._lines is not None:
+            self._lines.asked(at)
+
+    def _addresses(self) -> dict[int, str]:
+        """What lies where: parameters, buffers, their gradients, and what optimizers keep for them."""
+        found: dict[int, str] = {}
+        for number, model in enumerate(self._run._models):
+            prefix = f"{number}/" if number else ""
+            for name, buffer in model.named_buffers():
+                found[_address(buffer)] = f"buffers:{prefix}{name}"
+            for name, parameter in model.named_parameters():
+                found[_address(parameter)] = f"weights:{prefix}{name}"
+                if not self._run._strategy.closure_only and (grad := parameter.grad) is not None:
+                    found.setdefault(_address(grad), f"gradient:{prefix}{name}")
+        names = self._run._stepper.names
+        for optimizer in self._run._optimizers:
+            for own, state in optimizer.state.items():
+                for value in state.values():
+                    if isinstance(value, Tensor) and own in names:
+                        found.setdefault(_address(value), f"state:{names[own]}")
+        found.pop(0, None)
+        return found
 
     # --- in place of the run's methods
 
     def _prepare(self, *objects: Any) -> Any:
+        if self._lines is not None:  # as it is called: what was written before has these addresses
+            models = [thing for thing in objects if isinstance(thing, nn.Module)]
+            self._lines.know(models, len(self._run._models))
         made = self._runs["prepare"](*objects)
         for number, model in enumerate(self._run._models):
             if self._order.plain:
@@ -103,9 +144,12 @@ class Recorder:
             compiled = self._run.settings.compile  # whose graphs hooks would break
             self._normalised |= compiled and any(isinstance(module, _BatchNorm) for module in model.modules())
             for name, module in model.named_modules() if self._replicated and not compiled else ():
-                if module not in self._hooked and not list(module.children()):
-                    self._hooked.add(module)
-                    module.register_forward_pre_hook(self._calls(f"{number}/{name}" if number else name))
+                if not list(module.children()):
+                    self._called.setdefault(module, f"{number}/{name}" if number else name)
+        if self._called and self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._calls)
+        if self._lines is not None:
+            self._lines.allow_options()
         return made
 
     def _scales(self) -> bool:
@@ -115,13 +159,14 @@ class Recorder:
             self._now["scaled"] = not seen
         return not seen
 
-    def _calls(self, name: str) -> Callable[..., None]:
-        def called(module: nn.Module, *_: Any) -> None:
-            if self._now is not None and name not in self._now["modules"]:
-                self._now["modules"].append(name)
-            self._normalised |= isinstance(module, _BatchNorm) and module.training
-
-        return called
+    def _calls(self, module: nn.Module, *_: Any) -> None:
+        """Of any module, and not hooked to a model: a script may save, pickle or copy that."""
+        name = self._called.get(module)
+        if name is None:
+            return
+        if self._now is not None and name not in self._now["modules"]:
+            self._now["modules"].append(name)
+        self._normalised |= isinstance(module, _BatchNorm) and module.training
 
     def _loader(self, dataset: Any, **options: Any) -> Loader:
         if not options.get("train", True):
@@ -129,9 +174,12 @@ class Recorder:
             return loader
         if self._order.whole:
             options["micro_batch"] = None
-        collated = Collated.of(options, self._order.backwards)
+        if self._lines is not None:
+            self._lines.loader(dataset, options)
+        collated = Collated.of(options)
         loader = self._runs["loader"](dataset, **options)
         self._collated[loader] = collated
+        loader.streams.backwards = self._order.backwards
         loader._source.probing = False  # the data of all ranks are compared afterwards, and a difference is a finding
         return loader
 
@@ -142,7 +190,7 @@ class Recorder:
         if loader.train and request.micro == 0 and (self._now is None or self._now["updates"]):
             self._begin(request.epoch, request.step)
         elif loader.train and turns and request.micro:
-            if self._run.world.size == 1:
+            if self._world.size == 1:
                 self._write(f"part-{len(self._steps)}-{request.micro}", self._gradients())
             for buffer, value in self._buffers if request.micro * turns % request.micros == 0 else ():
                 buffer.copy_(value)  # as every process of several has them when it begins
@@ -152,7 +200,9 @@ class Recorder:
         if not loader.train or now is None:
             return
         now["yields"] += 1
-        parts, drew = self._collated[loader].take(request)
+        if self._lines is not None:
+            self._lines.begin_yield(request.examples)
+        parts, drew = self._collated[loader].take(request, self._order.backwards)
         now["drew"] |= drew
         for part, digests in parts:
             if part.indices:
@@ -163,12 +213,14 @@ class Recorder:
 
     def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:
         def seen(model: Any, batch: Any) -> Any:
-            draws = watched.Draws(self._run.device)  # of this replica, which may be a thread's
+            draws = watched.Draws(self._run.device, self._run._noise)  # of this replica, which may be a thread's
             draws.mark()
             loss = loss_fn(model, batch)
             self._watch.drew(draws)
             if self._traced:
                 self._trace([term.value for term in terms_of(loss)])
+            if self._lines is not None:
+                self._lines.begin_backward([term.value for term in terms_of(loss)])
             mine = self._run._strategy.layout.mine
             shard = replicas.current().rank if len(mine) > 1 else mine[0]
             return watched.silenced(loss) if self._silent(shard) else loss
@@ -178,6 +230,8 @@ class Recorder:
         made: Tensor = self._runs["forward_backward"](loss_fn if together else seen, *args, **options)
         if together:
             self._watch.drew()
+        if self._lines is not None:
+            self._lines.end_backward()
         self._watch.ends_backward(self._gradients if self._traced else dict)
         return made
 
@@ -189,7 +243,11 @@ class Recorder:
             loss = None if loss is None else watched.silenced(loss)
             options |= {"total": watched.silenced(options["total"])} if options.get("total") is not None else {}
         self._watch.begins_backward(self._gradients)
+        if self._lines is not None:
+            self._lines.begin_backward(roots)
         self._runs["backward"](loss, **options)
+        if self._lines is not None:
+            self._lines.end_backward()
         self._watch.drew()
         self._watch.ends_backward(self._gradients if self._traced else dict)
 
@@ -214,10 +272,12 @@ class Recorder:
             self._take_losses(now)
             if not self._run._strategy.layout.local:
                 state = self._state()
-                if self._run.world.rank == 0 and state is not None:
+                if self._world.rank == 0 and state is not None:
                     self._write(f"after-{len(self._steps)}-{now['updates']}", kept.named(state["models"]))
             now["updates"] += 1
             now["after"] = self._digests()
+            if self._lines is not None:
+                self._lines.allow_options()  # a prepared scheduler has moved
             self._watch.asked = False
             self._watch.draws.mark()  # the update has seeded them anew
         return acted
@@ -235,18 +295,21 @@ class Recorder:
     def _update(self, optimizer: Any, graded: list[Tensor], max_grad_norm: float | None) -> bool:
         now = self._now
         if now is not None:
+            now["options"] += kept.options_of(optimizer)
             now["lrs"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             if now["updates"]:
                 now["between"] += [
                     name for name, made in self._digests().items() if now["after"].get(name, made) != made
                 ]
             gradients, place = self._gradients(), f"{len(self._steps)}-{now['updates']}"
-            if self._replicated and self._run.world.size > 1:
+            if self._replicated and self._world.size > 1:
                 now["graded"].append({name: plain.digest(gradient) for name, gradient in gradients.items()})
-            if self._run.world.rank == 0 or not self._replicated:
-                self._write(f"grad-{place}-r{self._run.world.rank}", gradients)
+            if self._world.rank == 0 or not self._replicated:
+                self._write(f"grad-{place}-r{self._world.rank}", gradients)
+                if self._order.leads:
+                    self._write(f"take-{place}-r{self._world.rank}", gradients, whole=True)
             now["not_finite"] += [name for name, g in gradients.items() if not bool(g.isfinite().all())]
-            if not self._order.leads and self._run.world.size == 1 and not self._apart():
+            if not self._order.leads and self._world.size == 1 and not self._apart():
                 graded = self._take_gradients(optimizer, now["updates"])
         return self._update_of(optimizer, graded, max_grad_norm)
 
@@ -264,6 +327,8 @@ class Recorder:
     def _close(self) -> None:
         with contextlib.suppress(OSError):
             self._finish()
+        if self._hook is not None:
+            self._hook.remove()
         self._patches.undo()
         self._runs["close"]()
 
@@ -295,10 +360,12 @@ class Recorder:
             self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._window = Window(self._run.device)
         self._now = now
+        if self._lines is not None:
+            self._lines.begin_step(step)
 
     def _meet(self, state: dict[str, Any], outside: Sequence[str]) -> None:
         """The run in question leaves its state; the others take it over."""
-        step, main = len(self._steps), self._run.world.rank == 0
+        step, main = len(self._steps), self._world.rank == 0
         path = os.path.join(self._folder, f"state-{step}.safetensors")
         if self._order.leads:
             if main:
@@ -314,11 +381,13 @@ class Recorder:
             self._write(f"own-{step}", {name: own[name] for name in outside})
         if (given := kept.load_state(path)) is None:  # the run in question made no more steps
             self._end()
-        if self._order.whole:
+        if self._order.whole or self._order.told:
             kept.keep_options(state, given)
         if self._order.nudged:
             plain.nudge(given["models"], set(self._run._stepper.names.values()), seed=step)
         self._run._strategy.load_state_dict(given)
+        if self._lines is not None:
+            self._lines.allow_options()
 
     def _apart(self) -> bool:
         """Whether the run in question has replicas that train apart."""
@@ -326,7 +395,7 @@ class Recorder:
 
     def _keep_end(self) -> None:
         state = self._state()
-        if self._run.world.rank == 0 and state is not None:
+        if self._world.rank == 0 and state is not None:
             self._write("end", kept.named(state["models"]))
 
     def _end(self) -> NoReturn:
@@ -374,17 +443,21 @@ class Recorder:
         values = kept.named([model.state_dict() for model in self._run._models])
         return {name: plain.digest(value) for name, value in values.items() if not slices.is_sharded(value)}
 
-    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        kept.save(tensors, os.path.join(self._order.directory, f"{name}.safetensors"))
+    def _write(self, name: str, tensors: Mapping[str, Tensor], whole: bool = False) -> None:
+        """whole: others take them over. Else they are compared, for which sketches do."""
+        kept.save(tensors if whole else sketched(tensors), os.path.join(self._order.directory, f"{name}.safetensors"))
 
     def _finish(self) -> None:
         if self._written:
             return
         self._written = True
+        if self._lines is not None:
+            self._lines.close()
         unfinished = self._now["modules"] if self._now is not None and not self._now["updates"] else []
         self._complete()
         record = {
             **kept.about(self._run, self._replicated),
+            "rank": self._world.rank,
             "steps": self._steps,
             "unfinished": unfinished,
             "normalised": self._normalised,
@@ -393,3 +466,11 @@ class Recorder:
         with open(self._path + ".part", "w") as file:
             json.dump(record, file)
         os.replace(self._path + ".part", self._path)
+
+
+def _address(tensor: Tensor) -> int:
+    """0 where it has no memory of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.comm import generators
 from paceline.run import Run
 from paceline.train.loss import Total
+from paceline.train.noise import Noise
 from paceline.trial import plain
 
 
@@ -25,20 +26,24 @@ def generator_states(device: torch.device) -> tuple[list[str], str]:
 
 
 class Draws:
-    """Whether torch's generators were drawn from since they were last marked."""
+    """Whether torch's generators were drawn from since they were last marked. noise: with noise="example", what keys
+    draws by the example, which then do not count."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, noise: Noise | None = None) -> None:
+        self._device, self._noise, self._undone = device, noise, 0
         self._known: set[str] = set()
         self.others = ""  # NumPy's and Python's, which are alike on all processes while the same is drawn from them
 
     def mark(self, *keys: int) -> None:
         """keys: with which torch's generator may be seeded anew."""
         states, self.others = generator_states(self._device)
+        self._undone = 0 if self._noise is None else self._noise.undone
         self._known = {*states, *(plain.digest(torch.Generator().manual_seed(key).get_state()) for key in keys)}
 
     def drawn(self) -> bool:
         states, self.others = generator_states(self._device)
+        if self._noise is not None:
+            return bool(self._known) and self._noise.undone > self._undone
         return bool(self._known) and any(state not in self._known for state in states)
 
 
@@ -66,7 +71,7 @@ class Watch:
 
     def __init__(self, run: Run, now: Callable[[], dict[str, Any] | None]) -> None:
         self._run, self._now = run, now
-        self.draws = Draws(run.device)
+        self.draws = Draws(run.device, run._noise)
         self._accumulating = Accumulating()
         self.asked = False  # whether the script has asked all processes for something since the yield or the update
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.record import place
+from paceline.doctor.judge.record import Run, place
 from paceline.launcher.report import name_ranks
 
 STUCK_SECONDS = 10.0  # all ranks wait in collectives that others have not come to, and nothing moves
 LEFT_SECONDS = 3.0  # a rank has ended, and others wait
 _NEAR = 64  # places back
+_MISMATCH = re.compile(
+    r"preamble|[Mm]ismatch between collectives|nbytes|different (sizes|shapes|dtypes)|unexpected size"
+)
 _EMPTY = ("barrier", "monitored_barrier")  # calls without data
 STILL_SECONDS = 300.0  # one waits, and no rank has told anything
 
@@ -169,6 +173,16 @@ class Lookout:
                 )
                 self._found = Finding("collectives", place(entry["at"]), evidence)
                 return
+
+
+def refused(run: Run) -> Finding | None:
+    """A call of which the backend itself said that it does not match the other ranks'."""
+    for rank in range(run.size):
+        for e in run.of(rank, "refused"):
+            if _MISMATCH.search(e["text"]):
+                evidence = f"rank {rank}'s {e['op']} was refused: {e['text'].splitlines()[0][:200]}"
+                return Finding("collectives", place(e["at"]), evidence)
+    return None
 
 
 def _group(entry: Entry) -> str:

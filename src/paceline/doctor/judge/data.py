@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import combinations
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.judge import writes
 from paceline.doctor.judge.record import Event, Pass, Run, place
 
 LEAST_BITS = 16  # of what must agree: labels of two classes may agree by chance
@@ -16,10 +17,12 @@ SHARED_STREAM = 0.8  # of the shorter one's examples
 DRIFT = 0.05  # of the examples that were read again
 OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
 LEAST_SAME = 3  # steps
+LEAST_BEGUN = 4  # passes
+SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
 
 
 def findings(run: Run) -> list[Finding]:
-    return [*_same_examples(run), *_no_set_epoch(run)]
+    return [*_same_examples(run), *_same_in_workers(run), *(_same_batch(run) or _no_set_epoch(run) or _cycled(run))]
 
 
 def _training(run: Run, rank: int, loader: str) -> list[Pass]:
@@ -143,7 +146,20 @@ def _same_rows(a: Pass, b: Pass, who: str) -> str:
         and both > SHARED_STREAM * least
     ):
         return f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}, by their content"
-    return ""
+    first, second = ([digest for y in p.yields if y["rows"] for digest in y["rows"][0]] for p in (a, b))
+    return _shifted(first, second, who)
+
+
+def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
+    """Rows that come in one order on both ranks, on one of them later."""
+    places_ = {digest: place_ for place_, digest in enumerate(theirs) if theirs.count(digest) == 1}
+    shifts = Counter(places_[digest] - place_ for place_, digest in enumerate(ours) if digest in places_)
+    if not shifts:
+        return ""
+    shift, count = shifts.most_common(1)[0]
+    if count < 2 * LEAST_SHARED or count < SHIFTED * min(len(ours), len(theirs)):
+        return ""
+    return f"{who} read the same {count} examples in the same order, by their content, {abs(shift)} examples apart"
 
 
 def _same_inputs(run: Run) -> list[Finding]:
@@ -154,10 +170,20 @@ def _same_inputs(run: Run) -> list[Finding]:
     steps = min(map(len, of))
     if steps < LEAST_SAME or len({str(e["digest"]) for e in of[0]}) < LEAST_SAME:
         return []
-    if any(len({str(events[i]["digest"]) for events in of}) > 1 for i in range(steps)):
-        return []
-    evidence = f"all {run.size} ranks gave the model the same inputs in each of {steps} forward passes"
-    return [Finding("same_examples", place(of[0][0]["at"]), evidence)]
+    at = place(writes.seeds_alike(run) or of[0][0]["at"])
+    if all(len({str(events[i]["digest"]) for events in of}) == 1 for i in range(steps)):
+        evidence = f"all {run.size} ranks gave the model the same inputs in each of {steps} forward passes"
+        return [Finding("same_examples", at, evidence)]
+    inputs = [{str(e["digest"]) for e in events} for events in of]
+    for (one, a), (two, b) in combinations(zip(run.peers, inputs, strict=True), 2):
+        both, least = len(a & b), min(len(a), len(b))
+        if both >= LEAST_SAME and both >= SHIFTED * least:
+            evidence = (
+                f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
+                "bit, at other steps: the ranks read one stream, out of phase"
+            )
+            return [Finding("same_examples", at, evidence)]
+    return []
 
 
 def _same_gradients(run: Run) -> list[Finding]:
@@ -172,7 +198,7 @@ def _same_gradients(run: Run) -> list[Finding]:
     evidence = (
         f"the gradients of all {run.size} ranks were the same, bit for bit, before they were reduced, {steps} times"
     )
-    return [Finding("same_examples", place(of[0][0]["at"]), evidence)]
+    return [Finding("same_examples", place(writes.seeds_alike(run) or of[0][0]["at"]), evidence)]
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
@@ -184,6 +210,41 @@ def _first_gradients(events: list[Event]) -> list[Event]:
             found.append(e)
             due = False
     return found
+
+
+def _same_in_workers(run: Run) -> list[Finding]:
+    """A stream that each worker of a loader reads from its beginning."""
+    for loader in sorted(run.trainers):
+        about = run.loaders[0].get(loader, {})
+        for one in [p for p in run.passes[0] if p.loader == loader and p.yields]:
+            workers = about.get("workers") or 0
+            rows = [digest for y in one.yields if y["rows"] for digest in zip(*y["rows"])]
+            times = Counter(rows)
+            often = sum(1 for n in times.values() if n == workers)
+            if about.get("iterable") and workers > 1 and len(times) >= 2 * LEAST_SHARED and often > 0.8 * len(times):
+                evidence = (
+                    f"of {len(times)} different examples that rank 0 read in a pass, {often} came {workers} times, "
+                    f"by their content: once from each of {workers} workers"
+                )
+                return [Finding("same_in_workers", place(about["at"]), evidence)]
+    return []
+
+
+def _same_batch(run: Run) -> list[Finding]:
+    """`next(iter(loader))` at every step: passes that are left after their first batch, which is always the same."""
+    for loader in sorted(run.trainers):
+        passes = [p for p in run.passes[0] if p.loader == loader and p.yields]
+        first = [p.yields[0]["idx"] or p.yields[0]["rows"] for p in passes if len(p.yields) == 1 and not p.whole]
+        if len(first) < LEAST_BEGUN or len(first) < 0.9 * len(passes) or not first[0]:
+            continue
+        same = sum(one == first[0] for one in first)
+        if same >= 0.9 * len(first):
+            evidence = (
+                f"{len(first)} of {len(passes)} passes over the training data were left after their first batch, which "
+                f"was the same one in {same}"
+            )
+            return [Finding("same_batch", place(passes[0].at), evidence)]
+    return []
 
 
 def _no_set_epoch(run: Run) -> list[Finding]:
@@ -208,6 +269,24 @@ def _no_set_epoch(run: Run) -> list[Finding]:
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
                 return [Finding("no_set_epoch", place(same[1].at), evidence)]
+    return []
+
+
+def _cycled(run: Run) -> list[Finding]:
+    """One pass over the data, whose batches are kept and used again, as itertools.cycle does."""
+    for loader in sorted(run.trainers):
+        passes = [p for p in run.passes[0] if p.loader == loader]
+        inputs = [e["digest"] for e in run.of(0, "forward")]
+        n = len(passes[0].yields)
+        if len(passes) != 1 or not passes[0].whole or n < LEAST_SAME or len(inputs) < 2 * n:
+            continue
+        again = inputs[n:]
+        if all(one == inputs[i % n] for i, one in enumerate(again)) and len({str(one) for one in inputs[:n]}) > 1:
+            evidence = (
+                f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
+                f"again, {len(again)} times that were looked at"
+            )
+            return [Finding("no_set_epoch", place(writes.says_cycle(run) or passes[0].at), evidence)]
     return []
 
 

@@ -11,6 +11,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.judge.data import LEAST_SHARED, drifts
 from paceline.doctor.judge.places import takes_all
 from paceline.doctor.judge.record import Event, Pass, Run, place
+from paceline.doctor.judge.source import divided_by_world
 
 LEAST_BATCHES = 2  # of an evaluation that breaks off: a single one may be looked at for its shapes
 _SUMS = ("all_reduce", "reduce")
@@ -42,15 +43,18 @@ def findings(run: Run) -> list[Finding]:
         return []
     padded: list[Finding] = []
     local: list[Finding] = []
+    means: list[Finding] = []
     for loader in sorted({p.loader for p in run.passes[0]} - run.trainers):
         for one in _rounds(run, loader):
             if not padded:
                 padded = _padded(run, loader, one)
             if not local:
                 local = _local(run, loader, one)
+            if not means:
+                means = _mean_of_means(run, loader, one)
         if not local:
             local = _alone(run, loader)
-    return [*padded, *local]
+    return [*padded, *local, *means]
 
 
 def _rounds(run: Run, loader: str) -> list[_Round]:
@@ -141,6 +145,28 @@ def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
     return [Finding("padded_evaluation", place(exchanged[0]["at"]), evidence + counted)]
+
+
+def _mean_of_means(run: Run, loader: str, one: _Round) -> list[Finding]:
+    """Numbers of the ranks' own, which are added and divided by the number of ranks, where their shards are unequal."""
+    sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
+    shared = (_sharded(one) and _same_data(one)) or _apart(run, loader, one)
+    if not shared or not all(p.whole for p in one.passes) or len(set(sizes)) == 1:
+        return []
+    exchanged = [
+        e for e in one.after[0] if e["k"] == "coll" and e["op"] in _SUMS and not e.get("of") and e.get("result")
+    ]
+    values = [v for e in exchanged for v in e["result"]] + _totals(exchanged)
+    if sum(sizes) in values or len(one.reads) in values:
+        return []  # the count is exchanged too
+    for e in exchanged:
+        if e["at"] and (e.get("by") == "AVG" or divided_by_world(*e["at"])):
+            evidence = (
+                f"the ranks evaluate {', '.join(map(str, sizes))} examples; what they add up is divided by the number "
+                "of ranks, as if they had as many each, and no count is exchanged"
+            )
+            return [Finding("mean_of_means", place(e["at"]), evidence)]
+    return []
 
 
 def _sums_of(exchanged: list[Event]) -> list[Event]:

@@ -21,6 +21,9 @@ _OF_NAMES = re.compile(r"^range\(|\.items\(\)$")
 _MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*|remainder|surplus)(_|$)")
 _MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
 
+_SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
+_TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
+
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
@@ -28,26 +31,33 @@ def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
     """Does the script use all that this exchange gave it?
 
     Not if it cuts it, or puts it to places by index: then it may well have dropped the duplicates. Looked at are the
-    function that exchanges, the one with the evaluation's loop, what the callers do afterwards, and the functions that
-    these call. sums: before a sum a rank can only have cut its own, or have masked it, with the counts before its eyes.
+    function that exchanges, the one with the evaluation's loop from there on, what the callers do afterwards, those of
+    libraries too (Accelerate's `gather_for_metrics` cuts), and the functions that the script's own call. sums: before a
+    sum a rank can only have cut its own, or have masked it, with the counts before its eyes.
     """
     path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
-    if not path or any(_tree(file) is None for file, _ in path):
+    if not path or any(tree_of(file) is None for file, _ in path):
         return False
-    whole = [_scope(*path[0])] + ([_scope(*loop)] if loop and _tree(loop[0]) is not None else [])
-    after = [] if sums else [(_scope(*frame), frame[1]) for frame in path[1:]]
-    files = {file for file, _ in path} | ({loop[0]} if loop else set())
-    nodes = [n for scope in whole for n in ast.walk(scope)]
-    nodes += [n for scope, line in after for n in ast.walk(scope) if getattr(n, "end_lineno", 0) >= line]
-    called = {_called(n) for n in nodes if isinstance(n, ast.Call) and (not sums or _COUNTED.search(_said(n.args)))}
-    nodes += [n for scope in _named(files, called) for n in ast.walk(scope)]
-    return not any(_cuts(n) or (_masks(n) if sums else _places(n)) for n in nodes)
+    first = _scope(*path[0])
+    looked: list[tuple[_Scope, int]] = []  # and from which line on
+    if loop and tree_of(loop[0]) is not None:
+        looked.append((_scope(*loop), loop[1]))
+    if not any(first is scope for scope, _ in looked):
+        looked.append((first, 0))
+    looked += [] if sums else [(_scope(*frame), frame[1]) for frame in path[1:]]
+    nodes = [n for scope, line in looked for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
+    files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
+    calls = {called(n) for n in nodes if isinstance(n, ast.Call) and (not sums or _COUNTED.search(_said(n.args)))}
+    entered = {id(scope) for scope, _ in looked} | {id(_scope(*frame)) for frame in path}
+    nodes += [n for scope in _named(files, calls) if id(scope) not in entered for n in ast.walk(scope)]
+    told = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}
+    return not any(_cuts(n) or (_masks(n) if sums else _places(n)) for n in nodes if id(n) not in told)
 
 
 def accumulates(file: str, line: int) -> bool:
     """Does a line stand in a loop over micro-batches, by the loop's own words? (Not where the loop is over batches, and
     its body alone speaks of them.)"""
-    tree = _tree(file)
+    tree = tree_of(file)
     loops = [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.For)]
     inside = [n for n in loops if n.lineno <= line <= (n.end_lineno or 0)]
     innermost = max(inside, key=lambda n: n.lineno, default=None)
@@ -57,7 +67,7 @@ def accumulates(file: str, line: int) -> bool:
 
 
 @cache
-def _tree(file: str) -> ast.Module | None:
+def tree_of(file: str) -> ast.Module | None:
     try:
         with open(file, encoding="utf-8") as text:
             return ast.parse(text.read())
@@ -67,22 +77,22 @@ def _tree(file: str) -> ast.Module | None:
 
 def _scope(file: str, line: int) -> _Scope:
     """The innermost function that holds a line, or the module."""
-    tree = _tree(file)
+    tree = tree_of(file)
     assert tree is not None
-    inside = [n for n in _functions(tree) if n.lineno <= line <= (n.end_lineno or 0)]
+    inside = [n for n in functions(tree) if n.lineno <= line <= (n.end_lineno or 0)]
     return max(inside, key=lambda n: n.lineno, default=tree)
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 def _named(files: set[str], names: set[str]) -> list[_Scope]:
-    trees = [tree for file in sorted(files) if (tree := _tree(file)) is not None]
-    return [n for tree in trees for n in _functions(tree) if n.name in names]
+    trees = [tree for file in sorted(files) if (tree := tree_of(file)) is not None]
+    return [n for tree in trees for n in functions(tree) if n.name in names]
 
 
-def _called(call: ast.Call) -> str:
+def called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
@@ -109,13 +119,13 @@ def _places(node: ast.AST) -> bool:
         return any(not isinstance(t.slice, ast.Constant) for t in targets)
     if not isinstance(node, ast.Call):
         return False
-    return _called(node) in _DROPS or (_called(node) == "update" and _merges(node))
+    return called(node) in _DROPS or (called(node) == "update" and _merges(node))
 
 
 def _merges(call: ast.Call) -> bool:
     """Is an `update` that of a dictionary, and not of a metric, which takes (predictions, targets) or a number?"""
     one = call.args[0] if len(call.args) == 1 else None
-    return isinstance(one, (ast.Name, ast.Subscript)) or (isinstance(one, ast.Call) and _called(one) == "zip")
+    return isinstance(one, (ast.Name, ast.Subscript)) or (isinstance(one, ast.Call) and called(one) == "zip")
 
 
 def _masks(node: ast.AST) -> bool:

@@ -60,13 +60,24 @@ class Run:
     @cached_property
     def reduces(self) -> bool:
         """Do the script's processes reduce gradients, by DDP or by hand: are they replicas of one model?"""
-        ddp = any(len(e["ranks"]) > 1 for e in self.all("ddp"))
+        ddp = any(len(e["ranks"]) > 1 for e in self.all("ddp", "fsdp"))
         return self.world > 1 and (ddp or self.by_hand)
 
     @cached_property
+    def replicas(self) -> bool:
+        """Are the processes meant as replicas, though nothing is reduced? A sampler deals them the examples of one data
+        set, or they are given the same weights at the start. (Where they send each other messages, or weights in
+        mid-training, they may well keep one model in another way.)"""
+        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.trainers)
+        sent = [(e["op"], stepped) for events in self.ranks for e, stepped in _weights_sent(events)]
+        given = any(op == "broadcast" for op, _ in sent)
+        return self.world > 1 and (dealt or given) and not any(self.all("p2p")) and not any(late for _, late in sent)
+
+    @cached_property
     def peers(self) -> list[int]:
-        """Rank 0 and those that hold the same model: the smallest DDP group that it is in; without DDP all ranks."""
-        groups = [e["ranks"] for e in self.of(0, "ddp") if len(e["ranks"]) > 1]
+        """Rank 0 and those that train one model with it: the smallest group of DDP or FSDP that it is in; without them
+        all ranks."""
+        groups = [e["ranks"] for e in self.of(0, "ddp", "fsdp") if len(e["ranks"]) > 1]
         return [r for r in min(groups, key=len, default=range(self.size)) if r < self.size]
 
     @cached_property
@@ -113,24 +124,28 @@ class Run:
 
     def _passes(self, events: list[Event]) -> list[Pass]:
         found: dict[int, Pass] = {}
-        waiting: dict[str, Pass] = {}  # loader -> the pass of its last yield, that no backward followed yet
+        waiting: dict[str, int] = {}  # loader -> its last yields in a row, that no backward followed yet
+        latest: dict[str, Pass] = {}
         for position, e in enumerate(events):
             kind = e["k"]
             if kind == "pass":
                 found[e["n"]] = Pass(e["loader"], e["n"], e["at"], e.get("epoch"), begin=position, end=position)
-                waiting.pop(e["loader"], None)
+                waiting = {}
             elif kind == "yield" and e["n"] in found:
                 one = found[e["n"]]
                 one.yields.append(e)
                 one.end = position
-                waiting[e["loader"]] = one
+                if e.get("grad", True):
+                    waiting[e["loader"]] = waiting.get(e["loader"], 0) + 1
+                    latest[e["loader"]] = one
             elif kind == "pass_end" and e["n"] in found:
                 found[e["n"]].whole, found[e["n"]].end = True, position
-                waiting.pop(e["loader"], None)
-            elif kind == "backward":
-                for one in waiting.values():
-                    one.trained += 1
-                waiting.clear()
+            elif kind == "backward":  # several batches may have been read before the first is trained on
+                for loader in [name for name, count in waiting.items() if count]:
+                    latest[loader].trained += 1
+                    waiting[loader] -= 1
+            elif kind == "step":  # one may have been read ahead
+                waiting = {loader: min(count, 1) for loader, count in waiting.items()}
         return list(found.values())
 
     @cached_property
@@ -145,6 +160,15 @@ class Run:
 
     def steps(self, rank: int = 0) -> int:
         return max((e["step"] for e in self.of(rank, "step")), default=0)
+
+
+def _weights_sent(events: list[Event]) -> Iterator[tuple[Event, bool]]:
+    """Collectives of weights, and whether a step was made before."""
+    stepped = False
+    for e in events:
+        stepped = stepped or e["k"] == "step"
+        if e["k"] == "coll" and e.get("of") == "weight":
+            yield e, stepped
 
 
 def place(at: Any) -> str:

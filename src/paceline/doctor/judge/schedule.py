@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
+from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.judge import writes
 from paceline.doctor.judge.places import accumulates
 from paceline.doctor.judge.record import Event, Run, place
+from paceline.doctor.judge.source import WORLD, made_at, written
 
 OVER = 1e-5  # of the highest rate: the schedule is over
 OVER_SHARE = 0.2  # of the steps
 FELL, FELL_EPOCH = 0.05, 0.8  # of the highest rate: of what is meant for epochs, in a whole run, in one epoch
 MANY = 5  # drops of the rate
 LEAST_BATCHES = 4  # of an epoch, for it to be told from a step
+LEAST_UPDATES = 6  # of a schedule whose length is compared with theirs
+_WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that are as long as the training
+_OF_A_SET = re.compile(r"len\((?!\w*load)\w*(data|set|train|x)\w*\)", re.IGNORECASE)
+_OF_A_LOADER = re.compile(r"len\(\w*load\w*\)", re.IGNORECASE)
+_PARTS = re.compile(r"accum|micro", re.IGNORECASE)
 LEAST = 3  # times that something must have happened to be a habit
 
 
@@ -38,7 +47,8 @@ def _differs(run: Run) -> list[Finding]:
                     f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
                 )
                 sched = next(run.all("sched"), None)
-                return [Finding("lr_differs", place(sched["at"] if sched else ours["at"]), evidence)]
+                line = sched["at"] if sched else writes.of_rate(run) or ours["at"]
+                return [Finding("lr_differs", place(line), evidence)]
     return []
 
 
@@ -46,12 +56,50 @@ def _schedulers(run: Run) -> list[Finding]:
     by: dict[int, list[Event]] = defaultdict(list)
     for e in run.of(0, "sched", "sched_error"):
         by[e["sched"]].append(e)
-    found = []
-    for number, steps in by.items():
+    found = _lengths(run, list(by.values()))
+    for number, steps in by.items() if not found else ():
         evidence = _in_a_row(run, number, steps) or _too_early(run, steps)
         if evidence:
             found.append(Finding("scheduler_steps", place(steps[-1]["at"]), evidence))
     return found[:1]
+
+
+def _lengths(run: Run, schedulers: list[list[Event]]) -> list[Finding]:
+    """A schedule that is over, or is not, when the training ends, by just the factor that its length was counted wrong:
+    the number of processes, or of micro-batches. The script's text must say so too: a run may be shorter than meant."""
+    micro = [len(backwards) for backwards, _ in _micro(run)]
+    k = Counter(micro).most_common(1)[0][0] if micro else 1
+    for steps in schedulers:
+        last, count = steps[-1], len(steps)
+        horizon, opt = last["horizon"], last.get("opt")
+        updates = [e for e in run.of(0, "before") if opt is None or e["opt"] == opt]
+        rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0]]
+        if last["type"] not in _WHOLE or not horizon or not run.ended or not rates or run.world < 2:
+            continue
+        if count < LEAST_UPDATES or abs(count - len(updates)) > 1:
+            continue
+        text = written(last["type"], *_lines(run))
+        told = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
+        end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
+        if _times(horizon, run.world, count) and WORLD.search(text):
+            told += f"the length was divided by {run.world} processes twice, since each loader has its share; {end}"
+        elif _times(count, run.world, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
+            told += f"the length counts all the data, of which each of {run.world} processes has a part; {end}"
+        elif k > 1 and _times(count, k, horizon) and _OF_A_LOADER.search(text) and not _PARTS.search(text):
+            told += f"the length counts micro-batches, {k} for each update; {end}"
+        else:
+            continue
+        return [Finding("schedule_length", place(made_at(last["type"], *_lines(run)) or last["at"]), told)]
+    return []
+
+
+def _lines(run: Run) -> list[list[Any]]:
+    return [e["at"] for e in run.of(0, "optimizer", "sched") if e["at"]]
+
+
+def _times(part: int, factor: int, whole: int) -> bool:
+    """Is part * factor the whole, but for what rounding leaves?"""
+    return abs(part * factor - whole) <= max(factor, 0.05 * whole)
 
 
 def _in_a_row(run: Run, number: int, steps: list[Event]) -> str:
@@ -59,7 +107,7 @@ def _in_a_row(run: Run, number: int, steps: list[Event]) -> str:
     rows: list[int] = []
     last, length = None, 0
     for e in run.ranks[0]:
-        if e["k"] == "sched" and e["sched"] == number:
+        if e["k"] == "sched" and e["sched"] == number and not e.get("library"):  # Accelerate's lengths count processes
             length += 1
             last = e["at"]
         elif e["k"] in ("yield", "backward", "step", "before") and length:
@@ -156,10 +204,11 @@ def _micro(run: Run) -> list[tuple[list[Event], Event]]:
     backwards: list[Event] = []
     since = 0  # yields since the last backward
     single = True
+    read = 0  # yields since the last step
     loaders: set[str] = set()
     for e in run.ranks[0]:
         if e["k"] == "yield" and e["loader"] in run.trainers:
-            since += 1
+            since, read = since + 1, read + 1
             loaders.add(e["loader"])
         elif e["k"] == "backward":
             single = single and since >= 1
@@ -168,11 +217,12 @@ def _micro(run: Run) -> list[tuple[list[Event], Event]]:
         elif e["k"] == "before":
             one_line = len({tuple(b["at"]) for b in backwards}) == 1
             in_loop = one_line and bool(backwards[0]["at"]) and accumulates(*backwards[0]["at"])
-            if len(backwards) > 1 and ((single and len(loaders) == 1) or in_loop):
+            window = one_line and read >= len(backwards)  # read at once, and then trained on one by one
+            if len(backwards) > 1 and (((single or window) and len(loaders) == 1) or in_loop):
                 found.append((backwards, e))
             elif backwards:
                 found.append((backwards[:1], e))
-            backwards, single, loaders = [], True, set()
+            backwards, single, read, loaders = [], True, 0, set()
     return found
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.doctor.watch.models import _digest
 from paceline.doctor.watch.notebook import Notebook, put
+from paceline.doctor.watch.replicas import sample
 
 SAME_SIZE = (
     "all_reduce",
@@ -31,7 +33,15 @@ SAME_SIZE = (
     "gather",
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
+    "all_gather_single",
+    "reduce_scatter_single",
 )
+# What DTensor, and so FSDP, tensor parallelism and `full_tensor()`, calls.
+FUNCTIONAL = (
+    "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce",
+    "broadcast", "all_to_all_single", "all_reduce_coalesced", "all_gather_into_tensor_coalesced",
+    "all_gather_single_coalesced", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+)  # fmt: skip
 _OF_GRADIENTS = ("all_reduce", "reduce", "broadcast", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor",
                  "all_reduce_coalesced")  # fmt: skip
 _OTHERS = (
@@ -97,6 +107,33 @@ class Collectives:
     def _depth(self) -> int:
         return int(vars(self._local).get("depth", 0))
 
+    def functional(self, op: str) -> Callable[[Any], Any]:
+        """torch.distributed._functional_collectives: the group may be a mesh's dimension or a list of ranks."""
+
+        def make(original: Any) -> Any:
+            signature = inspect.signature(original)
+
+            def call(*args: Any, **options: Any) -> Any:
+                if torch.compiler.is_compiling() or not self.book.watching or self._depth():
+                    return original(*args, **options)
+                end: Callable[[], None] = _nothing
+                with self.book.aside():
+                    given = signature.bind_partial(*args, **options).arguments
+                    group: Any = functional_collectives._resolve_group(given["group"], given.get("tag", ""))
+                    if isinstance(group, str):
+                        group = torch._C._distributed_c10d._resolve_process_group(c10d.GroupName(group))
+                    tensor = given.get("self")
+                    about = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
+                    end = self.begin(op, group, **about)
+                try:
+                    return original(*args, **options)
+                finally:
+                    end()
+
+            return call
+
+        return make
+
     # --- around torch's functions
 
     def wrap(self, op: str) -> Callable[[Any], Any]:
@@ -121,12 +158,15 @@ class Collectives:
                 end = self.begin(op, group, told.get("number"), **about)
                 try:
                     result = original(*args, **options)
+                except RuntimeError as error:
+                    self.book.note("refused", op=op, text=str(error)[:400])
+                    raise
                 finally:
                     end()
                 with self.book.aside():
                     if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
                         told["result"] = self._values(tensor, told)
-                    self.book.note("coll", op=op, path=[] if told.get("of") else self.book.path(), **told)
+                    self.book.note("coll", op=op, path=[] if told.get("of") else self.book.through(), **told)
                 return result
 
             return call
@@ -156,7 +196,9 @@ class Collectives:
 
     def _whose(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Is it a gradient, all of them in one piece, or a weight, of some optimizer's?"""
-        if self._grads is None:
+        unknown = tensor.data_ptr() not in self._weights and tensor.data_ptr() not in (self._grads or ())
+        growing = self._backward and self._digests < _MOST_DIGESTS  # gradients come one by one, each to its hook
+        if self._grads is None or (unknown and (growing or not self.book.optimizers)):
             self._look()
         pointer = tensor.data_ptr()
         of, number, grad = "", None, None
@@ -180,6 +222,7 @@ class Collectives:
         if self._digests < _MOST_DIGESTS:
             self._digests += 1
             told["digest"] = _digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
+            told["given"] = sample(tensor) if number is not None else None
         return told
 
     def _copied(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
@@ -208,6 +251,9 @@ class Collectives:
     def _look(self) -> None:
         self._grads, self._weights, self._totals, self._shapes = {}, {}, set(), set()
         everything = number = 0
+        if not self.book.optimizers:  # weights that are made alike before there is one
+            weights = [p for p in self.book.models.made_at if p.device.type != "meta" and p.layout is torch.strided]
+            self._weights = {p.data_ptr(): n for n, p in enumerate(weights, 1)}
         for optimizer in sorted(self.book.optimizers, key=lambda o: int(o.__dict__["_paceline_doctor"])):
             total = 0
             for group in optimizer.param_groups:
@@ -250,6 +296,9 @@ class Collectives:
         def make(original: Any) -> Any:
             def call(*args: Any, **options: Any) -> Any:
                 depth = self._depth()
+                end = _nothing
+                if op == "new_group" and not options.get("use_local_synchronization"):
+                    end = self.begin(op, None)  # every rank must come, also those that are not in it
                 self._local.depth = depth + 1
                 if op == "destroy_process_group":
                     with self.book.aside():
@@ -257,6 +306,7 @@ class Collectives:
                 try:
                     return original(*args, **options)
                 finally:
+                    end()
                     self._local.depth = depth
                     if depth == 0:
                         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -270,7 +320,7 @@ class Collectives:
         """Around a method of DDP's that communicates in C++."""
 
         def make(original: Any) -> Any:
-            def method(module: Any, *args: Any, **options: Any) -> Any:
+            def method(module: Any, /, *args: Any, **options: Any) -> Any:
                 if torch.compiler.is_compiling() or not condition(module):
                     return original(module, *args, **options)
                 end = self.begin(op, getattr(module, "process_group", None))
@@ -309,6 +359,9 @@ def watch(book: Notebook) -> None:
             if hasattr(c10d, name):
                 put(c10d, name, make(name))
                 setattr(dist, name, getattr(c10d, name))
+    for name in FUNCTIONAL:
+        if hasattr(functional_collectives, name):
+            put(functional_collectives, name, collectives.functional(name))
     put(DistributedDataParallel, "__init__", collectives.around("DDP's construction", lambda module: True))
     put(DistributedDataParallel, "_sync_buffers", collectives.around("DDP's buffers", _sends_buffers))
     if hasattr(DistributedDataParallel, "_pre_forward"):
@@ -320,6 +373,10 @@ def watch(book: Notebook) -> None:
     put(Join, "__enter__", collectives.joining)
     for name in ("spawn", "start_processes"):
         put(multiprocessing, name, collectives.spawned)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _sends_buffers(module: Any) -> bool:

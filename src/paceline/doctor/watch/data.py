@@ -50,7 +50,7 @@ class _Loaders:
         self._passes = 0
 
     def init(self, original: Any) -> Any:
-        def __init__(loader: Any, *args: Any, **options: Any) -> None:
+        def __init__(loader: Any, /, *args: Any, **options: Any) -> None:
             original(loader, *args, **options)
             with self._book.aside():
                 self._book.note("loader", loader=self._name(loader), **_describe(loader))

@@ -19,6 +19,7 @@ from paceline.doctor.watch.notebook import Notebook, put
 DIGESTED = 40  # forward calls whose inputs are digested
 USED = 40  # backward passes of which it is noted which parameters this rank's loss reached
 _ELEMENTS = 512
+_NOTED = 8  # calls past DDP
 _LOOKS = 3  # at a batch norm: a DDP module may be made after its first forward
 
 
@@ -35,13 +36,23 @@ class Models:
         self.members: Any = WeakIdKeyDictionary()  # parameter -> DDP module
         self._inside: Any = WeakIdKeyDictionary()  # module, or buffer, in a DDP module -> its number
         self._norming = False
+        self._within = 0  # calls of DDP's forward that are under way
+        self._wrapped: Any = WeakIdKeyDictionary()  # module that DDP wraps -> its number
+        self._plain: Any = WeakIdKeyDictionary()  # modules that are part of no other, and that an optimizer trains
+        self._classes: set[type] = set()  # of those modules: their forward is watched
+        self._noted = 0
+        self._unsynced: set[tuple[Any, ...]] = set()  # lines
+        self.made_at: Any = WeakIdKeyDictionary()  # parameter -> (where it was made, how many DDP modules there were)
+        self.thawed_at: Any = WeakIdKeyDictionary()  # parameter -> where it was unfrozen after a DDP module was made
+        self.sharded: Any = WeakIdKeyDictionary()  # parameters of which a process holds a part
         self.alive: Any = weakref.WeakSet()
         self._forwards = 0
+        self._counted: Any = WeakIdKeyDictionary()  # parameters with a hook of ours
         self._norms: Any = WeakIdKeyDictionary()  # module -> how often it was noted, frozen and trained
         self._reached: dict[int, set[int]] = {}  # of modules with find_unused_parameters: parameters reached
 
     def init(self, original: Any) -> Any:
-        def __init__(module: Any, *args: Any, **options: Any) -> None:
+        def __init__(module: Any, /, *args: Any, **options: Any) -> None:
             original(module, *args, **options)
             with self.book.aside():
                 number = self.made
@@ -56,6 +67,8 @@ class Models:
         parameters = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
         self.members.update({p: number for _, p in parameters})
         self._inside.update(dict.fromkeys((*module.module.modules(), *module.module.buffers()), number))
+        self._wrapped[module.module] = number
+        self._watch(module.module)
         self.book.note(
             "ddp",
             ddp=number,
@@ -70,21 +83,112 @@ class Models:
             reached = self._reached[number] = set()
             for place, (_, p) in enumerate(parameters):
                 p.register_post_accumulate_grad_hook(lambda _, place=place: reached.add(place))
+                self._counted[p] = True
+
+    def trained(self, parameters: list[Any]) -> None:
+        """An optimizer is made: the modules that it trains may never be wrapped."""
+        mine = {id(p) for p in parameters}
+        for root in roots():
+            if any(id(p) in mine for p in root.parameters()):
+                self._plain[root] = True
+                self._watch(root)
+
+    def unsent(self) -> list[nn.Module]:
+        """Trained models whose buffers DDP does not send."""
+        sent = {id(ddp.module) for ddp in self.alive if ddp.broadcast_buffers}
+        roots_ = {id(ddp.module): ddp.module for ddp in self.alive} | {id(root): root for root in self._plain}
+        return [root for key, root in roots_.items() if key not in sent]
+
+    def _watch(self, module: nn.Module) -> None:
+        cls = type(module)
+        if cls not in self._classes and not isinstance(module, torch.jit.ScriptModule):
+            self._classes.add(cls)
+            put(cls, "forward", self.inner)
 
     def forward(self, original: Any) -> Any:
-        def forward(module: Any, *args: Any, **options: Any) -> Any:
+        def forward(module: Any, /, *args: Any, **options: Any) -> Any:
             number = module.__dict__.get("_paceline_doctor")
             if torch.compiler.is_compiling() or number is None or not self.book.watching:
                 return original(module, *args, **options)
             if torch.is_grad_enabled():
                 (self.pending if module.require_backward_grad_sync else self.local).add(number)
                 if module.training:
-                    self._inputs(number, (args, options))
-            return original(module, *args, **options)
+                    self.inputs(number, (args, options))
+            self._within += 1
+            try:
+                return original(module, *args, **options)
+            finally:
+                self._within -= 1
 
         return forward
 
-    def _inputs(self, number: int, inputs: Any) -> None:
+    def inner(self, original: Any) -> Any:
+        """Around the forward of a class whose instances DDP wraps: is one called past DDP?"""
+
+        def forward(module: Any, /, *args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or self._within or not self.book.watching:
+                return original(module, *args, **options)
+            number = self._wrapped.get(module)
+            if number is not None and torch.is_grad_enabled() and self._noted < _NOTED:
+                self._noted += 1
+                at = self.book.at(lambda frame: frame.f_locals.get("self") is module)
+                self.book.note("past", at=at, ddp=number)
+            elif module in self._plain and torch.is_grad_enabled() and module.training:
+                self.inputs(None, (args, options))
+            self._within += 1
+            try:
+                return original(module, *args, **options)
+            finally:
+                self._within -= 1
+
+        return forward
+
+    def unsynced(self, original: Any) -> Any:
+        """`no_sync` and the like: where a script asks for it."""
+
+        def no_sync(*args: Any, **options: Any) -> Any:
+            if self.book.watching:
+                at = self.book.at()
+                if at and tuple(at) not in self._unsynced:
+                    self._unsynced.add(tuple(at))
+                    self.book.note("no_sync", at=at)
+            return original(*args, **options)
+
+        return no_sync
+
+    def registered(self, original: Any) -> Any:
+        def register_parameter(module: Any, /, *args: Any, **options: Any) -> None:
+            original(module, *args, **options)
+            parameter = args[1] if len(args) > 1 else options.get("param")
+            if parameter is not None and self.book.watching:
+                self.made_at.setdefault(
+                    parameter, (self.book.at(lambda frame: frame.f_code.co_name == "__init__"), self.made)
+                )
+
+        return register_parameter
+
+    def thawed(self, original: Any) -> Any:
+        """requires_grad_ of a module or a tensor, when a DDP module exists already."""
+
+        def requires_grad_(thing: Any, *args: Any, **options: Any) -> Any:
+            if self.made and self.book.watching and (args[0] if args else options.get("requires_grad", True)):
+                with self.book.aside():
+                    for p in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
+                        if not p.requires_grad:
+                            self.thawed_at[p] = self.book.at()
+            return original(thing, *args, **options)
+
+        return requires_grad_
+
+    def loaded(self, original: Any) -> Any:
+        def load_state_dict(module: Any, /, *args: Any, **options: Any) -> Any:
+            result = original(module, *args, **options)
+            self.book.note("loaded")
+            return result
+
+        return load_state_dict
+
+    def inputs(self, number: int | None, inputs: Any) -> None:
         if self._forwards >= DIGESTED:
             return
         self._forwards += 1
@@ -95,7 +199,7 @@ class Models:
             self.book.note("forward", ddp=number, digest=digests, size=size)
 
     def post_forward(self, original: Any) -> Any:
-        def _post_forward(module: Any, output: Any) -> Any:
+        def _post_forward(module: Any, /, output: Any) -> Any:
             if not module.find_unused_parameters or torch.compiler.is_compiling() or not self.book.watching:
                 return original(module, output)
             began = self.book.clock()
@@ -118,6 +222,12 @@ class Models:
         self._ordered.add(number)
         return True
 
+    def hooked(self, parameter: Any) -> bool:
+        """Has the script put a hook on this parameter, which may divide its gradient?"""
+        return bool(
+            parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._counted)
+        )
+
     def reached(self, number: int) -> int | None:
         """How many parameters of a module the backward that has just ended reached here; None: it is not known."""
         seen = self._reached.get(number)
@@ -128,16 +238,17 @@ class Models:
         return count
 
     def norm(self, original: Any) -> Any:
-        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(module: Any, /, *args: Any, **options: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
-                return original(module, x)
-            if module.training:
+                return original(module, *args, **options)
+            x = args[0] if args else options.get("input")
+            if module.training and isinstance(x, torch.Tensor):
                 looks = self._looks(module, module.weight)
                 names = [f"{owner}.{name}" for owner, name in _names_of(module)] if looks else []
                 self._norm(module, x, module.weight, self._inside.get(module), min(names, key=len, default=""))
             self._norming = True
             try:
-                return original(module, x)
+                return original(module, *args, **options)
             finally:
                 self._norming = False
 
@@ -222,5 +333,10 @@ def watch(book: Notebook) -> None:
     put(DistributedDataParallel, "forward", models.forward)
     if hasattr(DistributedDataParallel, "_post_forward"):
         put(DistributedDataParallel, "_post_forward", models.post_forward)
+    put(DistributedDataParallel, "no_sync", models.unsynced)
+    put(nn.Module, "register_parameter", models.registered)
+    put(nn.Module, "requires_grad_", models.thawed)
+    put(torch.Tensor, "requires_grad_", models.thawed)
+    put(nn.Module, "load_state_dict", models.loaded)
     put(_BatchNorm, "forward", models.norm)
     put(torch.nn.functional, "batch_norm", models.functional)

@@ -21,12 +21,16 @@ from paceline.world import ERROR_FILE
 
 MOST_EVENTS = 400_000  # then nothing more is written: a run of days fills no disk
 _FLUSH_SECONDS = 0.2
+_MOST_CALLS = 24  # of a way through libraries
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARIES = tuple(
     os.path.realpath(path) + os.sep
-    for path in {
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/paceline",
-    }
+    for path in {*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE}
+)
+# Frames of these say nothing of what a script does with a result.
+_BENEATH = (
+    os.path.join(os.path.dirname(os.path.realpath(os.__file__)), ""),
+    os.path.join(os.path.realpath(_PACKAGE), ""),
 )
 
 
@@ -51,7 +55,8 @@ class Notebook:
         self.clipped: set[int] = set()  # id of each gradient that the last clipping made smaller
         self._folder = os.path.join(folder, "")
         self._pid = os.getpid()
-        self._files: dict[str, bool] = {}
+        self._files: dict[str, bool] = {}  # a file of code -> is it the user's?
+        self._looked: dict[str, bool] = {}  # a file of code -> is it the user's or a library's?
         self._trees: dict[str, ast.AST | None] = {}
         self._statements: dict[tuple[str, int], Statement] = {}
         self._written, self._flushed = 0, 0.0
@@ -93,20 +98,38 @@ class Notebook:
         """Seconds, without those that watching took."""
         return time.perf_counter() - self.own
 
-    def at(self) -> list[Any]:
-        """[file, line] of the innermost call in a file of the script's folder; empty where there is none."""
-        return next(iter(self.path(1)), [])
+    def at(self, beneath: Callable[[FrameType], bool] | None = None) -> list[Any]:
+        """[file, line] of the innermost call in a file of the script's folder; empty where there is none. beneath:
+        calls that are left out, where others lead to them."""
+        return next(iter(self.path(1, beneath) or (self.path(1) if beneath else [])), [])
 
-    def path(self, most: int = 6) -> list[list[Any]]:
-        """[file, line] of the calls in files of the script's folder, the innermost first."""
+    def through(self) -> list[list[Any]]:
+        """[file, line] of the calls in files of the script and of the libraries that it calls (not torch's, Python's or
+        Paceline's), the innermost first."""
+        found: list[list[Any]] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and len(found) < _MOST_CALLS:
+            name = frame.f_code.co_filename
+            looked = self._looked.get(name)
+            if looked is None:
+                looked = self._looked[name] = self._users(name) or _is_library(name)
+            if looked:
+                found.append([name, frame.f_lineno])
+            frame = frame.f_back
+        return found
+
+    def library(self) -> bool:
+        """Does a library of the script's make this call, and not the script itself?"""
+        innermost = next(iter(self.through()), None)
+        return innermost is not None and not self._users(innermost[0])
+
+    def path(self, most: int = 6, beneath: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
+        """[file, line] of the calls in files of the script's folder, the innermost first, without those beneath."""
         found: list[list[Any]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < most:
             name = frame.f_code.co_filename
-            users = self._files.get(name)
-            if users is None:
-                users = self._files[name] = self._is_users(name)
-            if users:
+            if self._users(name) and not (beneath is not None and beneath(frame)):
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
         return found
@@ -124,10 +147,7 @@ class Notebook:
         branches: dict[str, bool] = {}
         while frame is not None and len(lines) < 8:
             name, line = frame.f_code.co_filename, frame.f_lineno
-            users = self._files.get(name)
-            if users is None:
-                users = self._files[name] = self._is_users(name)
-            if users:
+            if self._users(name):
                 statement = self._statement(name, line)
                 lines.append(f"{os.path.basename(name)}:{line}")
                 branches |= {f"{os.path.basename(name)}:{where}": taken for where, taken in statement.branches.items()}
@@ -151,6 +171,12 @@ class Notebook:
                 self._trees[file] = None
         return self._trees[file]
 
+    def _users(self, name: str) -> bool:
+        users = self._files.get(name)
+        if users is None:
+            users = self._files[name] = self._is_users(name)
+        return users
+
     def _is_users(self, name: str) -> bool:
         if name.startswith("<"):
             return False
@@ -171,6 +197,13 @@ class Notebook:
         if self.watching and os.getpid() == self._pid:
             self.note("end", at=[], now=True, failed=os.path.exists(os.environ.get(ERROR_FILE, "")))
             self._file.flush()
+
+
+def _is_library(name: str) -> bool:
+    path, torch = os.path.realpath(name), getattr(sys.modules.get("torch"), "__file__", None)
+    if name.startswith("<") or (torch and path.startswith(os.path.join(os.path.dirname(os.path.realpath(torch)), ""))):
+        return False
+    return "site-packages" in path or not path.startswith(_BENEATH)
 
 
 @dataclass(frozen=True)
@@ -232,6 +265,7 @@ def put(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[...
     """Replace `owner.name` by what `make` makes of it, under the same name and documentation."""
     original = getattr(owner, name)
     made = make(original)
+    vars(made).update({k: v for k, v in getattr(original, "__dict__", {}).items() if k not in vars(made)})
     for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
         if hasattr(original, attribute):
             setattr(made, attribute, getattr(original, attribute))

@@ -78,7 +78,7 @@ class _Saying:
         return open
 
     def logged(self, original: Any) -> Any:
-        def handle(logger: Any, record: Any) -> None:
+        def handle(logger: Any, /, record: Any) -> None:
             original(logger, record)
             if self.book.watching and self._said < _MOST:
                 self._say("logging", record.getMessage(), self.book.at())
@@ -86,10 +86,10 @@ class _Saying:
         return handle
 
     def dumped(self, original: Any) -> Any:
-        def dump(value: Any, *args: Any, **options: Any) -> Any:
-            result = original(value, *args, **options)
+        def dump(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
             if self.book.watching and self._said < _MOST:
-                self._say("json.dump", str(value)[:200], self.book.at())
+                self._say("json.dump", str(args[0] if args else options.get("obj"))[:200], self.book.at())
             return result
 
         return dump
@@ -98,23 +98,25 @@ class _Saying:
         put(module.SummaryWriter, "add_scalar", self.scalar)
 
     def scalar(self, original: Any) -> Any:
-        def add_scalar(writer: Any, tag: str, value: Any, *args: Any, **options: Any) -> Any:
+        def add_scalar(*args: Any, **options: Any) -> Any:
             if self.book.watching:
-                self._say("TensorBoard", f"{tag} {value}", self.book.at())
-            return original(writer, tag, value, *args, **options)
+                told = " ".join(map(str, (*args[1:3], *options.values())))
+                self._say("TensorBoard", told, self.book.at())
+            return original(*args, **options)
 
         return add_scalar
 
     # --- checkpoints
 
     def saved(self, original: Any) -> Any:
-        def save(value: Any, file: Any, *args: Any, **options: Any) -> Any:
+        def save(*args: Any, **options: Any) -> Any:
             if not self.book.watching:
-                return original(value, file, *args, **options)
+                return original(*args, **options)
             began = self.book.clock()
-            result = original(value, file, *args, **options)
+            result = original(*args, **options)
             seconds = self.book.clock() - began
             with self.book.aside():
+                value, file = (*args, *(options.get(name) for name in ("obj", "f")[len(args) :]))[:2]
                 path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
                 where = os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
                 size = os.path.getsize(where) if where and os.path.isfile(where) else 0

@@ -12,11 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.watch.losses import divided
-from paceline.doctor.watch.models import Models, names
+from paceline.doctor.watch.models import Models
 from paceline.doctor.watch.notebook import Notebook, put
+from paceline.doctor.watch.replicas import Replicas, parameters
 from paceline.doctor.watch.waiting import machine
 
-_SAMPLE, _MOST_TENSORS, _MOST_MAGNITUDES = 6, 2000, 120
+_MOST_MAGNITUDES = 120
 
 
 class Enough(SystemExit):
@@ -30,7 +31,8 @@ class _Training:
         self._schedulers = 0
         self._inside = 0  # a scheduler that steps others
         self._steps: dict[int, int] = {}  # optimizer -> steps made
-        self._names: Any = WeakIdKeyDictionary()  # parameter -> name; a later one may get a dead one's id
+        self.replicas = Replicas(book, models)
+        self._backwards = 0
         self._owner: Any = WeakIdKeyDictionary()  # parameter -> id(optimizer)
         self._scalers: list[Any] = []
         self._gradient: float | None = None  # its magnitude after the last backward
@@ -48,30 +50,35 @@ class _Training:
             synced, local = sorted(models.pending), sorted(models.local - models.pending)
             models.pending.clear()
             models.local.clear()
-            mean = None
+            mean = form = None
             with book.aside():
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
-                mean = divided(root) if root is not None and root.numel() == 1 and plain else "other"
-                if any(p._backward_hooks for o in book.optimizers for p in _parameters(o)):
+                mean = form = divided(root) if root is not None and root.numel() == 1 and plain else "other"
+                if any(models.hooked(p) for o in book.optimizers for p in parameters(o)):
                     mean = "other"  # which may divide the gradients
                 book.collectives.stale(backward=True)
             end = book.collectives.begin("DDP's gradients", None) if synced else None
             began = book.clock()
             try:
                 result = original(tensors, *args, **options)
+            except RuntimeError as error:
+                book.note("refused", op="DDP's gradients" if synced else "backward", text=str(error)[:400])
+                raise
             finally:
                 if end is not None:
                     end()
                 book.collectives.stale()
                 book.fresh = True
             seconds = book.clock() - began
+            self._backwards += 1
             with book.aside():
+                self.replicas.backward(book.optimizers, lambda number: self._steps.get(number, 0))
                 self._gradient, self._share = self._magnitude(), None
-                self._had |= {id(p) for o in book.optimizers for p in _parameters(o) if p.grad is not None}
+                self._had |= {id(p) for o in book.optimizers for p in parameters(o) if p.grad is not None}
             models.reduced.update(synced)
             reached = {number: models.reached(number) for number in synced}
-            book.note("backward", synced=synced, local=local, mean=mean, seconds=seconds, reached=reached)
+            book.note("backward", synced=synced, local=local, mean=mean, form=form, seconds=seconds, reached=reached)
             return result
 
         return backward
@@ -81,7 +88,7 @@ class _Training:
         self._magnitudes += 1
         if self._magnitudes > _MOST_MAGNITUDES:
             return 0.0
-        some = [p.grad for o in self.book.optimizers for p in list(_parameters(o))[:4] if p.grad is not None]
+        some = [p.grad for o in self.book.optimizers for p in list(parameters(o))[:4] if p.grad is not None]
         return sum(float(g.detach().abs().sum()) for g in some if g.layout is torch.strided)
 
     def _rescaled(self) -> bool:
@@ -94,20 +101,25 @@ class _Training:
         """The magnitude of the gradients now, of that after the last backward. scaled: the loss scale is in them."""
         if not self._gradient or self._magnitudes >= _MOST_MAGNITUDES:
             return None
-        scales = [float(s._scale) for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled]
-        factor = scales[0] if scales and not scaled else 1.0
+        factor = 1.0 if scaled else self._loss_scale()
         return self._magnitude() * factor / self._gradient
+
+    def _loss_scale(self) -> float:
+        """What the gradients of the last backward were multiplied by."""
+        used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled)
+        return next((float(s._scale) for s in used), 1.0)
 
     # --- optimizers
 
     def optimizer(self, original: Any) -> Any:
-        def __init__(optimizer: Any, *args: Any, **options: Any) -> None:
+        def __init__(optimizer: Any, /, *args: Any, **options: Any) -> None:
             original(optimizer, *args, **options)
             with self.book.aside():
                 number = optimizer.__dict__["_paceline_doctor"] = self._optimizers
                 self._optimizers += 1
                 self.book.optimizers.add(optimizer)
-                self._owner.update({p: id(optimizer) for p in _parameters(optimizer)})
+                self.models.trained(list(parameters(optimizer)))
+                self._owner.update({p: id(optimizer) for p in parameters(optimizer)})
                 lrs = [_number(group.get("lr")) for group in optimizer.param_groups]
                 self.book.note("optimizer", opt=number, type=type(optimizer).__name__, lr=lrs)
 
@@ -123,17 +135,16 @@ class _Training:
             book.note("enough", steps=made)
             raise Enough(0)
         with book.aside():
-            parameters = [p for p in _parameters(optimizer) if p.requires_grad]
+            mine = [p for p in parameters(optimizer) if p.requires_grad]
             without = []
-            if any(self._lacks(p) for p in parameters):
-                without = [name for name, p in self._named(optimizer) if p.requires_grad and self._lacks(p)]
-            weights = self._weights(optimizer) if made == 0 else None
+            if any(self._lacks(p) for p in mine):
+                without = [name for name, p in self.replicas.named(optimizer) if p.requires_grad and self._lacks(p)]
             lrs = [_number(group.get("lr")) for group in optimizer.param_groups]
             rescaled = self._rescaled()
-            outside = sum(p not in self.models.members for p in parameters)
+            alike = self.replicas.before(optimizer, number, made)
             book.note(
-                "before", opt=number, step=made, lr=lrs, without=without, parameters=len(parameters), weights=weights,
-                outside=outside, rescaled=rescaled, logged=self._logged(),
+                "before", opt=number, step=made, lr=lrs, without=without, parameters=len(mine), rescaled=rescaled,
+                backwards=self._backwards, scale=self._loss_scale(), logged=self._logged(), **alike,
             )  # fmt: skip
 
     def _lacks(self, parameter: torch.Tensor) -> bool:
@@ -147,41 +158,14 @@ class _Training:
             return
         made = self._steps[number] = self._steps.get(number, 0) + 1
         self.book.clipped, self.book.fresh = set(), False
-        self._had -= {id(p) for p in _parameters(optimizer)}
+        self._had -= {id(p) for p in parameters(optimizer)}
         self.book.collectives.stale()
         with self.book.aside():
-            looked = made <= 4 or (made & (made - 1)) == 0 or made % 50 == 0
-            weights = self._weights(optimizer) if looked else None
-            state = machine() if looked else None
+            alike = self.replicas.after(optimizer, number, made)
+            state = machine() if self.replicas.looked(made) else None
             rescaled = self._rescaled()  # by a hook of the optimizer's, or in its own step
             self._gradient = self._share = None
-            self.book.note("step", now=True, opt=number, step=made, weights=weights, machine=state, rescaled=rescaled)
-
-    def _weights(self, optimizer: Any) -> dict[str, list[float]] | None:
-        """name -> [elements, sum of magnitudes, some values]; nothing of parameters that are cut over processes."""
-        found: dict[str, list[float]] = {}
-        for name, p in self._named(optimizer)[:_MOST_TENSORS]:
-            if type(p) is not torch.nn.Parameter and type(p) is not torch.Tensor:
-                return None
-            flat = p.detach().reshape(-1)
-            if flat.numel() == 0:
-                continue
-            taken = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].double()
-            size = torch.stack([flat.abs().sum(dtype=torch.float64), flat.sum(dtype=torch.float64)])
-            found[name] = [flat.numel(), *torch.cat([size, taken]).tolist()]
-        return found
-
-    def _named(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
-        """Its parameters, each under a name of its own: two models may have the same ones."""
-        found: dict[str, torch.Tensor] = {}
-        for place, p in enumerate(_parameters(optimizer)):
-            if p not in self._names:
-                for q, name in names().items():
-                    self._names.setdefault(q, name)
-                self._names.setdefault(p, f"a parameter of shape {tuple(p.shape)}")
-            name = self._names[p]
-            found[f"{name} (number {place})" if name in found else name] = p
-        return list(found.items())
+            self.book.note("step", now=True, opt=number, step=made, machine=state, rescaled=rescaled, **alike)
 
     def _logged(self) -> dict[int, float]:
         """DDP's own measurement of its communication, seconds, where it has made one (some iterations only)."""
@@ -194,13 +178,21 @@ class _Training:
                 continue
         return found
 
+    def restored(self, original: Any) -> Any:
+        def load_state_dict(optimizer: Any, /, *args: Any, **options: Any) -> Any:
+            result = original(optimizer, *args, **options)
+            self.book.note("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
+            return result
+
+        return load_state_dict
+
     # --- schedulers
 
     def schedule(self, cls: Any) -> None:
         """Watch a class of schedulers, and its own step if it has one."""
 
         def make_init(original: Any) -> Any:
-            def __init__(scheduler: Any, *args: Any, **options: Any) -> None:
+            def __init__(scheduler: Any, /, *args: Any, **options: Any) -> None:
                 first = "_paceline_doctor" not in scheduler.__dict__
                 if first:
                     scheduler.__dict__["_paceline_doctor"] = self._schedulers
@@ -214,7 +206,7 @@ class _Training:
             return __init__
 
         def make_step(original: Any) -> Any:
-            def step(scheduler: Any, *args: Any, **options: Any) -> Any:
+            def step(scheduler: Any, /, *args: Any, **options: Any) -> Any:
                 if self._inside or not self.book.watching:
                     return original(scheduler, *args, **options)
                 optimizer = getattr(scheduler, "optimizer", None)
@@ -228,7 +220,7 @@ class _Training:
                     self._inside -= 1
                 lrs = [_number(group.get("lr")) for group in optimizer.param_groups] if optimizer is not None else []
                 opt = optimizer.__dict__.get("_paceline_doctor") if optimizer is not None else None
-                self.book.note("sched", opt=opt, lr=lrs, **_schedule(scheduler))
+                self.book.note("sched", opt=opt, lr=lrs, library=self.book.library(), **_schedule(scheduler))
                 return result
 
             return step
@@ -282,7 +274,7 @@ class _Training:
         return None
 
     def scale(self, original: Any) -> Any:
-        def scale(scaler: Any, *args: Any, **options: Any) -> Any:
+        def scale(scaler: Any, /, *args: Any, **options: Any) -> Any:
             if all(scaler is not known for known in self._scalers):
                 self._scalers.append(scaler)
             scaler._paceline_doctor_scaled = True
@@ -291,15 +283,11 @@ class _Training:
         return scale
 
     def update(self, original: Any) -> Any:
-        def update(scaler: Any, *args: Any, **options: Any) -> Any:
+        def update(scaler: Any, /, *args: Any, **options: Any) -> Any:
             scaler._paceline_doctor_scaled = False
             return original(scaler, *args, **options)
 
         return update
-
-
-def _parameters(optimizer: Any) -> Any:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _number(value: Any) -> float | None:
@@ -327,6 +315,9 @@ def _horizon(scheduler: Any) -> tuple[str, str, int | None]:
         return kind, f"sequence's end ({start} + {name})", None if horizon is None else start + horizon
     name = {"CosineAnnealingLR": "T_max", "StepLR": "step_size", "CosineAnnealingWarmRestarts": "T_0"}.get(kind, "")
     horizon = getattr(scheduler, name, None) if name else None
+    if kind in ("OneCycleLR", "PolynomialLR"):
+        name = "total_steps" if kind == "OneCycleLR" else "total_iters"
+        horizon = getattr(scheduler, name, None)
     if kind == "MultiStepLR":
         name, horizon = "last milestone", max(scheduler.milestones, default=None)
     return kind, name, horizon
@@ -336,6 +327,7 @@ def watch(book: Notebook) -> None:
     training = _Training(book, book.models)
     put(torch.autograd, "backward", training.backward)
     put(Optimizer, "__init__", training.optimizer)
+    put(Optimizer, "load_state_dict", training.restored)
     register_optimizer_step_pre_hook(training.before)
     register_optimizer_step_post_hook(training.after)
     schedulers = [cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type)]

@@ -40,7 +40,7 @@ class _Waiting:
         """A tensor's value is asked for: on a device this waits for all that is queued."""
 
         def make(original: Any) -> Any:
-            def method(tensor: Any, *args: Any, **options: Any) -> Any:
+            def method(tensor: Any, /, *args: Any, **options: Any) -> Any:
                 if torch.compiler.is_compiling() or tensor.device.type in ("cpu", "meta"):
                     return original(tensor, *args, **options)
                 return waited(tensor, *args, **options)

@@ -1,0 +1,316 @@
+"""Replicas of one model that part: where the first difference stands, and so what made it.
+
+A step has four places: the weights before it, the gradients after the last backward, those that the optimizer is given,
+and the weights after it. The first of them in which ranks differ, where the one before agreed, holds the cause.
+"""
+
+from __future__ import annotations
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.judge import writes
+from paceline.doctor.judge.record import Event, Run, place
+from paceline.doctor.judge.source import divides_rate
+
+TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients have the same bits
+SUMMED = 2e-3  # of the sum of all ranks' gradients
+_NAMED = 4
+
+Samples = dict[str, list[float]]
+
+
+def findings(run: Run) -> list[Finding]:
+    if any(run.all("join")) or not (run.reduces or run.replicas):
+        return []
+    if run.averages_weights:  # ranks that have made unequally many steps
+        return []
+    return _clock(run) or [*_parting(run), *_summed(run), *_buffers(run)]
+
+
+def _clock(run: Run) -> list[Finding]:
+    """Steps by the count of backward passes, which all ranks make alike where gradients are reduced."""
+    passes = [sum(1 for _ in run.of(rank, "backward")) for rank in run.peers]
+    if run.cut or not run.reduces or max(passes) - min(passes) > 1 or not min(passes):
+        return []
+    for opt in sorted({e["opt"] for e in run.all("before")}):
+        of = [[e for e in run.of(rank, "before") if e["opt"] == opt] for rank in run.peers]
+        at = [[e.get("backwards") for e in events] for events in of]
+        for other in range(1, len(of)):
+            more, less = (0, other) if len(at[0]) >= len(at[other]) else (other, 0)
+            missing = next((n for n, b in enumerate(at[more]) if b not in at[less]), None)
+            if missing is None or len(at[more]) == len(at[less]):
+                continue
+            evidence = (
+                f"rank {run.peers[more]} made {len(at[more])} steps of the optimizer and rank {run.peers[less]} "
+                f"{len(at[less])}, in {passes[more]} and {passes[less]} backward passes; the first that rank "
+                f"{run.peers[less]} lacks comes after backward pass {at[more][missing]}"
+            )
+            return [Finding("steps_differ", place(of[more][missing]["at"]), evidence)]
+    return []
+
+
+def _parting(run: Run) -> list[Finding]:
+    of = [
+        {(e["opt"], e["step"], e["k"]): e for e in run.of(rank, "before", "step") if e.get("weights")}
+        for rank in run.peers
+    ]
+    alike: dict[int, int] = {}  # optimizer -> the last step after which its weights were the same
+    for key, first in of[0].items():  # in the order of the run
+        opt, step, kind = key
+        events = [ranks[key] for ranks in of if key in ranks]
+        if len(events) < len(of):
+            continue
+        apart = [part for part in _apart([e["weights"] for e in events]) if part[0] not in run.shards]
+        if not apart:
+            alike[opt] = step
+        elif kind == "before" and step == 0:
+            return [_start(run, first, apart)]
+        elif kind == "before":
+            written = _written(run, opt, step, alike.get(opt), _tell(apart, first["weights"]))
+            if written:
+                return written
+        else:
+            before = [ranks[opt, step - 1, "before"] for ranks in of if (opt, step - 1, "before") in ranks]
+            when = f"after step {step} {_tell(apart, first['weights'])}"
+            if len(before) == len(of):
+                return [_cause(run, before, events, when)]
+            return [Finding("weights_differ", place(first["at"]), when)]
+    return []
+
+
+def _start(run: Run, first: Event, apart: list[tuple[str, float]]) -> Finding:
+    """Of weights that differ before the first step: the line where some ranks load a state, or the script writes to
+    weights by rank, or seeds by rank; otherwise where the first of them is made."""
+    evidence = f"before the first step {_tell(apart, first['weights'])}"
+    begun = [list(run.of(rank, "loaded", "before")) for rank in run.peers]
+    loads = [
+        [e["at"] for e in events[: next(i for i, e in enumerate(events) if e["k"] == "before")]] for events in begun
+    ]
+    line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
+    if line is not None:
+        evidence += f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
+    line = line or writes.of_weights(run, first["at"], by_rank=True) or writes.seeds_by_rank(run)
+    line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]
+    return Finding("weights_differ_at_start", place(line), evidence)
+
+
+def _tell(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
+    return (
+        f"{len(apart)} of {len(tensors)} {what} differ between ranks ({_names(apart)}), by up to "
+        f"{max(size for _, size in apart):.1e} of their mean magnitude"
+    )
+
+
+def _names(apart: list[tuple[str, float]]) -> str:
+    return ", ".join(name for name, _ in apart[:_NAMED]) + (", ..." if len(apart) > _NAMED else "")
+
+
+def _apart(ranks: list[Samples]) -> list[tuple[str, float]]:
+    """(name, largest difference in mean magnitudes) of the tensors that differ."""
+    found = []
+    for name, first in ranks[0].items():
+        others = [o for tensors in ranks[1:] if (o := tensors.get(name)) is not None and o[0] == first[0]]
+        if len(others) < len(ranks) - 1:
+            continue  # another shape: parts of one model
+        values = [[*o[3:], o[1] / o[0], o[2] / o[0]] for o in (first, *others)]
+        mean = max(max(abs(v[-2]) for v in values), 1e-12)
+        size = max((abs(a - b) for v in values[1:] for a, b in zip(values[0], v)), default=0.0)
+        if not size <= TOLERANCE * mean:
+            found.append((name, size / mean))
+    return found
+
+
+def _written(run: Run, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:
+    """The weights agreed after one step and not before a later one, and a rank saw its own change between two steps."""
+    if alike is None:
+        return []
+    moved = [
+        {e["step"]: e for e in run.of(rank, "moved") if e["opt"] == opt and alike <= e["step"] <= step}
+        for rank in run.peers
+    ]
+    first = min((number for m in moved for number in m), default=None)
+    if first is None:
+        return []
+    who = [rank for rank, m in zip(run.peers, moved, strict=True) if first in m]
+    whose = f"rank {who[0]}'s" if len(who) == 1 else "the ranks'"
+    evidence = (
+        f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} {told}"
+    )
+    at = next(m[first]["at"] for m in moved if first in m)
+    return [Finding("written_outside", place(writes.of_weights(run, at) or at), evidence)]
+
+
+def _cause(run: Run, before: list[Event], after: list[Event], when: str) -> Finding:
+    """Of weights that agreed before a step, or differ only since earlier ones that were not looked at."""
+    given: list[Samples] = [e.get("grads") or {} for e in before]
+    apart = [part for part in _apart(given) if part[0] not in run.shards]
+    at = before[0]["at"]
+    if not apart:
+        return _optimizer(run, before, after, when)
+    when += f"; {_tell(apart, given[0], 'gradients')} at that step"
+    names = {name for name, _ in apart}
+    if not run.reduces:
+        return Finding(
+            "not_reduced", place(at), f"{when}; no gradient was reduced, by DDP or by a call of the script's"
+        )
+    if any(run.of(0, "ddp")):
+        return _under_ddp(run, before[0], names, when)
+    kept = _kept(given, [e.get("own") or {} for e in before])
+    calls = [e for e in run.of(0, "coll") if e.get("of") == "grad"]
+    if kept and calls:
+        listed = ", ".join(kept[:_NAMED])
+        evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
+        return Finding("partly_reduced", place(calls[0]["at"]), evidence)
+    line = writes.of_gradients(run, at)
+    return Finding("gradients_differ", place(line or at), f"{when}, though gradients are reduced")
+
+
+def _kept(given: list[Samples], own: list[Samples]) -> list[str]:
+    """Gradients that are each rank's own, where others have been reduced. Clipping by norms of the ranks' own may have
+    given all of a rank's a common factor."""
+    kept: set[str] = set()
+    reduced: set[str] = set()
+    for theirs in given[1:]:
+        fits = [(values[0], _multiple(values, theirs[name])) for name, values in given[0].items() if name in theirs]
+        factors = [(size, factor) for size, factor in fits if size > 1 and factor is not None]
+        if not factors:
+            return []
+        common = max(factors)[1]
+        for name, values in given[0].items():
+            scaled = [[*values[:1], *(common * v for v in values[1:])], theirs.get(name, values)]
+            (kept if _apart([{name: one} for one in scaled]) else reduced).add(name)
+    plain = [n for n in kept if all(n in o and o[n] == g[n] for o, g in zip(own, given))]
+    return sorted(plain or (kept if reduced else ()))
+
+
+def _multiple(ours: list[float], theirs: list[float]) -> float | None:
+    """c, where theirs are c times ours."""
+    square = sum(v * v for v in ours[2:])
+    factor = sum(a * b for a, b in zip(ours[2:], theirs[2:])) / square if square else 0.0
+    rest = sum((b - factor * a) ** 2 for a, b in zip(ours[2:], theirs[2:]))
+    return factor if factor > 0 and rest <= TOLERANCE**2 * sum(b * b for b in theirs[2:]) else None
+
+
+def _window(run: Run, before: Event) -> list[Event]:
+    """Rank 0's events since the step before."""
+    events = run.ranks[0]
+    end = next(i for i, e in enumerate(events) if e is before)
+    steps = (i for i in range(end - 1, -1, -1) if events[i]["k"] == "step" and events[i]["opt"] == before["opt"])
+    return events[next(steps, 0) : end]
+
+
+def _under_ddp(run: Run, before: Event, names: set[str], when: str) -> Finding:
+    window = _window(run, before)
+    outside = before.get("outside") or {}
+    if names <= set(outside):
+        at, how = next(told for name, told in outside.items() if name in names)
+        line = (writes.unfreezes(run) if "frozen" in how else None) or at or before["at"]
+        return Finding("unknown_to_ddp", place(line), f"{when}; DDP does not reduce them: they were {how}")
+    passes = [e for e in window if e["k"] == "backward"]
+    past = [e for e in window if e["k"] == "past"] or list(run.of(0, "past"))
+    if passes and not passes[-1]["synced"] and passes[-1]["local"]:
+        line = next((e["at"] for e in run.of(0, "no_sync")), None) or writes.says(run, "require_backward_grad_sync")
+        usual = next((e["at"] for e in run.of(0, "before") if e["opt"] == before["opt"]), None)
+        line = before["at"] if usual != before["at"] else line  # a step of its own, for what is left
+        evidence = f"{when}; the last backward before the step, of {len(passes)}, was made under no_sync"
+        return Finding("sync_off", place(line or passes[-1]["at"]), evidence)
+    if any(not e["synced"] and not e["local"] for e in passes):
+        line = past[0]["at"] if past else writes.says(run, "module") or passes[-1]["at"]
+        evidence = f"{when}; a backward was made of a forward that did not go through the DDP module"
+        return Finding("past_ddp", place(line), evidence)
+    if past:
+        evidence = f"{when}; the module inside DDP was called too, past DDP, before that step"
+        return Finding("past_ddp", place(past[0]["at"]), evidence)
+    line = writes.of_gradients(run, before["at"])
+    return Finding("gradients_differ", place(line or before["at"]), f"{when}, though DDP reduced gradients")
+
+
+def _optimizer(run: Run, before: list[Event], after: list[Event], when: str) -> Finding:
+    """The same gradients, and another update."""
+    settings = [e.get("settings") or [] for e in before]
+    made = next((e["at"] for e in run.of(0, "optimizer") if e["opt"] == before[0]["opt"]), None)
+    for rank, theirs in zip(run.peers[1:], settings[1:]):
+        for a, b in zip(settings[0], theirs):
+            name = next((k for k in (*a, *b) if a.get(k) != b.get(k)), None)
+            if name is not None:
+                evidence = (
+                    f"{when}, by the same gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on {rank}"
+                )
+                return Finding("optimizer_differs", place(made or before[0]["at"]), evidence)
+    state = _apart([e.get("state") or {} for e in after])
+    if state:
+        line = next((e["at"] for e in run.all("restored")), None)
+        evidence = f"{when}, by the same gradients: {_tell(state, after[0]['state'], 'tensors of its state')}"
+        return Finding("optimizer_differs", place(line or before[0]["at"]), evidence)
+    return Finding("weights_differ", place(before[0]["at"]), f"{when}, though the gradients of that step were the same")
+
+
+def _buffers(run: Run) -> list[Finding]:
+    """Buffers that begin alike and part, as running means of each rank's own data do."""
+    if not run.reduces:
+        return []
+    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "step") if e.get("buffers")} for rank in run.peers]
+    keys = [key for key in of[0] if all(key in ranks for ranks in of)]
+    apart = [(key, _apart([ranks[key]["buffers"] for ranks in of])) for key in keys]
+    last = [(key, parts) for key, parts in apart if parts]
+    if len(last) < 2 or not apart[-1][1]:
+        return []
+    (_, step), parts = last[-1]
+    evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]]['buffers'], 'buffers')}; nothing sends them"
+    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2])
+    return [Finding("buffers_differ", place(line or of[0][last[-1][0]]["at"]), evidence)]
+
+
+def _summed(run: Run) -> list[Finding]:
+    """Gradients that are the sum of the ranks', where each rank's loss is a mean."""
+    of = [[e for e in run.of(rank, "before") if e.get("own") and e.get("grads")] for rank in run.peers]
+    kinds = {e.get("form", e["mean"]) for rank in run.peers for e in run.of(rank, "backward")}
+    if len(run.peers) < 2 or not all(of) or kinds != {"mean"}:
+        return []
+    hooked = any(e["mean"] != "mean" for e in run.of(0, "backward"))
+    told = 0
+    for events in zip(*of):
+        if len({(e["opt"], e["step"]) for e in events}) > 1:
+            continue
+        own = [_sent(run, rank, e) if hooked else e["own"] for rank, e in zip(run.peers, events)]
+        factor = _factor(own, events[0]["grads"])
+        if factor is None or abs(factor * events[0].get("scale", 1.0) - 1) > SUMMED:
+            return []
+        told += 1
+    if told < 2 or divides_rate(run):
+        return []
+    calls = [e for e in run.of(0, "coll") if e.get("of") == "grad"]
+    evidence = (
+        f"at {told} of {told} steps that were compared the optimizer was given the sum of the gradients of "
+        f"{len(run.peers)} ranks, each of a loss that is a mean: nothing divided it"
+    )
+    return [Finding("summed_gradients", place(calls[0]["at"] if calls else of[0][0]["at"]), evidence)]
+
+
+def _sent(run: Run, rank: int, before: Event) -> Samples:
+    """What a rank gave to the reductions before a step: of gradients that a hook reduces in the backward itself."""
+    events = run.ranks[rank]
+    end = next(i for i, e in enumerate(events) if e is before)
+    begin = next((i for i in range(end - 1, -1, -1) if events[i]["k"] == "step"), 0)
+    if len(list(run.of(rank, "optimizer"))) != 1:
+        return {}  # parameters are numbered through all of them
+    order = list(before["weights"])
+    sent = (e for e in events[begin:end] if e["k"] == "coll" and e.get("of") == "grad" and e.get("given"))
+    return {order[n - 1]: e["given"] for e in sent if 0 < (n := e.get("number") or 0) <= len(order)}
+
+
+def _factor(own: list[Samples], given: Samples) -> float | None:
+    """c, where the gradients that an optimizer was given are c times the sum of all ranks'; None: they are not."""
+    sums: list[float] = []
+    gifts: list[float] = []
+    for name, values in given.items():
+        theirs = [o[name] for o in own if name in o and o[name][0] == values[0]]
+        if len(theirs) < len(own):
+            return None
+        sums += [sum(t[i] for t in theirs) for i in range(2, len(values))]
+        gifts += values[2:]
+    square = sum(s * s for s in sums)
+    if not square:
+        return None
+    factor = sum(s * g for s, g in zip(sums, gifts)) / square
+    rest = sum((g - factor * s) ** 2 for s, g in zip(sums, gifts))
+    return factor if rest <= SUMMED**2 * sum(g * g for g in gifts) else None

@@ -1,0 +1,173 @@
+"""The line where a script writes to weights or gradients outside the optimizer: read in its text, since no call of
+torch that could be watched says so of `p.data`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from paceline.doctor.judge.places import called, functions, tree_of
+from paceline.doctor.judge.record import Run
+
+_WRITES = re.compile(
+    r"^(add|sub|mul|div|copy|clamp|clip|lerp|fill|zero|normal|uniform|addcmul|addcdiv|set|masked_fill|index_copy)_$"
+    r"|^(trunc_normal|kaiming_uniform|kaiming_normal|xavier_uniform|xavier_normal|orthogonal|constant|ones|zeros)_$"
+)
+_WEIGHTS = re.compile(r"\.data\b|\bp\b|param|weight|bias|embed|head|\bw\b")
+_NOT_WEIGHTS = re.compile(r"optim|sched|scaler|metric|count|total|loss|grad|ema|shadow|teacher|target|momentum|buf")
+_SEEDS = ("torch.manual_seed", "manual_seed", "seed_everything", "set_seed", "L.seed_everything", "pl.seed_everything")
+_SEEDING = ("manual_seed", "seed", "default_rng", "RandomState", "Random", "seed_everything", "set_seed")
+_RANKS = re.compile(r"rank|main|master|is_")
+
+
+def of_weights(run: Run, near: Any, by_rank: bool = False) -> list[Any] | None:
+    """The line where the script writes to weights in its training loop: by rank, if there is one, or near a step.
+    by_rank: only by rank."""
+    return _nearest(run, near, _writes_weight, by_rank)
+
+
+def of_rate(run: Run) -> list[Any] | None:
+    """The line that assigns to an optimizer's `["lr"]`."""
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            targets = n.targets if isinstance(n, ast.Assign) else [n.target] if isinstance(n, ast.AugAssign) else []
+            for t in targets:
+                if isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant) and t.slice.value == "lr":
+                    return [file, t.lineno]
+    return None
+
+
+def says_cycle(run: Run) -> list[Any] | None:
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            if isinstance(n, ast.Call) and called(n) == "cycle":
+                return [file, n.lineno]
+    return None
+
+
+def of_buffer(run: Run, name: str) -> list[Any] | None:
+    """The line that writes to an attribute of this name, not in a constructor."""
+    for file in _files(run):
+        tree = tree_of(file) or ast.Module([], [])
+        built = [n for n in functions(tree) if n.name == "__init__"]
+        for n in ast.walk(tree):
+            whole: list[ast.expr] = n.targets if isinstance(n, ast.Assign) else []
+            whole = [n.target] if isinstance(n, ast.AugAssign) else whole
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr.endswith("_"):
+                whole = [n.func.value]
+            for t in whole:
+                named = any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(t))
+                if named and not any(b.lineno <= t.lineno <= (b.end_lineno or 0) for b in built):
+                    return [file, t.lineno]
+    return None
+
+
+def seeds_alike(run: Run) -> list[Any] | None:
+    """The last line that seeds a generator, where none is seeded with the rank: of its own, or else torch's."""
+    own, common = None, None
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            if not isinstance(n, ast.Call) or called(n) not in _SEEDING or not n.args:
+                continue
+            if any(_RANKS.search(ast.unparse(a)) for a in n.args):
+                return None
+            if ast.unparse(n.func) in _SEEDS:
+                common = max(common or [file, 0], [file, n.lineno])
+            else:
+                own = max(own or [file, 0], [file, n.lineno])
+    return own or common
+
+
+def seeds_by_rank(run: Run) -> list[Any] | None:
+    """The first line that seeds torch with the rank."""
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            seeds = isinstance(n, ast.Call) and ast.unparse(n.func) in _SEEDS
+            if isinstance(n, ast.Call) and seeds and any(_RANKS.search(ast.unparse(a)) for a in n.args):
+                return [file, n.lineno]
+    return None
+
+
+def of_gradients(run: Run, near: Any) -> list[Any] | None:
+    """The line where the script writes to gradients."""
+    return _nearest(run, near, _writes_gradient)
+
+
+def unfreezes(run: Run) -> list[Any] | None:
+    """The line where `requires_grad` is set to True: an assignment is seen by nobody."""
+    return next(
+        (
+            [file, n.lineno]
+            for file in _files(run)
+            for n in ast.walk(tree_of(file) or ast.Module([], []))
+            if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant) and n.value.value is True
+            if any(getattr(t, "attr", "") == "requires_grad" for t in n.targets)
+        ),
+        None,
+    )
+
+
+def says(run: Run, attribute: str) -> list[Any] | None:
+    """The first line that assigns to an attribute of this name, or calls something by way of it."""
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            named = [t for t in n.targets if isinstance(t, ast.Attribute)] if isinstance(n, ast.Assign) else []
+            if isinstance(n, ast.Call):
+                named = [part for part in ast.walk(n.func) if isinstance(part, ast.Attribute) and part is not n.func]
+                named += [n.func] if isinstance(n.func, ast.Attribute) and n.args else []
+            if any(t.attr == attribute for t in named):
+                return [file, named[0].lineno]
+    return None
+
+
+def _files(run: Run) -> list[str]:
+    return sorted({e["at"][0] for e in run.of(0, "optimizer", "backward", "before", "ddp") if e["at"]})
+
+
+def _nearest(run: Run, near: Any, writes: Any, by_rank_only: bool = False) -> list[Any] | None:
+    found = []
+    for file in _files(run):
+        tree = tree_of(file)
+        if tree is None:
+            continue
+        by_rank = [n for n in ast.walk(tree) if isinstance(n, ast.If) and _RANKS.search(ast.unparse(n.test))]
+        loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While)) and near and near[0] == file]
+        loops = [n for n in loops if n.lineno <= near[1] <= (n.end_lineno or 0)]
+        scopes = list(functions(tree))
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.Call, ast.Assign, ast.AugAssign)) or not writes(node):
+                continue
+            ranked = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in by_rank)
+            ranked = ranked or bool(_RANKS.search(ast.unparse(node)))
+            looped = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in loops)
+            inside = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in scopes)
+            if ranked or ((looped or inside) and not by_rank_only):
+                far = abs(node.lineno - near[1]) if near and near[0] == file else 10_000
+                found.append((not ranked, not looped, far, [file, node.lineno]))
+    return min(found, key=lambda f: f[:3])[3] if found else None
+
+
+def _writes_weight(node: Any) -> bool:
+    if isinstance(node, ast.Call):
+        text = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        given = ast.unparse(node.args[0]) if node.args else ""
+        if called(node) == "load_state_dict":
+            return not _NOT_WEIGHTS.search(text)
+        if not _WRITES.search(called(node)):
+            return called(node) == "vector_to_parameters"
+        what = given if text.endswith("init") else text
+        return bool(_WEIGHTS.search(what)) and not _NOT_WEIGHTS.search(what)
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    texts = [ast.unparse(t.value if isinstance(t, ast.Subscript) else t) for t in targets]
+    return any(t.endswith(".data") and not _NOT_WEIGHTS.search(t) for t in texts) or (
+        isinstance(node, ast.AugAssign) and any(_WEIGHTS.search(t) and not _NOT_WEIGHTS.search(t) for t in texts)
+    )
+
+
+def _writes_gradient(node: Any) -> bool:
+    if isinstance(node, ast.Call):
+        text = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        return bool(_WRITES.search(called(node))) and "grad" in text
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return any(re.search(r"\.grad(\.data)?(\[|$)", ast.unparse(t)) for t in targets)

@@ -1,0 +1,477 @@
+"""Draws that belong to examples: row i of a random tensor is drawn from the stream of example i.
+
+While the mode below is active it sees every operator of torch that draws at random, whoever calls it (torch.rand, a
+method such as `uniform_`, a distribution, dropout). Where the first dimension of the result is the number of examples
+at hand, the numbers come from a counter-based generator in place of torch's: element (i, j, k) of draw number d is
+hash(key of example i, d, j, k). So it is the same in whatever batch the example is computed, and a longer padding
+changes none of the numbers that were there without it.
+
+The hash is splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), one stream
+inside the other: the j-th number of a stream is the key of the stream of (i, j). All of it is 64-bit arithmetic on
+tensors, the same on every device. Other distributions are made of the uniform one: normal by Box and Muller (1958),
+exponential, Cauchy and geometric by inversion, drawing without replacement by exponential races.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.train.randomness import mix
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+_CHUNK = 1 << 16  # elements that are drawn at once: what fits into a core's cache
+
+_UNTAGGED = frozenset(
+    [
+        "random",
+        "random_",
+        "binomial",
+        "_sample_dirichlet",
+        "rrelu",
+        "rrelu_",
+        "dropout_",
+        "alpha_dropout_",
+        "feature_dropout",
+        "feature_dropout_",
+        "feature_alpha_dropout",
+        "feature_alpha_dropout_",
+        "scaled_dot_product_attention",
+    ]
+)
+"""Operators that draw at random, although torch does not tag them so."""
+
+
+class Call(NamedTuple):
+    """One call of an operator that draws. name: the operator's, without `aten::`. values: its arguments by name, those
+    that were left out too. shape: of what is drawn."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    values: dict[str, Any]
+    shape: tuple[int, ...]
+
+    def plain(self, key: int | None = None) -> Any:
+        """The operator itself, with torch's default generator, whichever one the caller gave. key: seeded with it for
+        this call alone."""
+        kwargs = {**self.kwargs, "generator": None} if "generator" in self.values else self.kwargs
+        if key is None:
+            return self.func(*self.args, **kwargs)
+        with _seeded(key, self.device):
+            return self.func(*self.args, **kwargs)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the result, however long, is one draw: an order of all its elements."""
+        one = self.name == "multinomial" and self.values["self"].dim() == 1 and not self.values["replacement"]
+        return one or self.name == "randperm"
+
+    @property
+    def device(self) -> torch.device:
+        own = self.values.get("self", self.values.get("mean"))
+        if not isinstance(own, Tensor):
+            own = self.values.get("std")
+        if isinstance(own, Tensor):
+            return own.device
+        return torch.device(self.values.get("device") or "cpu")
+
+
+class RowKeys:
+    """The keys of the examples at hand: (n,) uint64, one for each row."""
+
+    def __init__(self, keys: np.ndarray) -> None:
+        self.keys = keys
+        self._on: dict[torch.device, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def on(self, device: torch.device) -> Tensor:
+        """(n,) int64 on a device."""
+        if device not in self._on:
+            self._on[device] = torch.from_numpy(self.keys.view(np.int64)).to(device)
+        return self._on[device]
+
+
+class ExampleDraws(TorchDispatchMode):
+    """Keys the draws of what runs inside by the examples at hand.
+
+    keys: of the examples. others: makes a draw that has no row for each example, given its number. arranged: where the
+    examples are in what is drawn: "rows", the first dimension; "folded", the first dimension is (examples x anything);
+    "second", the second dimension.
+    """
+
+    def __init__(self, keys: RowKeys, others: Callable[[Call, int], Any], *, arranged: str = "rows") -> None:
+        super().__init__()
+        self.keys, self.others, self.arranged = keys, others, arranged
+        self.calls: list[tuple[bool, tuple[int, ...]]] = []  # of each draw whether it mixes, and its shape
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator would import all of torch._dynamo, which takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = _kind(func)
+        if kind == _PLAIN:
+            return func(*args, **(kwargs or {}))
+        if kind == _COMPOSITE:  # as it comes in inference mode
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        call = bind(func, args, kwargs or {})
+        number = self.number(call)
+        self.calls.append((call.mixes, call.shape))
+        if call.device.type == "meta" or not math.prod(call.shape):
+            return call.plain()
+        shape = self._by_example(call.shape)
+        if shape is None or call.mixes or self.is_whole(call, number) or not _ours(args):
+            return self.others(call, number)
+        keys = self.keys.on(call.device)
+        if self.arranged == "rows":
+            return rows(call, keys, number)
+        if call.name not in ("bernoulli_", "native_dropout"):  # what dropout is made of
+            return self.others(call, number)
+        values = {"p": 1 - call.values["p"] if call.name == "native_dropout" else call.values["p"]}
+        drawn = rows(call._replace(name="bernoulli", shape=shape, values={**values, "dtype": torch.bool}), keys, number)
+        kept = drawn.transpose(0, 1) if self.arranged == "second" else drawn.reshape(call.shape)
+        return args[0].copy_(kept) if call.name == "bernoulli_" else dropped(call, kept)
+
+    def number(self, call: Call) -> int:
+        """Of a draw that is made now, of whatever kind."""
+        return len(self.calls)
+
+    def is_whole(self, call: Call, number: int) -> bool:
+        """Whether a draw belongs to the whole batch, although its length happens to be the number of examples."""
+        return False
+
+    def _by_example(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape in which the numbers are drawn, with the examples first. None: they have no row for each."""
+        count = len(self.keys)
+        if self.arranged == "second":
+            return (count, shape[0], *shape[2:]) if shape[1:2] == (count,) else None
+        if shape[:1] == (count,):
+            return shape
+        if self.arranged == "folded" and count and len(shape) > 1 and shape[0] % count == 0:
+            return (count, shape[0] // count, *shape[1:])
+        return None
+
+
+_PLAIN, _COMPOSITE, _DRAWS = range(3)
+_kinds: dict[Any, int] = {}
+
+
+def _kind(func: Any) -> int:
+    name = func._schema.name.removeprefix("aten::")
+    if torch.Tag.nondeterministic_seeded not in func.tags and name not in _UNTAGGED:
+        return _PLAIN
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return _COMPOSITE if composite else _DRAWS
+
+
+def _ours(args: Sequence[Any]) -> bool:
+    """Not subclasses of tensors, such as DTensor, whose first dimension may be a part of the whole."""
+    return all(type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor))
+
+
+def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """An operator's call, with the shape of what it draws."""
+    declared = func._schema.arguments
+    values = {a.name: a.default_value for a in declared}
+    values |= dict(zip(values, args, strict=False))
+    values |= kwargs
+    name = func._schema.name.removeprefix("aten::")
+    return Call(func, tuple(args), kwargs, name, values, _shape(name, values))
+
+
+_SHAPING = ("self", "mean", "std", "count", "prob", "input")
+
+
+def _shape(name: str, values: dict[str, Any]) -> tuple[int, ...]:
+    if values.get("size") is not None:
+        return tuple(int(s) for s in values["size"])
+    if name == "randperm":
+        return (int(values["n"]),)
+    if name == "multinomial":
+        return (*values["self"].shape[:-1], int(values["num_samples"]))
+    tensors = [values[key] for key in _SHAPING if isinstance(values.get(key), Tensor)]
+    return tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
+
+
+# --- the numbers
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x >> by, as of an unsigned number."""
+    return torch.bitwise_right_shift(x, by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    """Its lowest 64 bits, as torch's int64 has them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """splitmix64's finalizer, in place."""
+    x.bitwise_xor_(_shifted(x, 30)).mul_(_FIRST)
+    x.bitwise_xor_(_shifted(x, 27)).mul_(_SECOND)
+    return x.bitwise_xor_(_shifted(x, 31))
+
+
+def _counted(lead: Tensor, length: int) -> Tensor:
+    """For each stream of `lead` (...), its first `length` numbers (..., length)."""
+    steps = torch.arange(1, length + 1, device=lead.device).mul_(_GOLDEN)
+    return _scramble(lead.unsqueeze(-1) + steps)
+
+
+Bits = Callable[[int], Tensor]
+"""64 random bits for each element of a chunk; another number asks for other bits."""
+
+
+def _fill(
+    shape: tuple[int, ...],
+    keys: Tensor,
+    number: int,
+    dtype: torch.dtype,
+    sample: Callable[..., Tensor],
+    params: Sequence[Tensor] = (),
+) -> Tensor:
+    """A tensor of `shape` whose elements are sample(bits, *elements of the params, which are broadcast to it)."""
+    lead = _scramble(keys + _signed((number + 1) * _GOLDEN))
+    grown = shape if len(shape) > 1 else (*shape, 1)
+    for length in grown[1:-1]:
+        lead = _counted(lead, length)
+    lead, width = lead.reshape(-1), grown[-1]
+    wide = [p.expand(shape).reshape(-1, width) for p in params]
+    out = torch.empty((lead.numel(), width), dtype=dtype, device=keys.device)
+    height = max(1, _CHUNK // max(width, 1))
+    for low in range(0, lead.numel(), height):
+        part = lead[low : low + height]
+
+        def bits(stream: int, part: Tensor = part) -> Tensor:
+            return _counted(_scramble(part ^ _signed(stream * _SECOND)) if stream else part, width)
+
+        out[low : low + height] = sample(bits, *(p[low : low + height] for p in wide))
+    return out.reshape(shape)
+
+
+_DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
+
+
+def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """In [0, 1): as many bits as the type's mantissa has, so that none is rounded to 1."""
+    digits = _DIGITS.get(dtype, 24)
+    return _shifted(bits, 64 - digits).to(_wide(dtype)).mul_(2.0**-digits)
+
+
+def _open(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """In (0, 1)."""
+    wide = _wide(dtype)
+    digits = 52 if wide == torch.float64 else 23
+    return _shifted(bits, 64 - digits).to(wide).mul_(2.0**-digits).add_(2.0 ** -(digits + 1))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def _normal(bits: Bits, dtype: torch.dtype) -> Tensor:
+    radius = _open(bits(0), dtype).log_().mul_(-2).sqrt_()
+    return radius * _open(bits(1), dtype).mul_(2 * math.pi).cos_()
+
+
+def _whole(bits: Tensor, low: int, high: int) -> Tensor:
+    """Whole numbers in [low, high)."""
+    return _shifted(bits, 1).remainder_(high - low).add_(low)
+
+
+# --- the operators
+
+
+def rows(call: Call, keys: Tensor, number: int) -> Any:
+    """What the operator draws, each row from its example's stream. keys: (n,) int64."""
+    name = call.name.strip("_")
+    if name == "native_dropout":
+        return _native_dropout(call, keys, number)
+    if name == "multinomial":
+        return _place(call, _multinomial(call, keys, number))
+    sampler = _SAMPLERS.get(name)
+    if sampler is None:
+        return _row_by_row(call, number, keys)
+    dtype = _dtype(call, name)
+    if dtype.is_complex:
+        shape = (*call.shape, 2)
+        half = torch.float64 if dtype == torch.complex128 else torch.float32
+        if name not in ("randn", "randn_like", "normal"):
+            return _row_by_row(call, number, keys)
+        pairs = _fill(shape, keys, number, half, lambda bits: _normal(bits, half).mul_(math.sqrt(0.5)))
+        return _place(call, torch.view_as_complex(pairs).to(dtype))
+    sample, params = sampler(call.values, dtype)
+    return _place(call, _fill(call.shape, keys, number, dtype, sample, params))
+
+
+def _dtype(call: Call, name: str) -> torch.dtype:
+    values = call.values
+    if isinstance(values.get("dtype"), torch.dtype):  # a default of the schema is a number
+        return values["dtype"]
+    for key in ("out", "self", "mean", "std"):
+        if isinstance(values.get(key), Tensor):
+            return values[key].dtype
+    return torch.int64 if name == "randint" else torch.get_default_dtype()
+
+
+def _place(call: Call, drawn: Tensor) -> Tensor:
+    values = call.values
+    if call.name.endswith("_"):
+        return values["self"].copy_(drawn)
+    if isinstance(values.get("out"), Tensor):
+        return values["out"].resize_(drawn.shape).copy_(drawn)
+    if values.get("pin_memory"):
+        return drawn.pin_memory()
+    return drawn
+
+
+Sampler = tuple[Callable[..., Tensor], Sequence[Tensor]]
+
+
+def _sample_uniform(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    low, high = values.get("from", 0.0), values.get("to", 1.0)
+    if (low, high) == (0.0, 1.0):
+        return lambda bits: _uniform(bits(0), dtype), ()
+    return lambda bits: _uniform(bits(0), dtype).mul_(high - low).add_(low), ()
+
+
+def _sample_normal(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    mean, std = values.get("mean", 0.0), values.get("std", 1.0)
+    params = [p for p in (mean, std) if isinstance(p, Tensor)]
+
+    def sample(bits: Bits, *given: Tensor) -> Tensor:
+        its = list(given)
+        at = its.pop(0) if isinstance(mean, Tensor) else mean
+        return _normal(bits, dtype) * (its.pop(0) if isinstance(std, Tensor) else std) + at
+
+    return sample, params
+
+
+def _sample_log_normal(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    return lambda bits: _normal(bits, dtype).mul_(values["std"]).add_(values["mean"]).exp_(), ()
+
+
+def _sample_whole(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    low, high = values.get("low", values.get("from", 0)), values.get("high", values.get("to"))
+    if high is None:
+        bits_of = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+        high = (1 << bits_of[dtype]) + 1 if dtype in bits_of else 2 if dtype == torch.bool else torch.iinfo(dtype).max
+    low, high = int(low), int(high)
+    return lambda bits: _whole(bits(0), low, high), ()
+
+
+def _sample_bernoulli(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    p = values.get("p")
+    if p is None:
+        p = values["self"]
+    if isinstance(p, Tensor):
+        return lambda bits, chance: _uniform(bits(0), chance.dtype) < chance, (p,)
+    limit = min(max(int(p * 2.0**63), 0), (1 << 63) - 1)
+    return lambda bits: _shifted(bits(0), 1) < limit, ()
+
+
+def _sample_exponential(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    return lambda bits: _open(bits(0), dtype).log_().div_(-values["lambd"]), ()
+
+
+def _sample_cauchy(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    median, sigma = values["median"], values["sigma"]
+    return lambda bits: _open(bits(0), dtype).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median), ()
+
+
+def _sample_geometric(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scale = math.log1p(-values["p"]) if values["p"] < 1 else -math.inf
+    return lambda bits: _open(bits(0), wide).log_().div_(scale).ceil_().clamp_(min=1), ()
+
+
+_SAMPLERS: dict[str, Callable[[dict[str, Any], torch.dtype], Sampler]] = {
+    "rand": _sample_uniform,
+    "rand_like": _sample_uniform,
+    "uniform": _sample_uniform,
+    "randn": lambda values, dtype: (lambda bits: _normal(bits, dtype), ()),
+    "randn_like": lambda values, dtype: (lambda bits: _normal(bits, dtype), ()),
+    "normal": _sample_normal,
+    "log_normal": _sample_log_normal,
+    "randint": _sample_whole,
+    "randint_like": _sample_whole,
+    "random": _sample_whole,
+    "bernoulli": _sample_bernoulli,
+    "exponential": _sample_exponential,
+    "cauchy": _sample_cauchy,
+    "geometric": _sample_geometric,
+}
+
+
+def _native_dropout(call: Call, keys: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    sample, _ = _sample_bernoulli({"p": 1 - call.values["p"]}, torch.bool)
+    return dropped(call, _fill(call.shape, keys, number, torch.bool, sample))
+
+
+def dropped(call: Call, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """native_dropout's results, given what it keeps."""
+    x, p = call.values["input"], float(call.values["p"])
+    if call.values["train"] is False or p == 0:
+        return call.plain()
+    return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
+
+
+def _multinomial(call: Call, keys: Tensor, number: int) -> Tensor:
+    chances, replacement = call.values["self"], call.values["replacement"]
+    wide = chances.to(_wide(chances.dtype))
+    if replacement:
+        sums = wide.cumsum(-1)
+        u = _fill(call.shape, keys, number, wide.dtype, lambda bits: _open(bits(0), wide.dtype))
+        found = torch.searchsorted(sums, u * sums[..., -1:], right=True)
+        return found.clamp_(max=wide.shape[-1] - 1)
+    races = _fill(tuple(wide.shape), keys, number, wide.dtype, lambda bits: _open(bits(0), wide.dtype).log_().neg_())
+    return (wide / races).topk(call.shape[-1], dim=-1).indices
+
+
+def _row_by_row(call: Call, number: int, keys: Tensor) -> Any:
+    """An operator without a formula above (poisson, binomial, gamma): torch's own, with each row's own generator."""
+    count, made = len(keys), []
+    for row, key in enumerate(keys.tolist()):
+
+        def cut(value: Any, row: int = row) -> Any:
+            return value[row : row + 1] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
+
+        kwargs = {name: cut(value) for name, value in call.kwargs.items()}
+        made.append(call._replace(args=tuple(map(cut, call.args)), kwargs=kwargs).plain(mix(key, number)))
+    if call.name.endswith("_"):
+        return call.values["self"]
+    if isinstance(made[0], tuple):
+        return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
+    return torch.cat(made)
+
+
+@contextmanager
+def _seeded(key: int, device: torch.device) -> Iterator[None]:
+    """torch's default generator of the device, seeded; afterwards it is as it was."""
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+    else:
+        generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(key)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -1,0 +1,101 @@
+"""The loss of a whole global batch as a function of the weights: what an optimizer evaluates that is given a closure.
+
+LBFGS calls the script's closure several times in a step, each time with other weights, and decides by the loss and the
+gradient how far to go. Each evaluation is a global batch of its own, of the same examples: `run.backward` in it leaves
+the exact mean in `.grad`, and what the optimizer gets is the mean loss of all processes, the same bits on each, so that
+they all decide alike. It is made of the losses of the evaluation's backward calls; what the closure returns is for one
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm import collectives
+from paceline.errors import UsageError
+from paceline.strategies.base import Strategy
+from paceline.strategies.replicated import check_known
+from paceline.train.messages import outside_a_loop, without_backward
+from paceline.train.order import Request
+from paceline.train.step import Seen, Stepper
+
+
+def step_by_closure(
+    stepper: Stepper,
+    optimizer: torch.optim.Optimizer | None,
+    schedulers: Sequence[Any],
+    closure: Callable[[], object],
+) -> None:
+    """One update of an optimizer by this closure. Raises UsageError where it could not be exact."""
+    optimizer = stepper.only(optimizer)
+    _check_exact(optimizer, stepper)
+    check_known(optimizer, stepper.names)
+    if not stepper.at_hand():
+        raise UsageError(outside_a_loop("step"))
+    _check_whole(optimizer, [one.request for one in stepper.at_hand()])
+    watched, told = stepper.losses, False
+
+    def evaluate() -> Tensor:
+        nonlocal told
+        stepper.again()
+        stepper.losses = []
+        closure()
+        made, stepper.losses = stepper.losses, watched
+        if not made:
+            raise UsageError(without_backward([p for group in optimizer.param_groups for p in group["params"]]))
+        if watched is not None and not told:  # the loss of the step is that of the weights before it
+            watched.extend(made)
+        told = True
+        stepper.evaluated(optimizer)
+        return _mean_loss(made, stepper.device, stepper.strategy.group)
+
+    try:
+        stepper.guards.allow(optimizer.step, evaluate)
+    finally:
+        stepper.losses = watched
+    stepper.made(optimizer, schedulers)
+
+
+def _check_exact(optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
+    name, strategy, fp16 = type(optimizer).__name__, stepper.strategy, stepper.precision.scaler is not None
+    plain = type(strategy).step is Strategy.step and strategy.sums is None
+    if not plain or strategy.layout.shards != collectives.size_of():
+        raise UsageError(
+            f"run.step({name}, closure): the closure is evaluated several times in a step, each time with other "
+            "weights, which is exact under the strategies single and ddp, without reproducible and shards. Use "
+            "--strategy ddp; or an optimizer that takes one gradient a step, such as AdamW."
+        )
+    if fp16 or stepper.skip:
+        raise UsageError(
+            f"run.step({name}, closure): {'precision=fp16' if fp16 else 'nonfinite=skip'} leaves updates out whose "
+            "gradient is not finite, which is known only in the middle of this one. Use precision='bf16' or 'fp32', "
+            "and nonfinite='stop'."
+        )
+
+
+def _check_whole(optimizer: torch.optim.Optimizer, requests: Sequence[Request]) -> None:
+    if any(request.micros > 1 for request in requests):
+        raise UsageError(
+            f"run.step({type(optimizer).__name__}, closure): each evaluation needs the gradient of the whole global "
+            f"batch, which is cut into {max(request.micros for request in requests)} micro-batches. Leave micro_batch "
+            "out, raise it until one is enough, or use more processes."
+        )
+
+
+def _mean_loss(made: Sequence[Seen], device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+    """(), float64 where the device has it: the sum over the backward calls of an evaluation of (sum of losses) / (sum
+    of counts) over all processes, the same bits on each."""
+    wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    rows = torch.zeros(2, len(made), dtype=wide, device=device)
+    for number, (_, value, count, request, summed, _) in enumerate(made):
+        if request.examples:  # a mean over nothing is NaN
+            things = request.examples if count is None else count
+            rows[0, number] = value.to(wide) if summed else value.to(wide) * things
+            rows[1, number] = things
+    sums, counts = collectives.all_reduce(rows, group=group)
+    return torch.where(counts > 0, sums / counts.clamp(min=torch.finfo(wide).tiny), 0).sum()

@@ -1,0 +1,305 @@
+"""Jobs in the idiom of pytorch/examples, small: each is a plain script for one device, and the same under Paceline.
+
+What a job draws in its loop belongs to the examples here: noise differs over shards by design, and plain PyTorch has no
+shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paceline
+
+N, BATCH, EPOCHS = 22, 6, 2  # the last global batch has 4 examples
+State = dict[str, Tensor]
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Examples that are dicts of a row of each of these tensors."""
+
+    def __init__(self, **columns: Tensor) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {name: column[i] for name, column in self.columns.items()}
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        return [
+            {name: column[start : start + BATCH] for name, column in self.columns.items()}
+            for start in range(0, N, BATCH)
+        ]
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def state_of(*models: nn.Module) -> State:
+    return {f"{i}.{name}": t.detach().clone() for i, m in enumerate(models) for name, t in m.state_dict().items()}
+
+
+def distance(one: State, other: State) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+# --- time_sequence_prediction: LBFGS
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm1, self.lstm2, self.linear = nn.LSTMCell(1, 6), nn.LSTMCell(6, 6), nn.Linear(6, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        zeros = torch.zeros(input.size(0), 6, dtype=torch.double)
+        h1, c1, h2, c2, outputs = zeros, zeros, zeros, zeros, []
+        for step in input.split(1, dim=1):
+            h1, c1 = self.lstm1(step, (h1, c1))
+            h2, c2 = self.lstm2(h1, (h2, c2))
+            outputs.append(self.linear(h2))
+        return torch.cat(outputs, dim=1)
+
+
+def waves() -> Rows:
+    phase = torch.arange(N, dtype=torch.double)[:, None] * 0.7
+    wave = torch.sin((torch.arange(9, dtype=torch.double)[None] + phase) / 2.0)
+    return Rows(input=wave[:, :-1].contiguous(), target=wave[:, 1:].contiguous())
+
+
+def lbfgs_of(seq: nn.Module) -> torch.optim.LBFGS:
+    return torch.optim.LBFGS(seq.parameters(), lr=0.8, max_iter=8)
+
+
+def plain_time_sequence() -> State:
+    torch.manual_seed(0)
+    seq, criterion, data = Sequence().double(), nn.MSELoss(), waves().columns
+    optimizer = lbfgs_of(seq)
+    for _ in range(3):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = criterion(seq(data["input"]), data["target"])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return state_of(seq)
+
+
+def time_sequence(run: paceline.Run) -> State:
+    torch.manual_seed(0)
+    seq, criterion = Sequence().double(), nn.MSELoss()
+    optimizer = lbfgs_of(seq)
+    run.prepare(seq, optimizer)
+    loader = run.loader(waves(), global_batch=N)
+    for _ in run.epochs(3):
+        for batch in loader:
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = criterion(seq(batch["input"]), batch["target"])  # noqa: B023
+                run.backward(loss)
+                return loss
+
+            run.step(optimizer, closure)
+    return state_of(seq)
+
+
+# --- vae: a loss that is a sum over the batch
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc21, self.fc22 = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.fc3, self.fc4 = nn.Linear(3, 8), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = F.relu(self.fc1(x))
+        mu, logvar = self.fc21(h), self.fc22(h)
+        z = mu + eps * torch.exp(0.5 * logvar)
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mu, logvar
+
+
+def loss_function(recon_x: Tensor, x: Tensor, mu: Tensor, logvar: Tensor) -> Tensor:
+    """Summed over all elements and the batch."""
+    bce = F.binary_cross_entropy(recon_x, x, reduction="sum")
+    return bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+
+
+def digits() -> Rows:
+    return Rows(x=drawn(N, 12, seed=1).sigmoid(), eps=drawn(N, 3, seed=2))
+
+
+def vae_model() -> tuple[VAE, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = VAE().double()
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def plain_vae() -> State:
+    model, optimizer = vae_model()
+    for _ in range(EPOCHS):
+        for batch in digits().batches():
+            optimizer.zero_grad()
+            recon, mu, logvar = model(batch["x"], batch["eps"])
+            loss_function(recon, batch["x"], mu, logvar).backward()
+            optimizer.step()
+    return state_of(model)
+
+
+def vae(run: paceline.Run, micro: int | None = None, closure: bool = False) -> State:
+    def elbo(model: nn.Module, batch: dict[str, Tensor]) -> paceline.Total:
+        recon, mu, logvar = model(batch["x"], batch["eps"])
+        return paceline.Total(loss_function(recon, batch["x"], mu, logvar))
+
+    model, optimizer = run.prepare(*vae_model())
+    expected, told = 0.0, 0.0
+    for _ in run.epochs(EPOCHS):
+        for batch in run.loader(digits(), global_batch=BATCH, micro_batch=micro, name=f"epoch {_}"):
+            optimizer.zero_grad()
+            if closure:
+                loss = run.forward_backward(elbo, model, batch)
+                told += run.mean(loss) if micro is None else 0.0
+                expected += run.sum(float(elbo(model, batch).sum.detach())) if micro is None else 0.0
+            else:
+                recon, mu, logvar = model(batch["x"], batch["eps"])
+                run.backward(total=loss_function(recon, batch["x"], mu, logvar))
+            run.step(optimizer)
+    assert abs(told - expected) <= 1e-9 * abs(expected), "run.mean of a closure's loss is the global sum"
+    return state_of(model)
+
+
+# --- dcgan: two optimizers, a fake batch that two losses share, pictures of fixed noise while training
+
+
+def gan_models() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net_g = nn.Sequential(nn.Linear(3, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5), nn.Tanh())
+    net_d = nn.Sequential(nn.Linear(5, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1), nn.Sigmoid(), nn.Flatten(0))
+    net_g, net_d = net_g.double(), net_d.double()
+    made = [torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for net in (net_d, net_g)]
+    return net_g, net_d, made[0], made[1]
+
+
+def pictures() -> Rows:
+    return Rows(real=drawn(N, 5, seed=3).tanh(), noise=drawn(N, 3, seed=4))
+
+
+FIXED = drawn(5, 3, seed=9)
+EVERY = 2
+
+
+def plain_gan(watch: bool = True) -> State:
+    net_g, net_d, opt_d, opt_g = gan_models()
+    criterion = nn.BCELoss()
+    for _ in range(EPOCHS):
+        for i, batch in enumerate(pictures().batches()):
+            net_d.zero_grad()
+            label = torch.ones(len(batch["real"]), dtype=torch.double)
+            criterion(net_d(batch["real"]), label).backward()
+            fake = net_g(batch["noise"])
+            label.fill_(0)
+            criterion(net_d(fake.detach()), label).backward()
+            opt_d.step()
+            net_g.zero_grad()
+            label.fill_(1)
+            criterion(net_d(fake), label).backward()
+            opt_g.step()
+            if watch and i % EVERY == 0:
+                net_g(FIXED)
+    return state_of(net_g, net_d)
+
+
+def gan(run: paceline.Run) -> State:
+    net_g, net_d, opt_d, opt_g = gan_models()
+    run.prepare(net_g, net_d, opt_d, opt_g)
+    criterion = nn.BCELoss()
+    loader = run.loader(pictures(), global_batch=BATCH)
+    for _ in run.epochs(EPOCHS):
+        for i, batch in enumerate(loader):
+            net_d.zero_grad()
+            label = torch.ones(len(batch["real"]), dtype=torch.double)
+            run.backward(criterion(net_d(batch["real"]), label))
+            fake = net_g(batch["noise"])
+            label.fill_(0)
+            run.backward(criterion(net_d(fake.detach()), label))
+            run.step(opt_d)
+            net_g.zero_grad()
+            label.fill_(1)
+            run.backward(criterion(net_d(fake), label))
+            run.step(opt_g)
+            if i % EVERY == 0:
+                net_g(FIXED)
+    return state_of(net_g, net_d)
+
+
+def gan_in_closures(run: paceline.Run) -> State:
+    """The fake batch goes from one closure to the next in the batch itself."""
+
+    def judge_both(models: tuple[nn.Module, nn.Module], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        net_g, net_d = models
+        batch["fake"] = net_g(batch["noise"])
+        real, fake = net_d(batch["real"]), net_d(batch["fake"].detach())
+        return F.binary_cross_entropy(real, real * 0 + 1), F.binary_cross_entropy(fake, fake * 0)
+
+    def fool(models: tuple[nn.Module, nn.Module], batch: dict[str, Tensor]) -> Tensor:
+        judged = models[1](batch["fake"])
+        return F.binary_cross_entropy(judged, judged * 0 + 1)
+
+    net_g, net_d, opt_d, opt_g = gan_models()
+    run.prepare(net_g, net_d, opt_d, opt_g)
+    for _ in run.epochs(EPOCHS):
+        for batch in run.loader(pictures(), global_batch=BATCH, name=f"epoch {_}"):
+            run.forward_backward(judge_both, (net_g, net_d), batch, optimizer=opt_d)
+            run.step(opt_d)
+            run.forward_backward(fool, (net_g, net_d), batch, optimizer=opt_g)
+            run.step(opt_g)
+    return state_of(net_g, net_d)
+
+
+Job = Callable[[paceline.Run], State]
+
+
+# --- on several ranks
+
+
+def compare(job: Job, expected: Callable[[], State], tolerance: float, **settings: Any) -> None:
+    run = paceline.start(device="cpu", progress="off", **settings)
+    try:
+        found = distance(job(run), expected())
+    finally:
+        run.close()
+    assert found <= tolerance, f"{job.__name__}: {found:.1e}"
+
+
+def check_time_sequence() -> None:
+    compare(time_sequence, plain_time_sequence, 1e-8)
+
+
+def check_vae() -> None:
+    compare(vae, plain_vae, 1e-11)
+    compare(lambda run: vae(run, micro=1), plain_vae, 1e-11)
+    compare(lambda run: vae(run, closure=True), plain_vae, 1e-11)
+    compare(lambda run: vae(run, micro=2, closure=True), plain_vae, 1e-11)
+
+
+def check_gan() -> None:
+    compare(gan, plain_gan, 1e-10)
+    compare(gan_in_closures, lambda: plain_gan(watch=False), 1e-10)
+
+
+def run_all() -> dict[str, str]:
+    from tests.ranks import checks_in, run_checks
+
+    return run_checks(checks_in(globals()))
