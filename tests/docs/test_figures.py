@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,3 +202,8 @@ def shown(text: str, held: list[float]) -> bool:
     digits, _, exponent = text.replace(",", "").partition("e")
     last = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))  # the place of the last digit shown
     return any(math.isclose(number * unit, value, abs_tol=0.501 * last) for number in held for unit in UNITS)
+
+
+# python -m tests.docs.test_figures benchmarks/results/compare_digits.json prints the table for the page.
+if __name__ == "__main__":
+    print(compared(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
