@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from tests.foreign.functions import CLOSE, JOBS, Rows, nanogpt, started
@@ -28,6 +32,16 @@ def test_several_processes_train_as_the_original(size: int, micro: str) -> None:
 def test_sharded_models_train_as_the_original(strategy: str, size: int) -> None:
     for found in run_ranks(size, "tests.foreign.functions:sharded", strategy, deadline=300):
         assert found < CLOSE
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(600)
+def test_verify_says_the_same_where_noise_belongs_to_the_example() -> None:
+    script = Path(__file__).parent / "scripts" / "vae_noise.py"
+    command = [sys.executable, "-m", "paceline", "verify", "--nproc", "2", "--steps", "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same, within rounding" in done.stdout
 
 
 def test_replicas_of_one_process_train_as_the_original() -> None:
