@@ -352,7 +352,9 @@ class _Case:
             known = replace(known, shards=None)
         if self.shards is None or self.in_turns != self.runs.turns(self.n) or update:
             return self._part_by_part(known, plain, step)
-        parts = one(self.runs, "B0", self.in_turns, plain=True)[0] if self.ours.drew else self.shards
+        parts, why = one(self.runs, "B0", self.in_turns, plain=True) if self.ours.drew else (self.shards, None)
+        if parts is None:
+            self.notes.append(missing(f"the shards in one process, with dropout off, could not be run: {why}", "B0"))
         if parts is None or parts.steps <= step:
             return known
         counted, own = bool(parts.of(step)[0]["counted"]), (parts,)

@@ -6,6 +6,9 @@ recorder.py   likewise, for `paceline verify`: keeps what its steps compute
 collated.py   digests of the examples; batches in reverse order
 plain.py      dropout off; what is seen of a script through torch's functions
 watched.py    numbers drawn, and gradients changed on the way
+lines.py      what the lines of the script do, once a fault was found
+script.py     which lines are the script's; what it is told of its rank
+sketches.py   large tensors in few numbers, to be compared
 kept.py       the recorder's files
 resources.py  peak memory, and bytes sent over the network
 profiled.py   time in communication, from torch's profiler
