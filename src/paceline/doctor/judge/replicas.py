@@ -275,7 +275,7 @@ def _optimizer(run: Run, before: list[Event], after: list[Event], when: str) -> 
 
 
 def _buffers(run: Run) -> list[Finding]:
-    """Buffers that begin alike and part, as running means of each rank's own data do."""
+    """Buffers that nothing sends and that are not alike, as running means of each rank's own data."""
     if not run.reduces:
         return []
     of = [{(e["opt"], e["step"]): e for e in run.of(rank, "step") if e.get("buffers")} for rank in run.peers]
