@@ -216,7 +216,7 @@ def parts(document: Result) -> dict[str, Result]:
 
 
 COLUMNS = {"all": "all", "shown": "told to the authors", "held out": "held out"}
-PART = {"shown": "told to the authors, and missed before", "held out": "held out"}  # where not every script was run
+PART = {"shown": "told to the authors, run again", "held out": "held out"}  # where not every script was run
 
 
 def table(document: Result) -> str:
