@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import signal
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 import paceline
 from paceline.errors import LaunchError
-from paceline.trial import kept, watched
+from paceline.trial import kept, plain, script, watched
 
 
 def test_what_a_script_asks_all_processes_is_passed_on_whole() -> None:
@@ -39,3 +40,18 @@ def test_a_disk_that_takes_no_more_is_named_with_what_helps(tmp_path: Path) -> N
     assert not (tmp_path / "state-0.safetensors").exists()
     kept.save({"weight": torch.zeros(4096)}, str(tmp_path / "state-0.safetensors"))
     assert (tmp_path / "state-0.safetensors").exists()
+
+
+def test_every_name_by_which_a_script_asks_for_its_rank_is_noted_and_told() -> None:
+    run = paceline.start(device="cpu", progress="off")
+    real, patches, lines = run.world, plain.Patches(), []
+    run.world = dataclasses.replace(real, rank=1, size=3, local_rank=1, local_size=3)
+    try:
+        script.Asked(run, True, lines.append, patches)
+        assert (run.rank, run.local_rank, run.world_size, run.world.rank, run.main) == (0, 0, 1, 0, True)
+        assert len(lines) == 5
+        assert {file for file, _ in lines} == {__file__}
+    finally:
+        patches.undo()
+        run.world = real
+        run.close()

@@ -22,6 +22,7 @@ are alike, and of which example a difference is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -374,7 +375,8 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._lines.op(func, args, kwargs or {}, out)
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError, TypeError):
+            self._lines.op(func, args, kwargs or {}, out)  # of a kind of tensor that cannot be looked at: none is kept
         return out
 
 

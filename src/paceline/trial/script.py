@@ -109,7 +109,18 @@ class Asked:
                 asked._note(at)
             return (asked._told and at is not None) or bool(kind.main.fget(self))
 
-        return type(kind.__name__, (kind,), {"main": property(main)})
+        def number(name: str, answer: int) -> property:
+            def get(self: Any) -> int:
+                at = _asks()
+                if at is not None:
+                    asked._note(at)
+                return answer if asked._told and at is not None else int(getattr(kind, name).fget(self))
+
+            return property(get)
+
+        numbers = {"rank": 0, "local_rank": 0, "world_size": 1}
+        properties = {name: number(name, answer) for name, answer in numbers.items()}
+        return type(kind.__name__, (kind,), {"main": property(main), **properties})
 
     def _instead(self, function: Callable[..., int], answer: int) -> Callable[..., int]:
         def asked(*args: Any, **options: Any) -> int:

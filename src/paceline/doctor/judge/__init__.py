@@ -29,6 +29,8 @@ def judge(run: Run) -> list[Finding]:
     for subject in (data, evaluation, model, replicas, schedule, costs, source):
         found += subject.findings(run)
     causes = {finding.cause for finding in found}
+    if "sync_off" in causes and any(run.of(0, "fsdp")):  # FSDP has no gradient that it did not send
+        found = [f for f in found if f.cause != "no_gradient"]
     if "steps_differ" in causes:  # a rate goes with its step
         found = [f for f in found if f.cause != "lr_differs"]
     elif causes & {"lr_differs", "no_gradient"}:  # it follows from these
