@@ -233,6 +233,14 @@ def test_calls_that_look_alike_and_cross(tmp_path: Path) -> None:
     assert "name is 'accuracy' and 'loss'" in finding.evidence or "name is 'loss' and 'accuracy'" in finding.evidence
 
 
+def test_calls_in_another_order_of_which_no_two_changed_places(tmp_path: Path) -> None:
+    """Sets of three or more names: each rank goes through all of them, and no pair of them is the other way round."""
+    names = [{"the line": "train.py:3", "name": name} for name in ("loss", "accuracy", "recall")]
+    finding = write(tmp_path, crossing(*names), crossing(*names[1:], names[0])).finding()
+    assert finding is not None
+    assert "'loss', 'accuracy', 'recall' on rank 0, and 'accuracy', 'recall', 'loss' on rank 1" in finding.evidence
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -259,6 +267,9 @@ for name, value in sums.items():
         all_reduce(value)
 all_reduce(sums[name])
 all_reduce(torch.tensor(count))
+for name in sums:
+    value = sums[name].clone()
+    all_reduce(value)
 """
 
 
@@ -271,6 +282,7 @@ all_reduce(torch.tensor(count))
         (10, "sums[name]", {"all_reduce", "sums", "name"}, {"name"}, {}),
         (11, "torch.tensor(count)", {"all_reduce", "torch", "count"}, set(), {}),
         (7, "", set(), set(), {}),
+        (14, "value", {"all_reduce", "value", "name"}, set(), {}),
     ],
 )
 def test_what_a_call_is_chosen_by(line: int, sent: str, names: Any, indices: Any, branches: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,14 @@ def test_threads_share_the_cores(nproc: int, cores: int, threads: int) -> None:
     plan = Plan("train.py", (), nproc, {})
     assert environment({}, cores, plan)["OMP_NUM_THREADS"] == str(threads)
     assert environment({"OMP_NUM_THREADS": "5"}, cores, plan)["OMP_NUM_THREADS"] == "5"
-    assert environment({}, cores, plan)["PYTHONHASHSEED"] == "0"
+
+
+def test_strings_hash_alike_on_all_ranks_unless_the_plan_leaves_it() -> None:
+    """As torchrun leaves it, where doctor looks for what the order of a set does."""
+    left = replace(PLAN, hash_seed=None)
+    assert environment({}, plan=PLAN)["PYTHONHASHSEED"] == "0"
+    assert "PYTHONHASHSEED" not in environment({}, plan=left)
+    assert environment({"PYTHONHASHSEED": "7"}, plan=left)["PYTHONHASHSEED"] == "7"
 
 
 def test_threads_that_the_launcher_chose_are_marked() -> None:

@@ -126,7 +126,8 @@ def _plan(question: Question) -> Plan:
     options: dict[str, Any] = {"kind": kind, "tee": question.tee}
     plan = make_plan(question.script, question.args, question.nproc, {}, **options)
     # device: which one the script uses is its own affair, and may be a finding
-    return replace(plan, worker="paceline.doctor.worker", device="cpu")
+    # hash_seed: a fault that comes from the order of a set must be able to happen
+    return replace(plan, worker="paceline.doctor.worker", device="cpu", hash_seed=None)
 
 
 def _supervise(plan: Plan, question: Question, output: Output, interrupts: Interrupts) -> tuple[bool, str]:

@@ -43,6 +43,8 @@ class Plan:
         device: the device setting, where the launcher can know it.
         variables: environment variables that the workers get besides.
         worker: the module that each worker runs, with the script as its arguments.
+        hash_seed: PYTHONHASHSEED of the workers where the environment has none; None: each process hashes by a seed of
+            its own, as under torchrun.
     """
 
     script: str
@@ -59,6 +61,7 @@ class Plan:
     device: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     worker: str = "paceline.launcher.worker"
+    hash_seed: str | None = "0"  # else a vocabulary that is numbered in the order of a set differs between the ranks
 
 
 def make_plan(
@@ -244,8 +247,9 @@ def worker_environment(
     defaults = {
         "OMP_NUM_THREADS": str(thread_budget(plan.nproc, cores)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
-        "PYTHONHASHSEED": "0",  # else a vocabulary that is numbered in the order of a set differs between the ranks
     }
+    if plan.hash_seed is not None:
+        defaults["PYTHONHASHSEED"] = plan.hash_seed
     if "OMP_NUM_THREADS" not in environ and "OMP_NUM_THREADS" not in plan.variables:
         added[names.THREAD_BUDGET] = defaults["OMP_NUM_THREADS"]
     return {**defaults, **environ, **added, **plan.variables}

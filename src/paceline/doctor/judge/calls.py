@@ -213,8 +213,8 @@ def _differ(entries: dict[int, Entry], number: int) -> Finding:
 
 
 def _crossed(calls: dict[int, list[Entry]]) -> Finding | None:
-    """Calls that look alike, in another order: a place where two ranks come from different lines (or with different
-    names or parameters) and a near one where it is the other way round."""
+    """Calls that look alike, in another order: places near each other where two ranks come from different lines (or
+    with different names or parameters), and what one rank has at each of them the other has at another one."""
     first = min(calls)
     for rank in sorted(calls)[1:]:
         pairs = list(zip(calls[first], calls[rank]))
@@ -226,18 +226,50 @@ def _crossed(calls: dict[int, list[Entry]]) -> Finding | None:
                 theirs = b.get("way", {}).get(way)
                 if ours is None or theirs is None or ours == theirs:
                     continue
-                for before in apart[way][-_NEAR:]:
-                    one, other = pairs[before]
-                    crossed = (one["way"].get(way), other["way"].get(way)) == (theirs, ours)
-                    if crossed and _what(one) == _what(a) and not (_instead(one, a) or _instead(other, b)):
-                        evidence = (
-                            f"at the group's collective {before + 1}, rank {first} calls {_say(one)} and rank {rank} "
-                            f"{_say(other)}, and at {place_ + 1} the other way round: {way} is {theirs!r} and "
-                            f"{ours!r}, then {ours!r} and {theirs!r}. They look alike, and are paired as they come"
-                        )
-                        return Finding("collectives", place(other["at"]), evidence)
+                ring = _ring(pairs, apart[way][-_NEAR:], place_, way)
+                if ring:
+                    return Finding(
+                        "collectives", place(pairs[ring[0]][1]["at"]), _tell(pairs, ring, way, (first, rank))
+                    )
                 apart[way].append(place_)
     return None
+
+
+def _ring(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: str) -> list[int]:
+    """The fewest places, the last one among them, at which both ranks have the same values in another order."""
+    a, b = pairs[last]
+    leading: dict[tuple[Any, Any], int] = {}  # (one rank's value, the other's) -> the first place that has these
+    for one in near:
+        ours, theirs = pairs[one]
+        if _what(ours) == _what(a) and not (_instead(ours, a) or _instead(theirs, b)):
+            leading.setdefault((ours["way"].get(way), theirs["way"].get(way)), one)
+    begin, end = b["way"][way], a["way"][way]
+    ways: list[tuple[Any, list[int]]] = [(begin, [])]
+    seen = {begin}
+    for value, path in ways:  # grows as it is read: the shortest way comes first
+        if value == end:
+            return sorted([*path, last])
+        for (ours, theirs), one in leading.items():
+            if ours == value and theirs not in seen:
+                seen.add(theirs)
+                ways.append((theirs, [*path, one]))
+    return []
+
+
+def _tell(pairs: list[tuple[Entry, Entry]], ring: list[int], way: str, ranks: tuple[int, int]) -> str:
+    one, other = pairs[ring[0]]
+    told = f"at the group's collective {ring[0] + 1}, rank {ranks[0]} calls {_say(one)} and rank {ranks[1]} "
+    told += _say(other)
+    values = [(ours["way"][way], theirs["way"][way]) for ours, theirs in (pairs[place_] for place_ in ring)]
+    if len(ring) == 2:
+        (ours, theirs), _ = values
+        told += f", and at {ring[1] + 1} the other way round: "
+        told += f"{way} is {ours!r} and {theirs!r}, then {theirs!r} and {ours!r}"
+    else:
+        mine, yours = (", ".join(repr(pair[n]) for pair in values) for n in (0, 1))
+        numbers = ", ".join(str(place_ + 1) for place_ in ring)
+        told += f": at {numbers}, {way} is {mine} on rank {ranks[0]}, and {yours} on rank {ranks[1]}"
+    return f"{told}. They look alike, and are paired as they come"
 
 
 def _instead(one: Entry, other: Entry) -> bool:

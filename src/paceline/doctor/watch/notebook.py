@@ -208,7 +208,8 @@ def _is_library(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Statement:
-    """sent: the first argument of its call. names: those in it, and those that a loop binds together with one of them;
+    """sent: the first argument of its call. names: those in it, and those of a loop around it that binds one of them or
+    computes one from what it binds;
     indices: those in its subscripts. branches: line of each `if` around it -> is it in the body, or in the else?"""
 
     sent: str = ""
@@ -236,11 +237,22 @@ def statement_at(tree: ast.AST | None, line: int) -> Statement:
     for loop in around:
         if isinstance(loop, ast.For):
             bound = _names(loop.target)
-            used |= bound if bound & used else set()
+            used |= bound if bound & (used | _sources(loop, line, used)) else set()
     calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and n.args and _holds(n, line)]
     subscripts = [_names(n.slice) for n in ast.walk(statement) if isinstance(n, ast.Subscript)]
     indices = frozenset(name for names in subscripts for name in names)
     return Statement(ast.unparse(calls[0].args[0])[:60] if calls else "", frozenset(used), indices, branches)
+
+
+def _sources(loop: ast.For, line: int, used: set[str]) -> set[str]:
+    """The names in what a loop's body assigns to the `used` ones before a line, as `name` in
+    `value = metrics[name].clone()`."""
+    found: set[str] = set()
+    assigned = (n for n in ast.walk(loop) if isinstance(n, ast.Assign) and n.lineno < line)
+    for statement in sorted(assigned, key=lambda n: n.lineno, reverse=True):
+        if any(_names(target) & (used | found) for target in statement.targets):
+            found |= _names(statement.value)
+    return found
 
 
 def _values(statement: Statement, frame: FrameType) -> dict[str, Any]:
