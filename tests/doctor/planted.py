@@ -273,6 +273,9 @@ PLANTED = [
        ("    for parameter in model.parameters():\n        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n", "    flat = torch.nn.utils.parameters_to_vector([p.grad for p in model.parameters()])\n    dist.all_reduce(flat)\n    place = 0\n    for p in model.parameters():\n        p.grad.copy_(flat[place : place + p.numel()].view_as(p))\n        place += p.numel()\n"), at="dist.all_reduce(flat)"),
     _p("nothing is reduced of what was sent", "not_reduced", "averaged",
        ("        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n", "        pass\n")),
+    _p("shards of the optimizer's state, and no DDP", "not_reduced", "plain",
+       ("    model = DDP(Net())\n", "    model = Net()\n"), ("contextlib.nullcontext() if last else model.no_sync()", "contextlib.nullcontext()"),
+       ("    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)\n", "    from torch.distributed.optim import ZeroRedundancyOptimizer\n    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)\n"), at="optimizer.step()"),
     # --- data and schedules
     _p("an iterator for every step", "same_batch", "plain",
        ("        for number, (inputs, labels) in enumerate(loader, 1):\n", "        for number in range(1, len(loader) + 1):\n            inputs, labels = next(iter(loader))\n"),

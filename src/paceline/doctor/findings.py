@@ -108,8 +108,9 @@ CAUSES = {
     ),
     "not_reduced": Cause(
         MODEL,
-        "No gradient is reduced: each rank trains a model of its own",
-        "The ranks' weights part at the first step; what is saved is rank 0's model, trained on its shard alone.",
+        "No gradient is reduced",
+        "Each rank trains a model of its own, and what is saved is rank 0's, trained on its shard alone. Where ranks "
+        "send each other weights that they have stepped, each weight is trained on one rank's shard alone.",
         "Wrap the model in DistributedDataParallel and call that, or average all gradients over the ranks before each "
         "step.",
     ),

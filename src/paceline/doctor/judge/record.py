@@ -74,6 +74,16 @@ class Run:
         return self.world > 1 and (dealt or given) and not any(self.all("p2p")) and not any(late for _, late in sent)
 
     @cached_property
+    def sends_weights(self) -> bool:
+        """Do the ranks, each with examples that a sampler deals it, send weights as they are (no averages) in
+        mid-training, and reduce nothing?"""
+        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.trainers)
+        late = [[e["op"] for e, stepped in _weights_sent(events) if stepped] for events in self.ranks]
+        plain = all(ops and set(ops) == {"broadcast"} for ops in late)
+        reduced = self.reduces or any(e.get("of") == "grad" for e in self.all("coll"))
+        return self.world > 1 and dealt and plain and not reduced and not any(self.all("p2p"))
+
+    @cached_property
     def peers(self) -> list[int]:
         """Rank 0 and those that train one model with it: the smallest group of DDP or FSDP that it is in; without them
         all ranks."""

@@ -24,8 +24,10 @@ def findings(run: Run) -> list[Finding]:
     unsent = _unsent(run)
     if unsent:
         return unsent
-    if any(run.all("join")) or not (run.reduces or run.replicas):
+    if any(run.all("join")):
         return []
+    if not (run.reduces or run.replicas):
+        return _unreduced(run)
     if run.averages_weights:  # ranks that have made unequally many steps
         return []
     return _clock(run) or [*_parting(run), *_summed(run), *_buffers(run)]
@@ -69,6 +71,40 @@ def _unsent(run: Run) -> list[Finding]:
     line = next((e["at"] for e in run.of(0, "no_sync")), None)
     evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
     return [Finding("sync_off", place(line), evidence)]
+
+
+def _unreduced(run: Run) -> list[Finding]:
+    """Weights that the ranks send each other after their steps, each made by the gradients of one rank alone, as
+    ZeroRedundancyOptimizer does without DDP. Every rank must step, with gradients of its own examples, and exchange
+    nothing between a backward and the step: a script may average in more ways than doctor knows."""
+    if not run.sends_weights or any(_exchanges(run, rank) for rank in run.peers):
+        return []
+    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "before") if e.get("grads")} for rank in run.peers]
+    told = []
+    for key, first in of[0].items():
+        events = [ranks[key] for ranks in of if key in ranks]
+        if len(events) == len(of) and not _apart([e["weights"] for e in events]):
+            apart = _apart([e["grads"] for e in events])
+            told += [(first, apart)] if apart else []
+    if len(told) < 2:
+        return []
+    first, apart = told[0]
+    evidence = (
+        f"at {len(told)} of {len(of[0])} steps that were compared {_tell(apart, first['grads'], 'gradients')}, and "
+        "nothing was exchanged between the backward and the step: the weights, which the ranks send each other "
+        "afterwards, follow the examples of one rank each"
+    )
+    return [Finding("not_reduced", place(first["at"]), evidence)]
+
+
+def _exchanges(run: Run, rank: int) -> bool:
+    """Does a rank send anything between a backward and the step after it?"""
+    due = False
+    for e in run.of(rank, "backward", "coll", "before"):
+        if due and e["k"] == "coll" and e["op"] != "barrier":
+            return True
+        due = e["k"] == "backward" or (due and e["k"] == "coll")
+    return False
 
 
 def _parting(run: Run) -> list[Finding]:
