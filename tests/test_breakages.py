@@ -47,7 +47,7 @@ BREAKAGES = {
     "batch norm by shard where global is asked for": Breakage(
         "train/normalisation.py", "            batchnorm.convert(model)\n", "            pass\n", "a-sgd and w2"
     ),
-    "biased running variance": Breakage("train/batchnorm.py", "var * (count / (count - 1))", "var", "a-sgd and w2"),
+    "biased running variance": Breakage("train/batchnorm.py", "var * (once / (once - 1))", "var", "a-sgd and w2"),
     "every epoch in the order of the first": Breakage(
         "train/order.py", "tag(name), epoch))", "tag(name), 0))", "a-sgd-whole-closure-w1"
     ),
@@ -65,8 +65,8 @@ BREAKAGES = {
     ),
     "tokens counted on this process only": Breakage(
         "train/step.py",
-        "collectives.all_reduce(self._counts.vector(keys, self._device), group=self.strategy.group)",
-        "self._counts.vector(keys, self._device)",
+        "collectives.all_reduce(self._counts.vector(keys, self.device), group=self.strategy.group)",
+        "self._counts.vector(keys, self.device)",
         "b-mlm-sgd and w2",
     ),
     "clipping forgotten": Breakage(

@@ -245,7 +245,7 @@ def test_batch_norm_of_each_shard_is_what_processes_of_their_own_compute(setting
         before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
         after = []
         for i in range(4):
-            part = whole[len(whole) * i // 4 : len(whole) * (i + 1) // 4]
+            part = [whole[place] for place in torch.arange(len(whole)).tensor_split(4)[i]]
             plain.load_state_dict(before, strict=False)
             if part:
                 images, labels = torch.stack([x for x, _ in part]), torch.tensor([y for _, y in part])

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +97,8 @@ class ByHand:
         size = len(self.replicas)
         for _ in range(epochs):
             for start in range(0, N, BATCH):
-                stop = min(start + BATCH, N)
-                cuts = [start + (stop - start) * r // size for r in range(size + 1)]
-                yield [[t[a:b] for t in (X, TOKENS, Y)] for a, b in pairwise(cuts)]
+                parts = [t[start : start + BATCH].tensor_split(size) for t in (X, TOKENS, Y)]
+                yield [list(shard) for shard in zip(*parts, strict=True)]
 
     def local_step(self, shards: list[list[Tensor]]) -> None:
         for replica, shard in zip(self.replicas, shards, strict=True):
@@ -526,8 +524,8 @@ def check_buffers() -> None:
         for number, batch in enumerate(run.loader(examples, global_batch=10)):
             run.forward_backward(sequential_loss, model, batch)
             run.step(optimizer)
-            cuts = [10 * number + 10 * r // size for r in range(size + 1)]
-            hand.local_step([[t[a:b] for t in (X, TOKENS, Y)] for a, b in pairwise(cuts)])
+            parts = [t[10 * number : 10 * number + 10].tensor_split(size) for t in (X, TOKENS, Y)]
+            hand.local_step([list(shard) for shard in zip(*parts, strict=True)])
         for name in ("net.1.running_mean", "net.1.running_var", "largest"):
             mean = hand.mean(lambda replica, name=name: replica.model.get_buffer(name))
             torch.testing.assert_close(model.get_buffer(name), mean, rtol=1e-12, atol=1e-14)

@@ -75,15 +75,15 @@ _HAD_NO_EFFECT = "_paceline_bias_had_no_effect"  # of a layer
 class Source:
     """One output of a layer, until its backward.
 
-    version: of the output; a later one says that something was written to it. used: whether a norm has taken it.
+    version: of the output; a later one says that something was written to it.
     agreed: whether all replicas that share the norm's statistics leave dx out. dx: what the norm returned.
     """
 
-    __slots__ = ("agreed", "bias_dtype", "dx", "layer", "used", "version")
+    __slots__ = ("agreed", "bias_dtype", "dx", "layer", "version")
 
     def __init__(self, layer: nn.Module, bias: Tensor) -> None:
         self.layer, self.bias_dtype = layer, bias.dtype
-        self.version, self.used = 0, False
+        self.version = 0
         self.agreed: bool | Tensor = False
         self.dx: Tensor | None = None
 
@@ -136,19 +136,9 @@ class _Listen(torch.autograd.Function):
 
 
 class _Feeding(nn.Module):
-    """What the classes of converted layers share. _offers: whether outputs carry a Source. A layer of which no norm
-    has taken the last one no longer does so, until its mode is set anew (as at each epoch, by model.train())."""
-
-    _offers: bool
-    _last: Source | None
-
-    def train(self, mode: bool = True) -> Any:
-        vars(self).update(_offers=True, _last=None)
-        return super().train(mode)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        return {**state, "_last": None}
+    """What the classes of converted layers share. Every output of such a layer carries a Source, whether a norm takes
+    it or not: were that known only after the first steps, a run that is resumed would round otherwise than one that
+    was not stopped."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -157,8 +147,7 @@ class _Feeding(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle has torch's own class, and can be read without Paceline."""
-        own = ("_offers", "_last", _HAD_NO_EFFECT)
-        state = {key: value for key, value in self.__getstate__().items() if key not in own}
+        state = {key: value for key, value in self.__getstate__().items() if key != _HAD_NO_EFFECT}
         return copyreg._reconstructor, (type(self).__bases__[1], object, None), state  # type: ignore[attr-defined]
 
 
@@ -170,7 +159,6 @@ def _feeding(kind: type[Any]) -> type[nn.Module]:
         bias = self.bias
         if (
             torch.compiler.is_compiling()
-            or not self._offers
             or not self.training
             or args
             or kwargs
@@ -182,15 +170,11 @@ def _feeding(kind: type[Any]) -> type[nn.Module]:
         ):
             output: Tensor = kind.forward(self, input, *args, **kwargs)
             return output
-        if self._last is not None and not self._last.used:
-            vars(self).update(_offers=False, _last=None)
-            return kind.forward(self, input)
         output = compute(self, input, bias.detach())
         source = Source(self, bias)
         output = _Attach.apply(output, bias, source)
         source.version = output._version
         setattr(output, _SOURCE, source)
-        self._last = source
         return output
 
     return type(kind.__name__, (_Feeding, kind), {"forward": forward, "__module__": kind.__module__})
@@ -213,7 +197,7 @@ def alone(x: Tensor) -> Tensor:
     if not offered(x):
         return x
     source = getattr(x, _SOURCE)
-    source.used, source.agreed = True, True
+    source.agreed = True
     heard: Tensor = _Listen.apply(x, source)
     return heard
 
@@ -222,7 +206,6 @@ def shared(x: Tensor, agreed: Tensor) -> Tensor:
     """x, which is offered, for a norm whose statistics are those of several replicas. agreed: (), whether all of them
     call this."""
     source = getattr(x, _SOURCE)
-    source.used = True
     source.agreed = bool(agreed) if agreed.device.type == "cpu" else agreed  # reading it would wait for an accelerator
     heard: Tensor = _Listen.apply(x, source)
     return heard
@@ -259,7 +242,6 @@ def convert(model: nn.Module) -> None:
         known = type(layer) in LAYERS and layer.bias is not None and "forward" not in vars(layer)
         if known and layer.bias.numel() in channels:
             layer.__class__ = _CLASSES[type(layer)]
-            vars(layer).update(_offers=True, _last=None)
         found = found or isinstance(layer, _Feeding)
     for norm in norms:
         own = type(norm).forward in (_BatchNorm.forward, _InstanceNorm.forward) and "forward" not in vars(norm)

@@ -28,7 +28,7 @@ class Handover:
         """As a checkpoint has them."""
         stepper = self._stepper
         skipped = stepper.skipped + stepper.sat_out
-        counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.count_by_hand()}
+        counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.by_hand}
         return {**counts, "epochs": self._epochs.state_dict()}
 
     def put_back(self, found: dict[str, Any]) -> None:

@@ -21,6 +21,14 @@ def without_backward(parameters: Sequence[Tensor]) -> str:
     )
 
 
+def out_of_turn(begins: str, open_one: str, micro: int, micros: int) -> str:
+    return (
+        f"loader {begins!r} begins a global batch while that of loader {open_one!r} is not complete (micro-batch "
+        f"{micro + 1} of {micros}). Loaders that take turns in one loop need the same number of micro-batches in a "
+        "global batch: set micro_batch of each accordingly."
+    )
+
+
 def outside_a_loop(call: str) -> str:
     return (
         f"run.{call} was called outside a loop over a training loader, so that the size of the global batch is not "

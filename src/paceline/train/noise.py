@@ -197,9 +197,9 @@ class Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _DRAWING:
             return self._noise.draw(func, name, args, kwargs or {})
-        if func in _ENGINE:
+        if func in _ENGINE or func is torch.autograd.backward:  # which guards.py replaces while a run is open
             with self, _past_overrides():
-                return _ENGINE[func](*args, **(kwargs or {}))
+                return _ENGINE.get(func, _BACKWARD)(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -207,8 +207,9 @@ def _tensor_backward(root: Tensor, gradient: Any = None, *args: Any, **kwargs: A
     torch.autograd.backward(root, gradient, *args, **kwargs)
 
 
+_BACKWARD: Callable[..., Any] = torch.autograd.backward
 _ENGINE: dict[Any, Callable[..., Any]] = {
-    torch.autograd.backward: torch.autograd.backward,
+    _BACKWARD: _BACKWARD,
     torch.autograd.grad: torch.autograd.grad,
     Tensor.backward: _tensor_backward,
 }

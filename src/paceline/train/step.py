@@ -38,6 +38,7 @@ from paceline.train.messages import (
     LOST_BETWEEN_UPDATES,
     never_stepped,
     not_reached,
+    out_of_turn,
     outside_a_loop,
     unstepped,
     without_backward,
@@ -86,6 +87,7 @@ class Stepper:
         self._first: int | None = None  # the number of autograd's next node when the first yield came
         self._quiet = 0  # that number after the last backward call
         self._ahead = False  # whether a yield has come before the last one was through, in this run
+        self._came = 0  # yields of training loaders
         self._seen: Weight = 0.0  # what the first loss of this global batch is a mean over, on this process
 
     def on_yield(self, loader: Loader) -> None:
@@ -106,7 +108,8 @@ class Stepper:
         before = yields.latest
         yields.supersede(loader.presented)
         quiet = number == self._quiet
-        one = Yield(loader, request, loader.key, number, not quiet or len(self.updates) > 1)
+        one = Yield(loader, request, loader.key, self._came, number, not quiet or len(self.updates) > 1)
+        self._came += 1
         if not yields.waiting and quiet and (before is None or before.through):
             self._enter(yields, one)
         else:
@@ -125,27 +128,23 @@ class Stepper:
         yields.enter(one)
         self._ahead = self._ahead or bool(yields.waiting)
         if one.request.micro == 0:
-            self._begin(loader)
+            self._begin(one)
         else:
             if loader in self._called:
                 self._call, self._called = 0, set()
             if loader in self._open:
                 self._open[loader] = one
 
-    def _begin(self, loader: Loader) -> None:
+    def _begin(self, one: Yield) -> None:
+        loader = one.loader
         others: dict[Loader, Yield] = {}
         for other, last in self._open.items():
             if other is loader:
                 self._check_stepped(last)
             if other is loader or other.current is None:
                 continue
-            if not last.request.final:
-                raise UsageError(
-                    f"loader {loader.name!r} begins a global batch while that of loader {other.name!r} is not complete "
-                    f"(micro-batch {last.request.micro + 1} of {last.request.micros}). Loaders that take turns in "
-                    "one loop need the same number of micro-batches in a global batch: set micro_batch of each "
-                    "accordingly."
-                )
+            if not last.request.final and last.called_at <= one.came:  # its backward was before this yield
+                raise UsageError(out_of_turn(loader.name, other.name, last.request.micro, last.request.micros))
             if not last.stepped:
                 others[other] = last
         self._open = others
@@ -168,7 +167,7 @@ class Stepper:
 
     def _unused(self, last: Yield) -> bool:
         """Whether its global batch is complete, and its gradients are still there."""
-        if last.stepped or not last.calls or not last.request.final:
+        if last.stepped or last.forgotten or not last.calls or not last.request.final or last.loader.recut:
             return False
         if self._left():
             return True
@@ -292,6 +291,7 @@ class Stepper:
         if self.guards.foreign:
             self.guards.refuse_foreign()
         one.calls += 1
+        one.called_at = self._came
         one.late = one.loader.current is None
         self._open[one.loader] = one
         self._called.add(one.loader)
@@ -493,6 +493,8 @@ class Stepper:
         if any(one.stepped for one in opened):
             raise WorldError(LOST_BETWEEN_UPDATES)
         self.accounts.clear()
+        for one in opened:
+            one.forgotten = True
 
     def _come_forward(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
         """By one step; or, where processes are not in step, by as many as all together have made."""

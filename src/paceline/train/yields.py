@@ -40,12 +40,15 @@ class Yield:
     calls = 0  # backward calls that were made for it
     asked = False  # whether run.step was called when it was the last that had a backward
     stepped = False  # whether an optimizer has acted on its global batch
+    forgotten = False  # whether its global batch comes once more, since a replica was lost
+    called_at = 0  # how many yields of training loaders had come at its last backward call
     batch: Sequence[weakref.ref[Any]] = ()  # its tensors, noted when the next yield comes
     told = False  # whether the script was warned that its gradients are left
     late = False  # whether its backward came after its loader's pass had ended
 
-    def __init__(self, loader: Loader, request: Request, key: int, since: int, unsure: bool) -> None:
+    def __init__(self, loader: Loader, request: Request, key: int, came: int, since: int, unsure: bool) -> None:
         self.loader, self.request = loader, request
+        self.came = came  # how many yields of training loaders had come before it
         self.key = key  # of its global batch's random streams, the same for all shards
         self.since = since  # the number of autograd's next node when it came
         self.unsure = unsure  # whether graphs of earlier yields may still be under way: losses are looked at
@@ -53,7 +56,7 @@ class Yield:
     @property
     def through(self) -> bool:
         """Whether the script has done with it what a loop does before it fetches the next batch."""
-        return self.calls > 0 and (self.stepped or not self.request.final)
+        return self.calls > 0 and (self.stepped or self.forgotten or not self.request.final)
 
     @property
     def alive(self) -> bool:
