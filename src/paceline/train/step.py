@@ -148,13 +148,15 @@ class Stepper:
             if not last.stepped:
                 others[other] = last
         self._open = others
-        self.accounts.drop_unreduced()
         if not others:  # else the update will be of both loaders' losses together
             self._call, self._called, self._seen = 0, set(), 0.0
             self._counts.clear()
             self._watch.forget()
             if self.accounts.reached is not None:
                 self.accounts.reached.clear()
+        if any(not last.request.final for last in others.values()):
+            return  # another loader's micro-batch of the same update has had its backward already
+        self.accounts.drop_unreduced()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
             self.strategy.loss_scale = self.precision.scaler.scale
