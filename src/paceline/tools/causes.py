@@ -184,7 +184,7 @@ def _overflow(e: Evidence) -> Cause | None:
     for ours, theirs in ((e.plain, e.whole), (e.ours, e.shards)):
         if theirs is None or theirs.not_finite(e.step) or not (names := ours.not_finite(e.step)):
             continue
-        bad = sorted({shard for (shard, _, _), loss in ours.apart(e.step).items() if not abs(loss) < float("inf")})
+        bad = sorted({shard for (shard, *_), loss in ours.apart(e.step).items() if not abs(loss) < float("inf")})
         where = f" The loss of shard {', '.join(map(str, bad))} alone is not finite" if bad else ""
         return overflow(f"the gradient of {names[0]}", theirs, where, names[0], ours)
     return None

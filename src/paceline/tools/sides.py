@@ -139,8 +139,8 @@ class Side:
                 pair[0], pair[1] = pair[0] + total, pair[1] + weight
         return {call: total / weight for call, (total, weight) in sums.items() if weight}
 
-    def apart(self, step: int) -> dict[tuple[int, int, int], float]:
-        """(shard, micro-batch, backward call) -> loss."""
+    def apart(self, step: int) -> dict[tuple[int, ...], float]:
+        """(shard, micro-batch, backward call, term) -> loss."""
         return {tuple(place): loss for rank in self.of(step) for *place, loss in rank["apart"]}
 
     def lrs(self, step: int) -> list[float]:

@@ -287,10 +287,10 @@ class Recorder:
         losses = self._run._stepper.losses
         if losses:
             self._window.add_losses(losses)
-            for call, value, count, request, _, _ in losses:
+            for call, value, count, request, _, _, term in losses:
                 now["counted"] |= count is not None
                 if request.examples and len(request.parts) == 1:
-                    now["apart"].append([request.parts[0].shard, request.parts[0].micro, call, float(value)])
+                    now["apart"].append([request.parts[0].shard, request.parts[0].micro, call, term, float(value)])
             losses.clear()
 
     def _update(self, optimizer: Any, graded: list[Tensor], max_grad_norm: float | None) -> bool:
