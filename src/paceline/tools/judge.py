@@ -53,6 +53,17 @@ def _judged(runs: Runs) -> Answer:
             ],
             cause="by-design",
         )
+    if ours is not None and ours.ranks[0].get("ahead"):
+        return Answer(
+            UNKNOWN,
+            [
+                Claim(
+                    "could not tell: the script fetches its next batch before it is done with the last one, so that "
+                    "its steps lie in one another and cannot be made anew one by one. Fetch each batch at the top of "
+                    "the loop (`for batch in loader:`) to have it verified: that changes nothing in what is trained."
+                )
+            ],
+        )
     if ours is None or not ours.steps:
         return Answer(
             UNKNOWN,
