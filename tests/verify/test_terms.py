@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.verify.prepared import Prepared
 
+from paceline.monitor.window import Window
+from paceline.strategies.base import Term
 from paceline.tools.judge import judge
 from paceline.tools.runs import DIFFERENT, SAME, Answer
+from paceline.train.loss import local_loss, losses_of
 
 JOB = """
 import torch
@@ -76,3 +81,19 @@ def test_terms_over_different_things_are_the_same_model(name: str, tmp_path: Pat
 def test_a_mean_over_a_shards_own_things_beside_a_total_is_still_found(tmp_path: Path) -> None:
     answer = asked(tmp_path, "paceline.Total(total, count), mean + total / count.clamp(min=1)", CLOSURE, LOADER)
     assert answer.code == DIFFERENT, answer.text
+
+
+def test_recorded_terms_of_the_shards_make_those_of_the_whole_batch() -> None:
+    """Sum of (sum of sums) / (sum of counts), where boxes and examples lie unequally in the shards."""
+    sums, boxes, means, examples = (6.0, 1.0), (1, 4), (2.0, 5.0), (3, 1)
+    window = Window(torch.device("cpu"))
+    for total, count, mean, n in zip(sums, boxes, means, examples, strict=True):
+        request = SimpleNamespace(parts=[SimpleNamespace(indices=range(n))], examples=n)
+        terms = [[Term(torch.tensor(total), count), Term(torch.tensor(mean), None)]]
+        loss = local_loss(terms, [n])
+        assert float(loss) == total / count + mean
+        found = losses_of(loss, terms, [n], False)
+        window.add_losses([(0, value, each, request, False, value._version, i) for i, value, each in found])  # type: ignore[misc]
+    pairs = window.totals()
+    assert sum(top / weight for top, weight in pairs.values()) == pytest.approx(7 / 5 + 11 / 4)
+    assert list(pairs.values()) == [(7.0, 5.0), (11.0, 4.0)]
