@@ -14,7 +14,7 @@ from paceline.strategies.base import Weight
 from paceline.train.step import Seen
 from paceline.train.sums import WeightedSum
 
-LOSS = "\0loss"  # followed by the number of the backward call; no key of a user's begins so
+LOSS = "\0loss"  # followed by the number of the backward call, and of a further term; no key of a user's begins so
 CALLS = 8  # backward calls of a micro-batch that are told apart; later ones count as the last of these
 
 _LOSSES = [f"{LOSS}{call}" for call in range(CALLS)]
@@ -51,14 +51,15 @@ class Window:
 
     def add_losses(self, losses: Iterable[Seen]) -> None:
         """What the step has seen. A loss that the script changed in place since is left out."""
-        for call, value, count, request, summed, version in losses:
+        for call, value, count, request, summed, version, term in losses:
             weight: Weight
             if count is not None:
                 weight = count
             else:
                 parts = request.parts
                 weight = len(parts[0].indices) if len(parts) == 1 else request.examples
-            self._sum(_LOSSES[min(call, CALLS - 1)], "").add(value, weight, summed=summed, version=version)
+            key = _LOSSES[min(call, CALLS - 1)]
+            self._sum(f"{key}.{term}" if term else key, "").add(value, weight, summed=summed, version=version)
 
     def take(self, other: Window) -> None:
         """Adds what another window has."""

@@ -34,7 +34,7 @@ def find(e: Evidence) -> Cause | None:
     rules: dict[str, tuple[Callable[[Evidence], Cause | None], ...]] = {
         "initial weights": (_initial,),
         "examples": (_data,),
-        "data": (_told, _data),
+        "data": (_elsewhere, _told, _data),
         "loss": computed,
         "gradient": computed,
         "learning rate": (_learning_rate,),
@@ -50,7 +50,6 @@ def _name(e: Evidence, quantity: str) -> str | None:
 
 def _data(e: Evidence) -> Cause:
     reference = e.reference
-    ours, theirs = e.plain.seen(e.step, "data"), reference.seen(e.step, "data")
     if e.first == "data" and (drawn := _drawn(e)) is not None:
         return Cause(
             "other-random-numbers",
@@ -59,14 +58,28 @@ def _data(e: Evidence) -> Cause:
             "Draw from torch's, NumPy's or Python's global generators, which the loader seeds for each example.",
             sides=(e.plain, reference, *([e.again] if e.again is not None else [])),
         )
+    return _overlap(e)
+
+
+def _overlap(e: Evidence) -> Cause:
+    ours, theirs = e.plain.seen(e.step, "data"), e.reference.seen(e.step, "data")
     return Cause(
         "examples-overlap-or-miss",
         "the ranks together do not compute the batch that one process computes: "
         f"{(ours - theirs).total()} of its {ours.total()} examples are others, or the same ones again, and "
         f"{(theirs - ours).total()} are missing",
         "Give run.loader the whole data set and one order, alike on every rank: it cuts each batch itself.",
-        sides=(e.plain, reference),
+        sides=(e.plain, e.reference),
     )
+
+
+def _elsewhere(e: Evidence) -> Cause | None:
+    """Most of the examples that are others are, to the bit, examples that one process has elsewhere: nothing was drawn
+    for them."""
+    ours, theirs = e.plain.values(e.step), e.reference.values(e.step)
+    known = {value for step in range(e.reference.steps) for value in e.reference.values(step).values()}
+    other = [value in known for key, value in ours.items() if theirs.get(key) != value]
+    return _overlap(e) if other and 2 * sum(other) >= len(other) else None
 
 
 def _drawn(e: Evidence) -> str | None:
@@ -184,7 +197,7 @@ def _overflow(e: Evidence) -> Cause | None:
     for ours, theirs in ((e.plain, e.whole), (e.ours, e.shards)):
         if theirs is None or theirs.not_finite(e.step) or not (names := ours.not_finite(e.step)):
             continue
-        bad = sorted({shard for (shard, _, _), loss in ours.apart(e.step).items() if not abs(loss) < float("inf")})
+        bad = sorted({shard for (shard, *_), loss in ours.apart(e.step).items() if not abs(loss) < float("inf")})
         where = f" The loss of shard {', '.join(map(str, bad))} alone is not finite" if bad else ""
         return overflow(f"the gradient of {names[0]}", theirs, where, names[0], ours)
     return None
@@ -278,7 +291,7 @@ def _by_rank(e: Evidence) -> Cause | None:
     if not e.spread or e.shards is None or (e.ours.drew and not e.cut and not e.noisy):
         return None
     if e.told is not None and not e.asked and e.cut and e.whole is not None:
-        return _state(e)
+        return _turned(e) or _state(e)
     called = dict(enumerate(e.ours.modules(e.step)))
     for rank, names in called.items():
         other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)

@@ -53,6 +53,17 @@ def _judged(runs: Runs) -> Answer:
             ],
             cause="by-design",
         )
+    if ours is not None and ours.ranks[0].get("ahead"):
+        return Answer(
+            UNKNOWN,
+            [
+                Claim(
+                    "could not tell: the script fetches its next batch before it is done with the last one, so that "
+                    "its steps lie in one another and cannot be made anew one by one. Fetch each batch at the top of "
+                    "the loop (`for batch in loader:`) to have it verified: that changes nothing in what is trained."
+                )
+            ],
+        )
     if ours is None or not ours.steps:
         return Answer(
             UNKNOWN,
@@ -346,6 +357,8 @@ class _Case:
         update = self._first_update(plain, whole, step)
         gradients = whole.gradients(step, update)
         known = replace(known, update=update, noise=self.tolerances.noise(gradients, gradients))
+        if spread and known.told is not None and not known.asked:  # it was told too late, or has kept something
+            return self._with_turned(known, plain, step)
         if spread or known.asked:
             return known
         if update and self.in_turns == self.runs.turns(self.n):  # they end before the first update
@@ -388,9 +401,14 @@ class _Case:
         counted = any(record["counted"] for record in plain.of(step))
         examples = list(sizes.values())
         known = replace(known, parts=parts, examples=examples, counted=counted, of_parts=tuple(sides))
-        if known.shards is not None or self.runs.run("T", plain=True, turned=True, steps=steps) is not None:
+        return known if known.shards is not None else self._with_turned(known, plain, step)
+
+    def _with_turned(self, known: Evidence, plain: Side, step: int) -> Evidence:
+        """With the run in question, each rank computing the shard of another one. What a process has kept of its
+        earlier examples goes with the shard, so that only what depends on the rank itself is another."""
+        if self.runs.run("T", plain=True, turned=True, steps=step + 1) is not None:
             return known
-        turned = side_of(self.runs, "T", processes)
+        turned = side_of(self.runs, "T", self.runs.start.processes)
         if turned is None or turned.steps <= step:
             return known
         apart = list(computed(turned, plain, self.tolerances, step))

@@ -22,9 +22,10 @@ Losses and buffers. C2 moves them by another order of their sums. What it does n
 batches of another size, is at most the unit roundoff u of the precision (2^-24 in fp32, 2^-9 in bf16) in relation to
 the number.
 
-Weights. Sides of one process make each update from the gradient of the run in question. So weights differ by the
-rounding of the update's own arithmetic alone: some ten operations on each element, and a norm of up to 2^30 elements
-where gradients are clipped. OPERATIONS = 64 covers both.
+Weights that a side updates from its own gradients (LBFGS, or a script without an optimizer) are judged by how far C2
+moves them. Else sides of one process make each update from the gradient of the run in question. So weights differ by
+the rounding of the update's own arithmetic alone: some ten operations on each element, and a norm of up to 2^30
+elements where gradients are clipped. OPERATIONS = 64 covers both.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class Side:
     def updates(self, step: int) -> int:
         return max((record["updates"] for record in self.of(step)), default=0)
 
+    def own(self, step: int) -> bool:
+        """Whether updates follow from each side's own gradients, and not from those of the run in question."""
+        return any(record.get("own") for record in self.of(step))
+
     def yields(self, step: int) -> int:
         return max((record["yields"] for record in self.of(step)), default=0)
 
@@ -139,8 +144,8 @@ class Side:
                 pair[0], pair[1] = pair[0] + total, pair[1] + weight
         return {call: total / weight for call, (total, weight) in sums.items() if weight}
 
-    def apart(self, step: int) -> dict[tuple[int, int, int], float]:
-        """(shard, micro-batch, backward call) -> loss."""
+    def apart(self, step: int) -> dict[tuple[int, ...], float]:
+        """(shard, micro-batch, backward call, term) -> loss."""
         return {tuple(place): loss for rank in self.of(step) for *place, loss in rank["apart"]}
 
     def lrs(self, step: int) -> list[float]:
@@ -217,6 +222,7 @@ class Tolerances:
         self._u = _TF32 if tf32 and precision == "fp32" else ROUNDOFF[precision]
         self._moved: dict[str, list[float]] = {}  # R^2 of each step
         self._loss = 0.0
+        self._updates: list[float] = []  # by which rounding moves weights that follow from a side's own gradients
         self._rate = 0.0  # by which rounding moves a learning rate, in relation to it: where a script computes it
         self.enlarged = False  # the model enlarges rounding
         shares: dict[str, list[float]] = {}
@@ -246,6 +252,10 @@ class Tolerances:
                     shares.setdefault(name, []).append(moved / size)
         first, second = (side.tensors(f"after-{step}-{whole.updates(step) - 1}") for side in (whole, reversed_))
         self._look_at_buffers(first, second, whole.weights)
+        for name in first.keys() & second.keys() & whole.weights if whole.own(step) else ():
+            moved, size = norm(first[name].double() - second[name].double()), norm(first[name])
+            self._moved.setdefault(f"after {name}", []).append(moved**2)
+            self._updates.append(moved / size if size else 0.0)
         self._look_at_buffers(whole.tensors(f"own-{step}"), reversed_.tensors(f"own-{step}"), whole.weights)
 
     def _look_at_buffers(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor], weights: set[str]) -> None:
@@ -275,6 +285,11 @@ class Tolerances:
 
     def buffer(self, name: str, reference: Tensor) -> float:
         return MARGIN * max(self._r(name), self._u * norm(reference))
+
+    def update(self, name: str, reference: Tensor) -> float:
+        """Of weights that each side has updated from its own gradients."""
+        typical = median(self._updates) if self._updates else 0.0
+        return MARGIN * max(self._r(f"after {name}"), typical * norm(reference))
 
     def noise(self, names: Iterable[str], reference: Mapping[str, Tensor]) -> float:
         """Of these gradients together: how far rounding moves them."""
@@ -376,6 +391,8 @@ def _after(ours: Side, theirs: Side, leader: Side, tolerances: Tolerances, step:
         a, b = (weights if is_weight else buffers)[name].double(), second[name].double()
         apart, moved = norm(a - b), norm(b - start[name].double())
         allowed = OPERATIONS * leader.roundoff(name) * (norm(b) + moved)
+        if is_weight and leader.own(step):
+            allowed = max(allowed, tolerances.update(name, b))
         allowed = allowed if is_weight else max(allowed, tolerances.buffer(name, b))
         if not apart <= allowed:
             yield Difference(step, "weights" if is_weight else "buffers", name, apart, allowed)

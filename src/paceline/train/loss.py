@@ -126,6 +126,17 @@ def parts_of(value: Any) -> list[tuple[Any, Weight | None]]:
     return [(value, getattr(value, "loss_count", None))] if parts is None else parts
 
 
+def losses_of(
+    loss: Tensor, terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: bool
+) -> list[tuple[int, Tensor, Weight | None]]:
+    """(number of the term, its loss on this process, what that is a mean over) of what `local_loss` has made `loss` of.
+    Terms over different things, such as boxes and examples, can be put together over processes only one by one."""
+    if len(terms[0]) == 1:
+        return [(0, value, count) for value, count in parts_of(loss)]
+    each = [local_loss([[piece[i]] for piece in terms], examples, apart) for i in range(len(terms[0]))]
+    return [(i, value, count) for i, one in enumerate(each) for value, count in parts_of(one)]
+
+
 def tell_count(loss: Tensor, examples: int) -> None:
     """For run.mean: it is a mean over so many examples, and not over those of the batch that was fetched since."""
     if not hasattr(loss, "loss_count") and not hasattr(loss, "loss_parts"):

@@ -92,7 +92,7 @@ def _mean_loss(made: Sequence[Seen], device: torch.device, group: dist.ProcessGr
     of counts) over all processes, the same bits on each."""
     wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     rows = torch.zeros(2, len(made), dtype=wide, device=device)
-    for number, (_, value, count, request, summed, _) in enumerate(made):
+    for number, (_, value, count, request, summed, *_) in enumerate(made):
         if request.examples:  # a mean over nothing is NaN
             things = request.examples if count is None else count
             rows[0, number] = value.to(wide) if summed else value.to(wide) * things

@@ -29,7 +29,7 @@ from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader
-from paceline.train.loss import local_loss, mean_term, parts_of, sum_term, tell_count
+from paceline.train.loss import local_loss, losses_of, mean_term, sum_term, tell_count
 from paceline.train.messages import (
     BY_HAND_APART,
     CLOSURE_NEEDED,
@@ -50,10 +50,10 @@ from paceline.train.randomness import seed_torch, tag
 from paceline.train.sharded import clip_
 from paceline.train.yields import Yield, Yields, next_node
 
-Seen = tuple[int, Tensor, Weight | None, Request, bool, int]
+Seen = tuple[int, Tensor, Weight | None, Request, bool, int, int]
 """A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
 the loss, 0-dim and detached, a mean over so many things (None: over the request's examples), or, where the bool is set,
-a sum over them; the version of the tensor then."""
+a sum over them; the version of the tensor then; which of the terms of a closure's loss it is."""
 
 
 _UPDATE = tag("update")
@@ -245,7 +245,8 @@ class Stepper:
         if yields.ahead:
             tell_count(loss, request.examples)
         if self.losses is not None:
-            self.losses += [(call, part, n, request, False, part._version) for part, n in parts_of(loss)]
+            parts = losses_of(loss, terms, counts, self._turns is not None)
+            self.losses += [(call, part, n, request, False, part._version, i) for i, part, n in parts]
         return loss
 
     def backward(
@@ -280,9 +281,8 @@ class Stepper:
         self._saw(term.count, request, call)
         self._watch.saw(value, request)
         if self.losses is not None:
-            if loss is not None and term.count is not None:
-                value = term.value.detach()
-            self.losses.append((call, value, term.count, request, term.count is not None, value._version))
+            value = value if term.count is None else term.value.detach()
+            self.losses.append((call, value, term.count, request, term.count is not None, value._version, 0))
 
     def _opened(self, yields: Yields, one: Yield) -> int:
         """A backward call belongs to this yield. Returns its number in the micro-batch."""

@@ -67,11 +67,12 @@ def load_gradients(folder: str, step: int, update: int) -> dict[str, Tensor]:
 
 def fresh(epoch: int, number: int) -> dict[str, Any]:
     """The record of a step. ids, data: [loader or shard, ..., values] for each part of a yield. losses: by backward
-    call, [sum, weight]. apart: [shard, micro-batch, call, loss]. strangers: digests of tensors with gradients that are
-    in no model. modules: in the order in which they were called first. between: what was changed
+    call, [sum, weight]. apart: [shard, micro-batch, call, term, loss]. strangers: digests of tensors with gradients
+    that are in no model. modules: in the order in which they were called first. between: what was changed
     between two updates of the step. graded: digests of the gradients before each update. gathered: whether
     all processes were asked for something before a backward. others: states of NumPy's and Python's generators after
-    what was computed. options: of each group of parameters, at each update: what its optimizer is set to."""
+    what was computed. options: of each group of parameters, at each update: what its optimizer is set to. own: the
+    update was made from the side's own gradients: by the script itself, or by an optimizer that is given a closure."""
     lists: dict[str, Any] = {
         key: []
         for key in (
@@ -97,6 +98,7 @@ def fresh(epoch: int, number: int) -> dict[str, Any]:
         "scaled": False,
         "counted": False,
         "gathered": False,
+        "own": False,
     }
     return {"epoch": epoch, "step": number, **lists, **empty, **counts}
 

@@ -9,6 +9,9 @@ training loader to the last update that acts on it.
    what an update makes of a gradient is compared apart from the gradient.
 3. After it weights and buffers are.
 
+An optimizer that is given a closure has its first evaluation's gradients kept. Where none is prepared, they are kept
+after each backward of a last micro-batch, and the step ends when the script has cleared them.
+
 Replicas that train apart (`layout.local`) have no state between two steps that is the run's: only the first is taken
 over, and the last one kept.
 
@@ -65,6 +68,8 @@ class Recorder:
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._normalised = False  # a batch norm was training
         self._written = False
+        self._evaluations = 0  # of the closure in this run.step, by an optimizer that is given one
+        self._by_hand = 0  # steps that the script has made without an optimizer
         self._path = os.path.join(order.directory, f"rank-{run.world.rank}.json")
         if os.path.exists(self._path):  # of an earlier run of the script
             raise TrialEnded(0)
@@ -80,6 +85,7 @@ class Recorder:
             "prepare": self._prepare,
             "loader": self._loader,
             "_on_yield": self._on_yield,
+            "_on_end": self._on_end,
             "forward_backward": self._forward_backward,
             "backward": self._backward,
             "step": self._step,
@@ -93,8 +99,9 @@ class Recorder:
         self._runs: dict[str, Callable[..., Any]] = {name: getattr(run, name) for name in own}
         for name, method in own.items():
             setattr(run, name, method)
-        self._update_of = run._stepper._update
+        self._update_of, self._evaluated_of = run._stepper._update, run._stepper.evaluated
         run._stepper._update = self._update  # type: ignore[method-assign]
+        run._stepper.evaluated = self._evaluated  # type: ignore[method-assign]
         self._patches = plain.Patches()
         self._plain = order.plain and run._noise is None  # noise by example is alike on all sides: it may stay
         if self._plain:
@@ -188,6 +195,8 @@ class Recorder:
         request = loader.current
         assert request is not None
         turns = self._run._strategy.layout.turns
+        if loader.train and request.micro == 0:
+            self._look_for_updates_by_hand()
         if loader.train and request.micro == 0 and (self._now is None or self._now["updates"]):
             self._begin(request.epoch, request.step)
         elif loader.train and turns and request.micro:
@@ -212,6 +221,18 @@ class Recorder:
         keys = [loader.streams.torch_key(request, part.shard, part.micro) for part in request.parts]
         self._watch.draws.mark(*(keys if self._run._strategy.layout.opaque else []))  # it seeds each piece anew
 
+    def _on_end(self, loader: Loader, whole: bool) -> None:
+        if loader.train and whole:
+            self._look_for_updates_by_hand()
+        self._runs["_on_end"](loader, whole)
+
+    def _look_for_updates_by_hand(self) -> None:
+        """The script may have updated the weights itself, and cleared the gradients, since its last backward."""
+        now, found = self._now, 0 if self._run._optimizers else self._run._stepper.count_by_hand()
+        if now is not None and found > self._by_hand:
+            self._stepped(now)
+        self._by_hand = found
+
     def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:
         def seen(model: Any, batch: Any) -> Any:
             draws = watched.Draws(self._run.device, self._run._noise)  # of this replica, which may be a thread's
@@ -234,6 +255,7 @@ class Recorder:
         if self._lines is not None:
             self._lines.end_backward()
         self._watch.ends_backward(self._gradients if self._traced else dict)
+        self._graded_by_hand()
         return made
 
     def _backward(self, loss: Tensor | None = None, **options: Any) -> None:
@@ -251,6 +273,16 @@ class Recorder:
             self._lines.end_backward()
         self._watch.drew()
         self._watch.ends_backward(self._gradients if self._traced else dict)
+        self._graded_by_hand()
+
+    def _graded_by_hand(self) -> None:
+        """Without an optimizer, nobody says when the script uses the gradients: they are kept after each backward."""
+        now, latest = self._now, self._run.latest
+        if now is None or self._run._optimizers or self._run._strategy.layout.local:
+            return
+        if latest is not None and latest.current is not None and latest.current.final:
+            self._keep_gradients(now)
+            now["own"] = True
 
     def _silent(self, *shards: int) -> bool:
         order, now = self._order, self._now
@@ -268,51 +300,74 @@ class Recorder:
 
     def _step(self, *args: Any, **options: Any) -> bool:
         acted: bool = self._runs["step"](*args, **options)
-        now = self._now
-        if acted and now is not None:
-            self._take_losses(now)
-            if not self._run._strategy.layout.local:
-                state = self._state()
-                if self._world.rank == 0 and state is not None:
-                    self._write(f"after-{len(self._steps)}-{now['updates']}", kept.named(state["models"]))
-            now["updates"] += 1
-            now["after"] = self._digests()
-            if self._lines is not None:
-                self._lines.allow_options()  # a prepared scheduler has moved
-            self._watch.asked = False
-            self._watch.draws.mark()  # the update has seeded them anew
+        self._evaluations = 0
+        if acted and self._now is not None:
+            self._stepped(self._now)
         return acted
+
+    def _stepped(self, now: dict[str, Any]) -> None:
+        """An update was made."""
+        self._take_losses(now)
+        if not self._run._strategy.layout.local:
+            state = self._state()
+            if self._world.rank == 0 and state is not None:
+                self._write(f"after-{len(self._steps)}-{now['updates']}", kept.named(state["models"]))
+        now["updates"] += 1
+        now["after"] = self._digests()
+        if self._lines is not None:
+            self._lines.allow_options()  # a prepared scheduler has moved
+        self._watch.asked = False
+        self._watch.draws.mark()  # the update has seeded them anew
 
     def _take_losses(self, now: dict[str, Any]) -> None:
         losses = self._run._stepper.losses
         if losses:
             self._window.add_losses(losses)
-            for call, value, count, request, _, _ in losses:
+            for call, value, count, request, _, _, term in losses:
                 now["counted"] |= count is not None
                 if request.examples and len(request.parts) == 1:
-                    now["apart"].append([request.parts[0].shard, request.parts[0].micro, call, float(value)])
+                    now["apart"].append([request.parts[0].shard, request.parts[0].micro, call, term, float(value)])
             losses.clear()
 
     def _update(self, optimizer: Any, graded: list[Tensor], max_grad_norm: float | None) -> bool:
         now = self._now
         if now is not None:
-            now["options"] += kept.options_of(optimizer)
-            now["lrs"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            self._keep_options(now, optimizer)
             if now["updates"]:
                 now["between"] += [
                     name for name, made in self._digests().items() if now["after"].get(name, made) != made
                 ]
-            gradients, place = self._gradients(), f"{len(self._steps)}-{now['updates']}"
-            if self._replicated and self._world.size > 1:
-                now["graded"].append({name: plain.digest(gradient) for name, gradient in gradients.items()})
-            if self._world.rank == 0 or not self._replicated:
-                self._write(f"grad-{place}-r{self._world.rank}", gradients)
-                if self._order.leads:
-                    self._write(f"take-{place}-r{self._world.rank}", gradients, whole=True)
-            now["not_finite"] += [name for name, g in gradients.items() if not bool(g.isfinite().all())]
+            self._keep_gradients(now)
             if not self._order.leads and self._world.size == 1 and not self._apart():
                 graded = self._take_gradients(optimizer, now["updates"])
         return self._update_of(optimizer, graded, max_grad_norm)
+
+    def _evaluated(self, optimizer: Any) -> None:
+        """An optimizer that is given a closure has evaluated it: first at the weights that the step started from. Later
+        evaluations are at weights that follow from its own gradients, and so is the update."""
+        self._evaluated_of(optimizer)
+        now, self._evaluations = self._now, self._evaluations + 1
+        if now is not None and self._evaluations == 1:
+            self._keep_options(now, optimizer)
+            self._keep_gradients(now)
+            now["own"] = True
+
+    def _keep_options(self, now: dict[str, Any], optimizer: Any) -> None:
+        now["options"] += kept.options_of(optimizer)
+        now["lrs"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+    def _keep_gradients(self, now: dict[str, Any]) -> None:
+        """Those of the next update; in place of what was kept for it before."""
+        gradients, update = self._gradients(), now["updates"]
+        place = f"{len(self._steps)}-{update}"
+        if self._replicated and self._world.size > 1:
+            digests = {name: plain.digest(gradient) for name, gradient in gradients.items()}
+            now["graded"] = [*now["graded"][:update], digests]
+        if self._world.rank == 0 or not self._replicated:
+            self._write(f"grad-{place}-r{self._world.rank}", gradients)
+            if self._order.leads:
+                self._write(f"take-{place}-r{self._world.rank}", gradients, whole=True)
+        now["not_finite"] += [name for name, g in gradients.items() if not bool(g.isfinite().all())]
 
     def _take_gradients(self, optimizer: Any, update: int) -> list[Tensor]:
         """Those of the run in question in place of the own ones; where it keeps none, these."""
@@ -463,6 +518,7 @@ class Recorder:
             "unfinished": unfinished,
             "normalised": self._normalised,
             "hooked": sorted(self._changing),
+            "ahead": self._run._stepper._ahead,
         }
         with open(self._path + ".part", "w") as file:
             json.dump(record, file)
