@@ -54,6 +54,12 @@ CAUSES = {
         "Give the training DataLoader a DistributedSampler (and no shuffle=True); draw random batches from a generator "
         "that is seeded with the rank too.",
     ),
+    "examples_missed": Cause(
+        MODEL,
+        "The data are cut for more ranks than there are",
+        "The examples of the ranks that are not there are never seen.",
+        "Cut the data by the number of processes that run (dist.get_world_size()), not by a number of the script's.",
+    ),
     "no_set_epoch": Cause(
         MODEL,
         "A sampler without set_epoch",
@@ -165,6 +171,13 @@ CAUSES = {
         "A rank that does not step keeps old weights, and its gradients belong to another model.",
         "Call optimizer.step() on every rank after the same backward passes: not under `if rank == 0`, and skip a step "
         "only where all ranks do.",
+    ),
+    "modes_differ": Cause(
+        MODEL,
+        "Ranks train in different modes",
+        "On some ranks dropout is off and batch norm uses its running statistics, on others not: their gradients are "
+        "those of different models.",
+        "Call model.train() on every rank before it trains on, where one rank alone evaluates too.",
     ),
     "buffers_differ": Cause(
         MODEL,

@@ -22,7 +22,12 @@ SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
 
 
 def findings(run: Run) -> list[Finding]:
-    return [*_same_examples(run), *_same_in_workers(run), *(_same_batch(run) or _no_set_epoch(run) or _cycled(run))]
+    return [
+        *_same_examples(run),
+        *_missed(run),
+        *_same_in_workers(run),
+        *(_same_batch(run) or _no_set_epoch(run) or _cycled(run)),
+    ]
 
 
 def _training(run: Run, rank: int, loader: str) -> list[Pass]:
@@ -210,6 +215,51 @@ def _first_gradients(events: list[Event]) -> list[Event]:
             found.append(e)
             due = False
     return found
+
+
+def _missed(run: Run) -> list[Finding]:
+    """Data that are cut for more ranks than there are: by a sampler that is told so, or in steps that are too long."""
+    if not run.reduces or len(run.peers) < run.size:
+        return []
+    for loader in sorted(run.trainers):
+        about = run.loaders[0].get(loader, {})
+        told = about.get("replicas") or 0
+        if about.get("sampler") == "distributed" and told > run.world:
+            evidence = f"{about['sampler_name']} deals the examples to {told} ranks, and there are {run.world}"
+            return [Finding("examples_missed", place(about["at"]), evidence)]
+        passes = [_training(run, rank, loader) for rank in run.peers]
+        if not all(passes) or not all(theirs[0].indices for theirs in passes):
+            continue
+        read = [{i for one in theirs for i in one.indices or ()} for theirs in passes]
+        stride, residues = _stride(read)
+        if stride <= run.world or sorted(residues) != list(range(min(residues), min(residues) + run.world)):
+            continue
+        size = about.get("size") or 0
+        seen = {i for rank in range(run.size) for i in _read(run, rank, size)}
+        missed = [i for i in range(size) if i not in seen and i % stride not in residues]
+        if len(missed) >= max(LEAST_SHARED, sum(map(len, read)) // 2 // run.world):
+            evidence = (
+                f"each of {run.world} ranks reads every {stride}th example; {len(missed)} of {size} are never read, "
+                f"by any loader: {missed[:6]}, ..."
+            )
+            return [Finding("examples_missed", place(writes.strides_by_rank(run) or about["at"]), evidence)]
+    return []
+
+
+def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
+    """(the step in which every rank's examples lie, what remains of each rank's). (0, nothing) where there is none."""
+    if any(len(mine) < LEAST_SHARED for mine in read):
+        return 0, set()
+    strides = {math.gcd(*(i - min(mine) for i in mine)) for mine in read}
+    stride = max(strides)
+    residues = {min(mine) % stride for mine in read}
+    return (stride, residues) if len(strides) == 1 and len(residues) == len(read) else (0, set())
+
+
+def _read(run: Run, rank: int, size: int) -> set[int]:
+    """The examples that a rank reads of data sets of this size, to whatever end."""
+    same = [one for one in run.passes[rank] if run.loaders[rank].get(one.loader, {}).get("size") == size]
+    return {i for one in same for i in one.indices or ()}
 
 
 def _same_in_workers(run: Run) -> list[Finding]:

@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.record import Run, place
+from paceline.doctor.judge.record import Event, Run, place
 
 LEAST_STEPS = 3  # without a gradient
+LEAST_UNLIKE = 2  # backward passes in whose forward the ranks' models are in other modes
 _NAMED = 4
 
 
 def findings(run: Run) -> list[Finding]:
     found = _no_gradient(run)
     if run.reduces:
-        found += _batch_norm(run)
+        found += [*_batch_norm(run), *_modes(run)]
     return found
+
+
+def _modes(run: Run) -> list[Finding]:
+    """Parts that compute by their mode, in evaluation mode on some ranks and in training mode on others, in the forward
+    of the same backward pass."""
+    of = [_by_backward(run.ranks[rank]) for rank in run.peers]
+    if len({len(passes) for passes in of}) > 1:
+        return []
+    unlike = [now for now in zip(*of) if any(_unlike(now[0], theirs) for theirs in now[1:])]
+    if len(unlike) < LEAST_UNLIKE:
+        return []
+    pairs = [(rank, mode) for rank, modes in zip(run.peers, unlike[0]) for mode in modes.values() if mode["count"]]
+    rank, mode = max(pairs, key=lambda pair: pair[1]["count"])
+    names = ", ".join(filter(None, mode["still"])) + (", ..." if mode["count"] > len(mode["still"]) else "")
+    evidence = (
+        f"in the forward of {len(unlike)} of {len(of[0])} backward passes the ranks' models were not in the same mode: "
+        f"rank {rank} had {mode['count']} of {mode['of']} parts of {mode['module']} that compute by their mode "
+        f"({names}) in evaluation mode"
+    )
+    return [Finding("modes_differ", place(mode["at"]), evidence)]
+
+
+def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
+    """For each backward pass the modes in its forward: model -> event."""
+    modes: dict[str, Event] = {}
+    found = []
+    for e in events:
+        if e["k"] == "mode":
+            modes = {**modes, f"{e['module']} {e['ddp']}": e}
+        elif e["k"] == "backward":
+            found.append(modes)
+    return found
+
+
+def _unlike(ours: dict[str, Event], theirs: dict[str, Event]) -> bool:
+    return any(name in theirs and e["digest"] != theirs[name]["digest"] for name, e in ours.items())
 
 
 def _batch_norm(run: Run) -> list[Finding]:
