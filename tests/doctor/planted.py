@@ -311,6 +311,8 @@ PLANTED = [
        ("        sampler.set_epoch(epoch)\n", ""), at="range(rank,"),
     _p("a sampler for other ranks", "examples_missed", "plain",
        ("DistributedSampler(train_set)", "DistributedSampler(train_set, num_replicas=2 * world_size, rank=rank)"), at="loader = DataLoader("),
+    _p("targets that are ignored", "loss_mean_of_means", "plain",
+       ("nn.functional.cross_entropy(model(inputs).float(), labels) / ACCUMULATE", "nn.functional.cross_entropy(model(inputs).float(), labels.where(inputs[:, 0] > 0.3 * rank - 1, -100)) / ACCUMULATE"), at="loss.backward()"),
     _p("an epoch's batches in a cycle", "no_set_epoch", "plain",
        ("    for epoch in range(EPOCHS):\n", "    batches = __import__('itertools').cycle(loader)\n    for epoch in range(EPOCHS):\n"),
        ("        sampler.set_epoch(epoch)\n", ""), ("enumerate(loader, 1):", "enumerate((next(batches) for _ in range(12)), 1):"), at="cycle(loader)"),

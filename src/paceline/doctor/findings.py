@@ -172,6 +172,13 @@ CAUSES = {
         "Call optimizer.step() on every rank after the same backward passes: not under `if rank == 0`, and skip a step "
         "only where all ranks do.",
     ),
+    "loss_mean_of_means": Cause(
+        MODEL,
+        "The loss is the mean of the ranks' means over unequal numbers",
+        "Tokens (or boxes, or pixels) of a rank that has fewer count more: the gradient is not that of the mean over the "
+        "whole batch.",
+        "Sum the loss, all_reduce the count, and multiply by world_size / count before backward.",
+    ),
     "modes_differ": Cause(
         MODEL,
         "Ranks train in different modes",

@@ -6,6 +6,8 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.judge.record import Event, Run, place
 
 LEAST_STEPS = 3  # without a gradient
+UNEQUAL = 1e-3  # of the larger one
+MOSTLY = 0.5  # of the backward passes: a last batch may be smaller on a rank
 LEAST_UNLIKE = 2  # backward passes in whose forward the ranks' models are in other modes
 _NAMED = 4
 
@@ -13,7 +15,7 @@ _NAMED = 4
 def findings(run: Run) -> list[Finding]:
     found = _no_gradient(run)
     if run.reduces:
-        found += [*_batch_norm(run), *_modes(run)]
+        found += [*_batch_norm(run), *_modes(run), *_mean_losses(run)]
     return found
 
 
@@ -35,6 +37,32 @@ def _modes(run: Run) -> list[Finding]:
         f"({names}) in evaluation mode"
     )
     return [Finding("modes_differ", place(mode["at"]), evidence)]
+
+
+def _mean_losses(run: Run) -> list[Finding]:
+    """Losses that each rank divides by a count of its own, as that of its tokens, and whose gradients are averaged.
+    A rank that multiplies its mean by its share of all counts undoes that; so may a hook, or the script by hand."""
+    if not any(run.of(0, "ddp", "fsdp")) or any(run.all("join")) or any(e["rescaled"] for e in run.of(0, "before")):
+        return []
+    of = [list(run.of(rank, "backward")) for rank in run.peers]
+    passes = list(zip(*of))
+    if len({len(events) for events in of}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in of[0]):
+        return []
+    counted = [events for events in passes if all((e.get("count") or [0])[0] > 0 for e in events)]
+    unequal = [events for events in counted if _differ([e["count"][0] for e in events])]
+    weighed = [events for events in unequal if not _differ([e["count"][1] / e["count"][0] for e in events])]
+    if weighed or len(unequal) < LEAST_STEPS or len(unequal) < MOSTLY * len(counted):
+        return []
+    shown = " and ".join(f"{e['count'][0]:g}" for e in unequal[0][:_NAMED])
+    evidence = (
+        f"in {len(unequal)} of {len(counted)} backward passes each rank divided its loss by a number of its own, first "
+        f"by {shown}, and the gradients were averaged as if these were equal"
+    )
+    return [Finding("loss_mean_of_means", place(unequal[0][0]["at"]), evidence)]
+
+
+def _differ(values: list[float]) -> bool:
+    return max(values) - min(values) > UNEQUAL * max(map(abs, values))
 
 
 def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
