@@ -72,6 +72,13 @@ CAUSES = {
         "Every example comes once for each worker: an epoch is several.",
         "Cut the stream by torch.utils.data.get_worker_info() too: every (rank * num_workers + worker)th example.",
     ),
+    "same_random_numbers": Cause(
+        MODEL,
+        "Workers of the loader draw the same random numbers in every pass",
+        "What they augment by them comes again in each epoch, and on every rank that seeds them alike.",
+        "Leave the workers' seeds to torch, which seeds Python, NumPy and torch in them anew for each pass; or seed by "
+        "torch.initial_seed() in worker_init_fn, with another torch.manual_seed on each rank.",
+    ),
     "same_batch": Cause(
         MODEL,
         "Each step begins the loader anew",
@@ -175,8 +182,8 @@ CAUSES = {
     "loss_mean_of_means": Cause(
         MODEL,
         "The loss is the mean of the ranks' means over unequal numbers",
-        "Tokens (or boxes, or pixels) of a rank that has fewer count more: the gradient is not that of the mean over the "
-        "whole batch.",
+        "Tokens (or boxes, or pixels) of a rank that has fewer count more: the gradient is not that of the mean over "
+        "the whole batch.",
         "Sum the loss, all_reduce the count, and multiply by world_size / count before backward.",
     ),
     "modes_differ": Cause(

@@ -18,6 +18,7 @@ DRIFT = 0.05  # of the examples that were read again
 OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
 LEAST_SAME = 3  # steps
 LEAST_BEGUN = 4  # passes
+LEAST_PASSES = 2  # that begin with the same random numbers
 SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
 
 
@@ -26,6 +27,7 @@ def findings(run: Run) -> list[Finding]:
         *_same_examples(run),
         *_missed(run),
         *_same_in_workers(run),
+        *_same_numbers(run),
         *(_same_batch(run) or _no_set_epoch(run) or _cycled(run)),
     ]
 
@@ -277,6 +279,31 @@ def _same_in_workers(run: Run) -> list[Finding]:
                     f"by their content: once from each of {workers} workers"
                 )
                 return [Finding("same_in_workers", place(about["at"]), evidence)]
+    return []
+
+
+def _same_numbers(run: Run) -> list[Finding]:
+    """Random generators of a training loader's workers that are used, and begin each pass where the first began."""
+    workers = [
+        {(e["n"], e["worker"], name): state for e in run.of(rank, "worker") for name, state in e["begun"].items()}
+        for rank in range(run.size)
+    ]
+    for loader in sorted(run.trainers):
+        passes = [[one.n for one in _training(run, rank, loader)] for rank in range(run.size)]
+        for name in dict.fromkeys(name for _, _, name in workers[0]):
+            begun = [
+                [{w: state for (n, w, of), state in states.items() if (n, of) == (number, name)} for number in numbers]
+                for states, numbers in zip(workers, passes)
+            ]
+            mine = [states for states in begun[0] if states]
+            if len(mine) < LEAST_PASSES or any(states != mine[0] for states in mine):
+                continue
+            same = all(theirs and theirs[0] == mine[0] for theirs in begun)
+            evidence = (
+                f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
+                f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
+            )
+            return [Finding("same_random_numbers", place(run.loaders[0][loader]["at"]), evidence)]
     return []
 
 
