@@ -118,6 +118,11 @@ def test_every_cause_is_planted() -> None:
     assert all(compile(p.source(), p.name, "exec") for p in (*PLANTED, *IN_LIBRARIES))
 
 
+def test_the_docs_name_every_finding() -> None:
+    text = (ROOT / "docs" / "doctor.md").read_text()
+    assert [cause for cause in CAUSES if f"`{cause}`" not in text] == []
+
+
 def doctor(folder: Path, text: str, *options: str, processes: int = 2) -> tuple[Any, Any]:
     """(the command's end, what its JSON says)."""
     (folder / "script.py").write_text(text)

@@ -12,12 +12,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from paceline.doctor.judge import calls as judge_calls
-from paceline.doctor.judge import costs, replicas
+from paceline.doctor.judge import costs, model, replicas
 from paceline.doctor.judge.calls import Lookout
 from paceline.doctor.judge.evaluation import _metric
 from paceline.doctor.judge.places import accumulates, takes_all
 from paceline.doctor.judge.record import Event, Run
-from paceline.doctor.watch.losses import divided
+from paceline.doctor.watch.losses import counted, divided
 from paceline.doctor.watch.notebook import Statement, statement_at
 
 AT = ["train.py", 7]
@@ -318,6 +318,50 @@ def _scaled(loss: torch.Tensor, by: float) -> torch.Tensor:
 def test_what_a_loss_is(loss: Any, kind: str) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert divided(loss(x, torch.arange(8) % 4)) == kind
+
+
+IGNORED = torch.tensor([0, 1, -100, 3, -100, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [
+        (lambda x, y: cross_entropy(x, y), [6, 1]),
+        (lambda x, y: cross_entropy(x, y) / 4, [6, 0.25]),
+        (lambda x, y: cross_entropy(x, y, reduction="sum") / (y >= 0).sum(), [6, 1]),
+        (lambda x, y: cross_entropy(x, y, weight=torch.tensor([1.0, 2, 3, 4])), [13, 1]),
+        (lambda x, y: cross_entropy(x, y) * 3 + 0.1 * x.square().mean(), [6, 3]),
+        (lambda x, y: x.square().mean(), None),
+        (lambda x, y: cross_entropy(x, y, reduction="sum"), None),
+    ],
+    ids=["ignored", "divided", "summed", "classes", "added", "mean", "sum"],
+)
+def test_what_a_loss_is_divided_by(loss: Any, count: list[float] | None) -> None:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert counted(loss(x, IGNORED)) == (None if count is None else pytest.approx(count))
+
+
+def losses(counts: list[float], factors: list[float]) -> list[Event]:
+    """The events of one rank: backward passes of losses that are divided so, and then multiplied."""
+    passes = [{"k": "backward", "mean": "mean", "count": list(c), "at": AT} for c in zip(counts, factors)]
+    begin = {"k": "group", "op": "init_process_group", "world": 2, "at": AT}
+    return [begin, {"k": "ddp", "ddp": 0, "ranks": [0, 1], "at": AT}, *passes]
+
+
+@pytest.mark.parametrize(
+    ("counts", "factors", "found"),
+    [
+        ([9, 6, 7, 5], [1, 1, 1, 1], ["loss_mean_of_means"]),
+        ([8, 8, 8, 8], [1, 1, 1, 1], []),
+        ([8, 8, 8, 5], [1, 1, 1, 1], []),  # a last batch
+        ([8, 8, 8, 8], [0.3, 0.4, 0.9, 0.6], []),  # the ranks' own mixtures
+        ([9, 6, 7, 5], [9 / 8, 6 / 8, 7 / 8, 5 / 8], []),  # each mean by its share of all
+    ],
+    ids=["unequal", "equal", "last", "mixed", "weighed"],
+)
+def test_losses_that_are_means_over_unequal_numbers(counts: Any, factors: Any, found: list[str]) -> None:
+    run = Run([losses([8, 8, 8, 8], [1, 1, 1, 1]), losses(counts, factors)])
+    assert [f.cause for f in model.findings(run)] == found
 
 
 GATHER = """def gather(x):

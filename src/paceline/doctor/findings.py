@@ -54,6 +54,12 @@ CAUSES = {
         "Give the training DataLoader a DistributedSampler (and no shuffle=True); draw random batches from a generator "
         "that is seeded with the rank too.",
     ),
+    "examples_missed": Cause(
+        MODEL,
+        "The data are cut for more ranks than there are",
+        "The examples of the ranks that are not there are never seen.",
+        "Cut the data by the number of processes that run (dist.get_world_size()), not by a number of the script's.",
+    ),
     "no_set_epoch": Cause(
         MODEL,
         "A sampler without set_epoch",
@@ -65,6 +71,13 @@ CAUSES = {
         "Each worker of the loader reads the whole stream",
         "Every example comes once for each worker: an epoch is several.",
         "Cut the stream by torch.utils.data.get_worker_info() too: every (rank * num_workers + worker)th example.",
+    ),
+    "same_random_numbers": Cause(
+        MODEL,
+        "Workers of the loader draw the same random numbers in every pass",
+        "What they augment by them comes again in each epoch, and on every rank that seeds them alike.",
+        "Leave the workers' seeds to torch, which seeds Python, NumPy and torch in them anew for each pass; or seed by "
+        "torch.initial_seed() in worker_init_fn, with another torch.manual_seed on each rank.",
     ),
     "same_batch": Cause(
         MODEL,
@@ -165,6 +178,20 @@ CAUSES = {
         "A rank that does not step keeps old weights, and its gradients belong to another model.",
         "Call optimizer.step() on every rank after the same backward passes: not under `if rank == 0`, and skip a step "
         "only where all ranks do.",
+    ),
+    "loss_mean_of_means": Cause(
+        MODEL,
+        "The loss is the mean of the ranks' means over unequal numbers",
+        "Tokens (or boxes, or pixels) of a rank that has fewer count more: the gradient is not that of the mean over "
+        "the whole batch.",
+        "Sum the loss, all_reduce the count, and multiply by world_size / count before backward.",
+    ),
+    "modes_differ": Cause(
+        MODEL,
+        "Ranks train in different modes",
+        "On some ranks dropout is off and batch norm uses its running statistics, on others not: their gradients are "
+        "those of different models.",
+        "Call model.train() on every rank before it trains on, where one rank alone evaluates too.",
     ),
     "buffers_differ": Cause(
         MODEL,

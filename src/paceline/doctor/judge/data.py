@@ -18,11 +18,18 @@ DRIFT = 0.05  # of the examples that were read again
 OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
 LEAST_SAME = 3  # steps
 LEAST_BEGUN = 4  # passes
+LEAST_PASSES = 2  # that begin with the same random numbers
 SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
 
 
 def findings(run: Run) -> list[Finding]:
-    return [*_same_examples(run), *_same_in_workers(run), *(_same_batch(run) or _no_set_epoch(run) or _cycled(run))]
+    return [
+        *_same_examples(run),
+        *_missed(run),
+        *_same_in_workers(run),
+        *_same_numbers(run),
+        *(_same_batch(run) or _no_set_epoch(run) or _cycled(run)),
+    ]
 
 
 def _training(run: Run, rank: int, loader: str) -> list[Pass]:
@@ -212,6 +219,51 @@ def _first_gradients(events: list[Event]) -> list[Event]:
     return found
 
 
+def _missed(run: Run) -> list[Finding]:
+    """Data that are cut for more ranks than there are: by a sampler that is told so, or in steps that are too long."""
+    if not run.reduces or len(run.peers) < run.size:
+        return []
+    for loader in sorted(run.trainers):
+        about = run.loaders[0].get(loader, {})
+        told = about.get("replicas") or 0
+        if about.get("sampler") == "distributed" and told > run.world:
+            evidence = f"{about['sampler_name']} deals the examples to {told} ranks, and there are {run.world}"
+            return [Finding("examples_missed", place(about["at"]), evidence)]
+        passes = [_training(run, rank, loader) for rank in run.peers]
+        if not all(passes) or not all(theirs[0].indices for theirs in passes):
+            continue
+        read = [{i for one in theirs for i in one.indices or ()} for theirs in passes]
+        stride, residues = _stride(read)
+        if stride <= run.world or sorted(residues) != list(range(min(residues), min(residues) + run.world)):
+            continue
+        size = about.get("size") or 0
+        seen = {i for rank in range(run.size) for i in _read(run, rank, size)}
+        missed = [i for i in range(size) if i not in seen and i % stride not in residues]
+        if len(missed) >= max(LEAST_SHARED, sum(map(len, read)) // 2 // run.world):
+            evidence = (
+                f"each of {run.world} ranks reads every {stride}th example; {len(missed)} of {size} are never read, "
+                f"by any loader: {missed[:6]}, ..."
+            )
+            return [Finding("examples_missed", place(writes.strides_by_rank(run) or about["at"]), evidence)]
+    return []
+
+
+def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
+    """(the step in which every rank's examples lie, what remains of each rank's). (0, nothing) where there is none."""
+    if any(len(mine) < LEAST_SHARED for mine in read):
+        return 0, set()
+    strides = {math.gcd(*(i - min(mine) for i in mine)) for mine in read}
+    stride = max(strides)
+    residues = {min(mine) % stride for mine in read}
+    return (stride, residues) if len(strides) == 1 and len(residues) == len(read) else (0, set())
+
+
+def _read(run: Run, rank: int, size: int) -> set[int]:
+    """The examples that a rank reads of data sets of this size, to whatever end."""
+    same = [one for one in run.passes[rank] if run.loaders[rank].get(one.loader, {}).get("size") == size]
+    return {i for one in same for i in one.indices or ()}
+
+
 def _same_in_workers(run: Run) -> list[Finding]:
     """A stream that each worker of a loader reads from its beginning."""
     for loader in sorted(run.trainers):
@@ -227,6 +279,31 @@ def _same_in_workers(run: Run) -> list[Finding]:
                     f"by their content: once from each of {workers} workers"
                 )
                 return [Finding("same_in_workers", place(about["at"]), evidence)]
+    return []
+
+
+def _same_numbers(run: Run) -> list[Finding]:
+    """Random generators of a training loader's workers that are used, and begin each pass where the first began."""
+    workers = [
+        {(e["n"], e["worker"], name): state for e in run.of(rank, "worker") for name, state in e["begun"].items()}
+        for rank in range(run.size)
+    ]
+    for loader in sorted(run.trainers):
+        passes = [[one.n for one in _training(run, rank, loader)] for rank in range(run.size)]
+        for name in dict.fromkeys(name for _, _, name in workers[0]):
+            begun = [
+                [{w: state for (n, w, of), state in states.items() if (n, of) == (number, name)} for number in numbers]
+                for states, numbers in zip(workers, passes)
+            ]
+            mine = [states for states in begun[0] if states]
+            if len(mine) < LEAST_PASSES or any(states != mine[0] for states in mine):
+                continue
+            same = all(theirs and theirs[0] == mine[0] for theirs in begun)
+            evidence = (
+                f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
+                f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
+            )
+            return [Finding("same_random_numbers", place(run.loaders[0][loader]["at"]), evidence)]
     return []
 
 

@@ -3,17 +3,82 @@
 from __future__ import annotations
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.record import Run, place
+from paceline.doctor.judge.record import Event, Run, place
 
 LEAST_STEPS = 3  # without a gradient
+UNEQUAL = 1e-3  # of the larger one
+MOSTLY = 0.5  # of the backward passes: a last batch may be smaller on a rank
+LEAST_UNLIKE = 2  # backward passes in whose forward the ranks' models are in other modes
 _NAMED = 4
 
 
 def findings(run: Run) -> list[Finding]:
     found = _no_gradient(run)
     if run.reduces:
-        found += _batch_norm(run)
+        found += [*_batch_norm(run), *_modes(run), *_mean_losses(run)]
     return found
+
+
+def _modes(run: Run) -> list[Finding]:
+    """Parts that compute by their mode, in evaluation mode on some ranks and in training mode on others, in the forward
+    of the same backward pass."""
+    of = [_by_backward(run.ranks[rank]) for rank in run.peers]
+    if len({len(passes) for passes in of}) > 1:
+        return []
+    unlike = [now for now in zip(*of) if any(_unlike(now[0], theirs) for theirs in now[1:])]
+    if len(unlike) < LEAST_UNLIKE:
+        return []
+    pairs = [(rank, mode) for rank, modes in zip(run.peers, unlike[0]) for mode in modes.values() if mode["count"]]
+    rank, mode = max(pairs, key=lambda pair: pair[1]["count"])
+    names = ", ".join(filter(None, mode["still"])) + (", ..." if mode["count"] > len(mode["still"]) else "")
+    evidence = (
+        f"in the forward of {len(unlike)} of {len(of[0])} backward passes the ranks' models were not in the same mode: "
+        f"rank {rank} had {mode['count']} of {mode['of']} parts of {mode['module']} that compute by their mode "
+        f"({names}) in evaluation mode"
+    )
+    return [Finding("modes_differ", place(mode["at"]), evidence)]
+
+
+def _mean_losses(run: Run) -> list[Finding]:
+    """Losses that each rank divides by a count of its own, as that of its tokens, and whose gradients are averaged.
+    A rank that multiplies its mean by its share of all counts undoes that; so may a hook, or the script by hand."""
+    if not any(run.of(0, "ddp", "fsdp")) or any(run.all("join")) or any(e["rescaled"] for e in run.of(0, "before")):
+        return []
+    of = [list(run.of(rank, "backward")) for rank in run.peers]
+    passes = list(zip(*of))
+    if len({len(events) for events in of}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in of[0]):
+        return []
+    counted = [events for events in passes if all((e.get("count") or [0])[0] > 0 for e in events)]
+    unequal = [events for events in counted if _differ([e["count"][0] for e in events])]
+    weighed = [events for events in unequal if not _differ([e["count"][1] / e["count"][0] for e in events])]
+    if weighed or len(unequal) < LEAST_STEPS or len(unequal) < MOSTLY * len(counted):
+        return []
+    shown = " and ".join(f"{e['count'][0]:g}" for e in unequal[0][:_NAMED])
+    evidence = (
+        f"in {len(unequal)} of {len(counted)} backward passes each rank divided its loss by a number of its own, first "
+        f"by {shown}, and the gradients were averaged as if these were equal"
+    )
+    return [Finding("loss_mean_of_means", place(unequal[0][0]["at"]), evidence)]
+
+
+def _differ(values: list[float]) -> bool:
+    return max(values) - min(values) > UNEQUAL * max(map(abs, values))
+
+
+def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
+    """For each backward pass the modes in its forward: model -> event."""
+    modes: dict[str, Event] = {}
+    found = []
+    for e in events:
+        if e["k"] == "mode":
+            modes = {**modes, f"{e['module']} {e['ddp']}": e}
+        elif e["k"] == "backward":
+            found.append(modes)
+    return found
+
+
+def _unlike(ours: dict[str, Event], theirs: dict[str, Event]) -> bool:
+    return any(name in theirs and e["digest"] != theirs[name]["digest"] for name, e in ours.items())
 
 
 def _batch_norm(run: Run) -> list[Finding]:

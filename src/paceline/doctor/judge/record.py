@@ -192,7 +192,9 @@ def place(at: Any) -> str:
 
 def read(directory: str, processes: int, cut: bool = False) -> Run:
     """The records of all ranks; of a process that was killed, what it had written."""
-    return Run([read_lines(os.path.join(directory, f"rank-{rank}.jsonl")) for rank in range(processes)], cut)
+    names = ("workers-{}.jsonl", "rank-{}.jsonl")  # a rank's own events last: they tell how it ended
+    of = ([os.path.join(directory, name.format(rank)) for name in names] for rank in range(processes))
+    return Run([[event for path in paths for event in read_lines(path)] for paths in of], cut)
 
 
 def read_lines(path: str) -> list[Event]:

@@ -322,7 +322,8 @@ def _buffers(run: Run) -> list[Finding]:
         return []
     (_, step), parts = last[-1]
     evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]]['buffers'], 'buffers')}; nothing sends them"
-    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2])
+    kept = next((e["at"] for e in run.of(0, "ddp") if not e.get("broadcasts", True)), None)
+    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2]) or kept
     return [Finding("buffers_differ", place(line or of[0][last[-1][0]]["at"]), evidence)]
 
 

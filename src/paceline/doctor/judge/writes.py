@@ -89,6 +89,18 @@ def seeds_by_rank(run: Run) -> list[Any] | None:
     return None
 
 
+def strides_by_rank(run: Run) -> list[Any] | None:
+    """The first line with `range(rank, ..., step)` or `[rank::step]`."""
+    for file in _files(run):
+        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+            begin = n.args[0] if isinstance(n, ast.Call) and called(n) == "range" and len(n.args) == 3 else None
+            if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice) and n.slice.step is not None:
+                begin = n.slice.lower
+            if begin is not None and _RANKS.search(ast.unparse(begin)):
+                return [file, n.lineno]  # type: ignore[attr-defined]
+    return None
+
+
 def of_gradients(run: Run, near: Any) -> list[Any] | None:
     """The line where the script writes to gradients."""
     return _nearest(run, near, _writes_gradient)

@@ -7,6 +7,10 @@ has them. An iterable data set has none: there the rows' digests tell.
 
 from __future__ import annotations
 
+import inspect
+import json
+import os
+import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -24,6 +28,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
 )
+from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.doctor.watch.notebook import Notebook, put
@@ -41,6 +46,7 @@ def watch(book: Notebook) -> None:
     put(DataLoader, "__iter__", loaders.iter)
     put(_BaseDataLoaderIter, "_next_index", loaders.next_index)
     put(_BaseDataLoaderIter, "__next__", loaders.next)
+    put(worker, "_worker_loop", loaders.work)
 
 
 class _Loaders:
@@ -82,6 +88,34 @@ class _Loaders:
 
         return __iter__
 
+    def work(self, original: Any) -> Any:
+        """In a worker that is forked: what its random generators begin and end with. A file of its own takes it, since
+        this process is no longer the one that is watched."""
+        signature = inspect.signature(original)
+
+        def _worker_loop(*args: Any, **options: Any) -> Any:
+            given = signature.bind(*args, **options)
+            initialize = given.arguments.get("init_fn")
+            begun: dict[str, int] = {}
+
+            def init_fn(number: int) -> None:
+                if initialize is not None:
+                    initialize(number)
+                begun.update(_generators())
+
+            given.arguments["init_fn"] = init_fn
+            result = original(*given.args, **given.kwargs)
+            with self._book.aside():
+                ended = _generators()
+                moved = {name: state for name, state in begun.items() if ended.get(name) != state}
+                event = {"k": "worker", "n": self._passes, "worker": given.arguments.get("worker_id"), "begun": moved}
+                path = os.path.join(self._book.directory, f"workers-{self._book.rank}.jsonl")
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(event) + "\n")
+            return result
+
+        return _worker_loop
+
     def next_index(self, original: Any) -> Any:
         def _next_index(iterator: Any) -> Any:
             index = original(iterator)
@@ -121,6 +155,16 @@ class _Loaders:
             return batch
 
         return __next__
+
+
+def _generators() -> dict[str, int]:
+    """Digests of the states of this process's own random generators."""
+    numpys: Any = np.random.get_state()
+    return {
+        "NumPy's": zlib.crc32(numpys[1].tobytes() + str(numpys[2:]).encode()),
+        "Python's": zlib.crc32(repr(random.getstate()).encode()),
+        "torch's": zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+    }
 
 
 def _describe(loader: Any) -> dict[str, Any]:

@@ -52,6 +52,51 @@ def _kind(node: Any, depth: int) -> str:
     return "other"
 
 
+def counted(root: torch.Tensor) -> list[float] | None:
+    """[what the sum in a loss is divided by to make a mean of it, by what that mean is multiplied].
+
+    The first is the number of targets that are not ignored, the weights of their classes, or what the script divides a
+    sum by. Of several losses that are added, the first that has such a number counts. None: there is none.
+    """
+    return _counted(root.grad_fn, 12)
+
+
+def _counted(node: Any, depth: int) -> list[float] | None:
+    factor = 1.0
+    for _ in range(depth):
+        if node is None:
+            return None
+        name, children = node.name(), _children(node)
+        if name in _LOSSES:
+            total = getattr(node, "_saved_total_weight", None)
+            return [float(total), factor] if total is not None and getattr(node, "_saved_reduction", 1) == 1 else None
+        if name in _SCALED:
+            by = _factor(node)
+            if not by:
+                return None
+            if name.startswith("Div") and _is_sum(next(iter(children), None)):
+                return [1 / by, factor]
+            factor *= by
+        elif name in ("AddBackward0", "SubBackward0"):
+            parts = (_counted(child, depth - 1) for child in children)
+            found = next((part for part in parts if part is not None), None)
+            return None if found is None else [found[0], factor * found[1]]
+        elif name not in _PASSED:
+            return None
+        node = next(iter(children), None)
+    return None
+
+
+def _is_sum(node: Any) -> bool:
+    while node is not None and node.name() in _PASSED:
+        node = next(iter(_children(node)), None)
+    if node is None:
+        return False
+    return node.name() in ("SumBackward0", "SumBackward1") or (
+        node.name() in _LOSSES and getattr(node, "_saved_reduction", 1) == 2
+    )
+
+
 def _children(node: Any) -> list[Any]:
     return [child for child, _ in node.next_functions if child is not None]
 

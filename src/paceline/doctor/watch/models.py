@@ -20,6 +20,7 @@ DIGESTED = 40  # forward calls whose inputs are digested
 USED = 40  # backward passes of which it is noted which parameters this rank's loss reached
 _ELEMENTS = 512
 _NOTED = 8  # calls past DDP
+_NAMED = 4
 _LOOKS = 3  # at a batch norm: a DDP module may be made after its first forward
 
 
@@ -50,6 +51,10 @@ class Models:
         self._forwards = 0
         self._counted: Any = WeakIdKeyDictionary()  # parameters with a hook of ours
         self._norms: Any = WeakIdKeyDictionary()  # module -> how often it was noted, frozen and trained
+        self._modes: Any = WeakIdKeyDictionary()  # module -> names of its parts that are in evaluation mode, last noted
+        self._by_mode: Any = WeakIdKeyDictionary()  # module -> its parts that compute by their mode, with names
+        self._switching = 0  # calls of nn.Module.train that are under way
+        self._switched: list[Any] = []  # the line of the last one
         self._reached: dict[int, set[int]] = {}  # of modules with find_unused_parameters: parameters reached
 
     def init(self, original: Any) -> Any:
@@ -113,6 +118,7 @@ class Models:
                 return original(module, *args, **options)
             if torch.is_grad_enabled():
                 (self.pending if module.require_backward_grad_sync else self.local).add(number)
+                self.mode(module.module, number)
                 if module.training:
                     self.inputs(number, (args, options))
             self._within += 1
@@ -134,8 +140,10 @@ class Models:
                 self._noted += 1
                 at = self.book.at(lambda frame: frame.f_locals.get("self") is module)
                 self.book.note("past", at=at, ddp=number)
-            elif module in self._plain and torch.is_grad_enabled() and module.training:
-                self.inputs(None, (args, options))
+            elif module in self._plain and torch.is_grad_enabled():
+                self.mode(module, None)
+                if module.training:
+                    self.inputs(None, (args, options))
             self._within += 1
             try:
                 return original(module, *args, **options)
@@ -208,6 +216,39 @@ class Models:
             digests = [_digest(leaf) for leaf in tensors]
             size = tensors[0].shape[0] if tensors and tensors[0].dim() else None
             self.book.note("forward", ddp=number, digest=digests, size=size)
+
+    def switched_mode(self, original: Any) -> Any:
+        def train(module: Any, /, *args: Any, **options: Any) -> Any:
+            if not self._switching and self.book.watching:
+                self._switched = self.book.at()
+            self._switching += 1
+            try:
+                return original(module, *args, **options)
+            finally:
+                self._switching -= 1
+
+        return train
+
+    def mode(self, module: nn.Module, number: int | None) -> None:
+        """A forward with gradients begins. Of the parts that compute by their mode: which are in evaluation mode?"""
+        with self.book.aside():
+            parts = self._by_mode.get(module)
+            if parts is None:
+                parts = [(name, weakref.ref(part)) for name, part in module.named_modules() if _has_mode(part)]
+                self._by_mode[module] = parts
+            alive = [(name, part()) for name, part in parts]
+            still = [name for name, part in alive if part is not None and not part.training]
+            if self._modes.get(module, None) != still:
+                self._modes[module] = still
+                about: dict[str, Any] = {
+                    "module": type(module).__name__,
+                    "ddp": number,
+                    "still": still[:_NAMED],
+                    "count": len(still),
+                }
+                self.book.note(
+                    "mode", at=self._switched, **about, of=len(parts), digest=zlib.crc32(str(still).encode())
+                )
 
     def post_forward(self, original: Any) -> Any:
         def _post_forward(module: Any, /, output: Any) -> Any:
@@ -300,6 +341,16 @@ class Models:
             self.book.note("norm", name=name, size=x.shape[0], trained=_trained(weight), ddp=number, kind=kind)
 
 
+def _has_mode(module: nn.Module) -> bool:
+    """Does a module compute by its mode?"""
+    if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RNNBase)):
+        return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
+    if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
+        return isinstance(module, (nn.modules.batchnorm._NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
+    methods = [vars(cls).get("forward") for cls in type(module).__mro__ if cls is not nn.Module]
+    return any("training" in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods)
+
+
 def _trained(weight: Any) -> bool:
     return weight is None or bool(weight.requires_grad)
 
@@ -349,5 +400,6 @@ def watch(book: Notebook) -> None:
     put(nn.Module, "requires_grad_", models.thawed)
     put(torch.Tensor, "requires_grad_", models.thawed)
     put(nn.Module, "load_state_dict", models.loaded)
+    put(nn.Module, "train", models.switched_mode)
     put(_BatchNorm, "forward", models.norm)
     put(torch.nn.functional, "batch_norm", models.functional)

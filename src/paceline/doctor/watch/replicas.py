@@ -73,11 +73,13 @@ class Replicas:
         return {"weights": weights, "state": self._state(optimizer), "buffers": self._buffers()}
 
     def _buffers(self) -> Sample:
-        """Those of models that nothing sends to the other ranks; batch norm's are a finding of their own."""
+        """Those of models that nothing sends to the other ranks. Batch norm's only where DDP was told not to send them:
+        elsewhere its statistics are a finding of their own."""
         found: Sample = {}
+        wrapped = {id(ddp.module) for ddp in self._models.alive}
         for root in self._models.unsent():
             for name, module in root.named_modules():
-                if isinstance(module, _BatchNorm):
+                if isinstance(module, _BatchNorm) and id(root) not in wrapped:
                     continue
                 for key, buffer in module._buffers.items():
                     kept = buffer is not None and key not in module._non_persistent_buffers_set

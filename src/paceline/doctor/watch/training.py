@@ -11,13 +11,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.doctor.watch.losses import divided
+from paceline.doctor.watch.losses import counted, divided
 from paceline.doctor.watch.models import Models
 from paceline.doctor.watch.notebook import Notebook, put
 from paceline.doctor.watch.replicas import Replicas, parameters
 from paceline.doctor.watch.waiting import machine
 
 _MOST_MAGNITUDES = 120
+_MOST_COUNTED = 400  # backward passes
 
 
 class Enough(SystemExit):
@@ -50,11 +51,14 @@ class _Training:
             synced, local = sorted(models.pending), sorted(models.local - models.pending)
             models.pending.clear()
             models.local.clear()
-            mean = form = None
+            mean = form = count = None
             with book.aside():
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
-                mean = form = divided(root) if root is not None and root.numel() == 1 and plain else "other"
+                mean = form = "other"
+                if root is not None and root.numel() == 1 and plain:
+                    mean = form = divided(root)
+                    count = counted(root) if self._backwards < _MOST_COUNTED else None
                 if any(models.hooked(p) for o in book.optimizers for p in parameters(o)):
                     mean = "other"  # which may divide the gradients
                 book.collectives.stale(backward=True)
@@ -84,6 +88,7 @@ class _Training:
                 local=local,
                 mean=mean,
                 form=form,
+                count=count,
                 unsent=models.unsent_gradients,
                 seconds=seconds,
                 reached=reached,
