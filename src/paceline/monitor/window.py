@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
-from paceline.train.step import Seen
+from paceline.train.loss import Seen
 from paceline.train.sums import WeightedSum
 
 LOSS = "\0loss"  # followed by the number of the backward call, and of a further term; no key of a user's begins so

@@ -15,6 +15,12 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight
+from paceline.train.order import Request
+
+Seen = tuple[int, Tensor, Weight | None, Request, bool, int, int]
+"""A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
+the loss, 0-dim and detached, a mean over so many things (None: over the request's examples), or, where the bool is set,
+a sum over them; the version of the tensor then; which of the terms of a closure's loss it is."""
 
 
 @dataclass(frozen=True)

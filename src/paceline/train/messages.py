@@ -29,6 +29,19 @@ def out_of_turn(begins: str, open_one: str, micro: int, micros: int) -> str:
     )
 
 
+def several_loaders(call: str, names: Sequence[str]) -> str:
+    listed = ", ".join(map(repr, names))
+    return f"run.{call}: several training loaders are being iterated ({listed}): say which, with of=loader."
+
+
+def which_optimizer(prepared: int) -> str:
+    return f"run.step(): {prepared} optimizers are prepared: say which, run.step(optimizer)."
+
+
+def unprepared(optimizer: str) -> str:
+    return f"this {optimizer} was not prepared: model, optimizer = run.prepare(model, optimizer)."
+
+
 def outside_a_loop(call: str) -> str:
     return (
         f"run.{call} was called outside a loop over a training loader, so that the size of the global batch is not "

@@ -20,9 +20,10 @@ from paceline.comm import collectives
 from paceline.errors import UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_known
+from paceline.train.loss import Seen
 from paceline.train.messages import outside_a_loop, without_backward
 from paceline.train.order import Request
-from paceline.train.step import Seen, Stepper
+from paceline.train.step import Stepper
 
 
 def step_by_closure(

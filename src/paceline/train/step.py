@@ -29,7 +29,7 @@ from paceline.train.finite import FiniteWatch, gradient_norm
 from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader
-from paceline.train.loss import local_loss, losses_of, mean_term, sum_term, tell_count
+from paceline.train.loss import Seen, local_loss, losses_of, mean_term, sum_term, tell_count
 from paceline.train.messages import (
     BY_HAND_APART,
     CLOSURE_NEEDED,
@@ -40,7 +40,10 @@ from paceline.train.messages import (
     not_reached,
     out_of_turn,
     outside_a_loop,
+    several_loaders,
+    unprepared,
     unstepped,
+    which_optimizer,
     without_backward,
 )
 from paceline.train.order import Request
@@ -49,12 +52,6 @@ from paceline.train.preparable import needs_closure
 from paceline.train.randomness import seed_torch, tag
 from paceline.train.sharded import clip_
 from paceline.train.yields import Yield, Yields, next_node
-
-Seen = tuple[int, Tensor, Weight | None, Request, bool, int, int]
-"""A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
-the loss, 0-dim and detached, a mean over so many things (None: over the request's examples), or, where the bool is set,
-a sum over them; the version of the tensor then; which of the terms of a closure's loss it is."""
-
 
 _UPDATE = tag("update")
 
@@ -236,6 +233,9 @@ class Stepper:
         try:
             with self.precision.autocast() if self.strategy.layout.together else nullcontext():
                 terms = self.strategy.forward_backward(work)
+        except BaseException:
+            one.forgotten = True
+            raise
         finally:
             self.guards.inside = False
         loss = local_loss(terms, counts, apart=self._turns is not None)
@@ -272,6 +272,9 @@ class Stepper:
             for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
                 assert weight is not None
                 self.strategy.backward(BackwardPass([term.value], [weight], request.final, call, inputs, retain))
+        except BaseException:
+            one.forgotten = True
+            raise
         finally:
             self.guards.inside = False
         value = (term.value if loss is None else loss).detach()
@@ -569,10 +572,7 @@ class Stepper:
         if not active:
             raise UsageError(outside_a_loop(call))
         if len(active) > 1:
-            names = ", ".join(repr(loader.name) for loader in active)
-            raise UsageError(
-                f"run.{call}: several training loaders are being iterated ({names}): say which, with of=loader."
-            )
+            raise UsageError(several_loaders(call, [loader.name for loader in active]))
         return self._yields[active[0]]
 
     def _active(self, loader: Loader) -> bool:
@@ -583,9 +583,7 @@ class Stepper:
         if optimizer is not None:
             return self._known(optimizer)
         if len(self.updates) != 1:
-            raise UsageError(
-                f"run.step(): {len(self.updates)} optimizers are prepared: say which, run.step(optimizer)."
-            )
+            raise UsageError(which_optimizer(len(self.updates)))
         return next(iter(self.updates))
 
     def _look_at(self, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -598,7 +596,5 @@ class Stepper:
 
     def _known(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if optimizer not in self.updates:
-            raise UsageError(
-                f"this {type(optimizer).__name__} was not prepared: model, optimizer = run.prepare(model, optimizer)."
-            )
+            raise UsageError(unprepared(type(optimizer).__name__))
         return optimizer

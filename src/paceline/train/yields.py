@@ -40,7 +40,7 @@ class Yield:
     calls = 0  # backward calls that were made for it
     asked = False  # whether run.step was called when it was the last that had a backward
     stepped = False  # whether an optimizer has acted on its global batch
-    forgotten = False  # whether its global batch comes once more, since a replica was lost
+    forgotten = False  # whether its gradients are none: its backward failed, or a replica was lost and it comes anew
     called_at = 0  # how many yields of training loaders had come at its last backward call
     batch: Sequence[weakref.ref[Any]] = ()  # its tensors, noted when the next yield comes
     told = False  # whether the script was warned that its gradients are left
