@@ -199,7 +199,7 @@ class Run:
             batch_sampler: likewise, of whole global batches.
             drop_last: leave out a last global batch that is short.
             name: by which a checkpoint keeps its position; needed where a run has several training loaders.
-            shuffle_buffer: among how many waiting examples an iterable data set is shuffled; 10,000 if not given.
+            shuffle_buffer: among how many waiting examples an iterable data set is shuffled; 1,000 if not given.
             collate: what collate_fn is handed. "example": this process's part; rows that it draws with torch belong to
                 their examples. "global": the whole global batch on every process, for what mixes examples or draws
                 otherwise. "shard": this process's part, with draws of its own, which changes the model.
