@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import paceline
 from paceline.strategies.base import Layout
@@ -57,8 +58,9 @@ def started(**settings: Any) -> Iterator[paceline.Run]:
 
 
 def distance(model: nn.Module, original: nn.Module) -> float:
-    """||difference|| / ||weights|| over the whole model."""
-    pairs = list(zip(model.state_dict().values(), original.state_dict().values(), strict=True))
+    """||difference|| / ||weights|| over the whole model; all ranks call it, since slices are made whole for it."""
+    ours = [v.full_tensor() if isinstance(v, DTensor) else v for v in model.state_dict().values()]
+    pairs = list(zip(ours, original.state_dict().values(), strict=True))
     return math.sqrt(
         sum(float((a - b).square().sum()) for a, b in pairs) / sum(float(b.square().sum()) for _, b in pairs)
     )

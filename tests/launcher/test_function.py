@@ -55,11 +55,11 @@ def test_a_timeout_says_where_the_ranks_stood() -> None:
     def wait() -> None:
         time.sleep(50)  # here
 
-    start = time.monotonic()
+    start, before = time.monotonic(), children()
     with pytest.raises(LaunchError, match=r"wait\): not done after 2 s\nrank 0 stands at test_function.py, line \d+"):
         paceline.launch(wait, nproc=1, timeout=2.0)
     assert time.monotonic() - start < 20
-    assert children() == []
+    assert set(children()) <= set(before)  # a library may have had processes before
 
 
 def test_what_cannot_be_sent() -> None:

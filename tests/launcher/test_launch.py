@@ -315,7 +315,7 @@ def test_cause(
     launches: Launches, capfd: pytest.CaptureFixture[str], code: str, exit_code: int, first_line: str
 ) -> None:
     script = str(launches.directory / launches.script(code))
-    start = time.monotonic()
+    start, before = time.monotonic(), children()
     nproc = 2 if "RANK" in code else 1
     assert launcher.run(script, nproc=nproc) == exit_code
     err = capfd.readouterr().err
@@ -325,7 +325,7 @@ def test_cause(
     assert err.startswith(first_line)
     assert "worker.py" not in err
     assert time.monotonic() - start < 10.0
-    assert children() == []
+    assert set(children()) <= set(before)
 
 
 def test_failure_ends_what_the_rank_started(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
@@ -473,9 +473,10 @@ def test_killed_launcher_leaves_nothing(launches: Launches) -> None:
 
 def test_a_process_that_cannot_start(tmp_path: Path) -> None:
     sleep = processes.Command([sys.executable, "-c", "import time; time.sleep(300)"], dict(os.environ))
+    before = children()
     with pytest.raises(LaunchError, match=r"Process 1 of 2 could not be started.*--nproc"):
         processes.start([sleep, processes.Command([str(tmp_path / "none")], {})])
-    assert children() == []
+    assert set(children()) <= set(before)
 
 
 REFUSES = """

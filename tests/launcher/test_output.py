@@ -39,10 +39,10 @@ def test_other_ranks_print_into_files(place: Path, capfd: pytest.CaptureFixture[
 
 
 def test_a_failed_run_keeps_them_and_shows_the_last_lines(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = (  # rank 1 dies after rank 2 has printed: a file without a word is not worth naming
+    code = (  # rank 1 dies after the others have printed: a file without a word is not worth naming
         "print('rank', rank, flush=True)\n"
-        "if rank == 2: open('printed', 'w').close()\n"
-        "while rank == 1 and not os.path.exists('printed'): time.sleep(0.01)\n"
+        "open(f'printed.{rank}', 'w').close()\n"
+        "while rank == 1 and not all(os.path.exists(f'printed.{r}') for r in (0, 2)): time.sleep(0.01)\n"
         "if rank == 1: print('almost'); os.kill(os.getpid(), 11)\n"
         "time.sleep(60)"
     )

@@ -74,7 +74,7 @@ def on_terminal(
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.conformance), "1"])
 def test_a_bar_on_a_terminal(tmp_path: Path, workers: str) -> None:
     code, shown, printed = on_terminal(tmp_path, "0.06", workers)
     assert code == 0, shown
@@ -198,6 +198,7 @@ def test_what_the_launcher_says_of_a_killed_rank_has_a_line_of_its_own(tmp_path:
     assert line.rpartition("\x1b[2K")[2].startswith("rank 1 was killed"), repr(line)
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(90)
 def test_a_traceback_of_the_launcher_is_the_last_word(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

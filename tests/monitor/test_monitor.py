@@ -36,7 +36,10 @@ for number, batch in enumerate(run.loader(TensorDataset(torch.ones(24, 1)), glob
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("how", "written"), [("end", [(4, 1.5), (6, 4.5)]), ("raise", [(4, 1.5)])])
+@pytest.mark.parametrize(
+    ("how", "written"),
+    [("end", [(4, 1.5), (6, 4.5)]), pytest.param("raise", [(4, 1.5)], marks=pytest.mark.conformance)],
+)
 def test_a_script_that_never_closes_its_run(tmp_path: Path, how: str, written: list[tuple[int, float]]) -> None:
     """Nothing that was told is lost, and a rank that fails waits for nobody."""
     script = tmp_path / "script.py"

@@ -36,6 +36,7 @@ def prepared(strategy: str) -> tuple[paceline.Run, Linear, torch.optim.Optimizer
     return run, model, optimizer
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(120)
 def test_a_checkpoint_with_residuals_is_read_on_another_number_of_processes(tmp_path: Path) -> None:
     """Written on 3 processes with top-k; read on one: with a codec nothing is lost, without one that is said, and

@@ -270,7 +270,7 @@ COME_BACK = [("forward", 1, 2, 1), ("step", 1, 3, 1), ("backward", 0, 3, 2), ("s
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("where", "victim", "workers", "servers"),
-    [pytest.param(*case, marks=[pytest.mark.conformance] if i else []) for i, case in enumerate(COME_BACK)],
+    [pytest.param(*case, marks=[pytest.mark.conformance]) for case in COME_BACK],
 )
 def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
     tmp_path: Path, where: str, victim: int, workers: int, servers: int

@@ -64,6 +64,7 @@ for use in ("the script's own", "what prepare returned"):
 """
 
 
+@pytest.mark.conformance
 def test_a_model_in_the_wrapper_of_torch_compile_is_trained_compiled_and_has_its_own_names(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(COMPILED)

@@ -21,11 +21,13 @@ from paceline.tools.sides import Difference, Tolerances
 FAULTS = [line.split()[0] for line in PLANTED.read_text().split('"""')[1].splitlines() if " | " in line]
 TWINS = ("bad", "healthy")
 QUICK = [
-    "batch-norm-per-shard", "mean-of-means", "mean-of-means/reproducible", "mean-of-means/batch-norm",
-    "clipped-early/by-hand",
-    "in-batch-loss/norm", "control-by-rank/gradient", "in-batch-loss", "scheduler-steps/micro-batch",
-    "not-in-the-model", "changed-outside/size", "examples-overlap-or-miss", "other-random-numbers",
-    "other-random-numbers/model", "control-by-rank/loss", "overflow-on-some-ranks", "not-deterministic",
+    "mean-of-means", "mean-of-means/batch-norm", "control-by-rank/gradient", "in-batch-loss",
+    "changed-outside/size", "examples-overlap-or-miss", "other-random-numbers", "not-deterministic",
+]  # fmt: skip
+MORE = [
+    "mean-of-means", "batch-norm-per-shard", "mean-of-means/reproducible", "clipped-early/by-hand",
+    "in-batch-loss/norm", "scheduler-steps/micro-batch", "not-in-the-model", "other-random-numbers/model",
+    "control-by-rank/loss", "overflow-on-some-ranks",
 ]  # fmt: skip
 
 
@@ -40,16 +42,19 @@ def wrong(found: Mapping[Case, Answer]) -> dict[Case, str]:
     return faults
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Prepared]:
-    """The questions of the quick faults and of their twins, with the runs that all need."""
-    cases = [(fault, twin) for fault in (*QUICK, "noise/loop") for twin in TWINS]
-    return begun(tmp_path_factory.mktemp("quick"), cases, 2, "fp32", 3)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(QUICK, id="quick"), pytest.param(MORE, id="more", marks=pytest.mark.conformance)],
+)
+def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Prepared]:
+    """The questions of these faults and of their twins, with the runs that all need."""
+    cases = [(fault, twin) for fault in (*request.param, "noise/loop") for twin in TWINS]
+    return begun(tmp_path_factory.mktemp("asked"), cases, 2, "fp32", 3)
 
 
-def test_faults_are_named_and_healthy_twins_are_the_same(quick: dict[Case, Prepared]) -> None:
-    assert set(QUICK) <= set(FAULTS)
-    found = {case: judge(runs) for case, runs in quick.items() if case[0] in QUICK}
+def test_faults_are_named_and_healthy_twins_are_the_same(asked: dict[Case, Prepared]) -> None:
+    assert {*QUICK, *MORE} <= set(FAULTS)
+    found = {case: judge(runs) for case, runs in asked.items() if case[0] != "noise/loop"}
     assert wrong(found) == {}
     answer = found["mean-of-means", "bad"]
     assert (answer.quantity, answer.step) == ("loss", 0)
@@ -82,10 +87,10 @@ def unfounded(claim: Claim) -> bool:
     return any(words in claim.text and not about & runs for words, runs in SPOKEN_OF.items())
 
 
-def test_no_sentence_speaks_of_a_run_that_was_not_made(quick: dict[Case, Prepared]) -> None:
+def test_no_sentence_speaks_of_a_run_that_was_not_made(asked: dict[Case, Prepared]) -> None:
     """Each question again, with each run missing that may be."""
-    asked = 0
-    for runs in quick.values():
+    judged = 0
+    for runs in asked.values():
         made = [path.parent.name for path in Path(runs._folder).glob("*/rank-0.json")]
         for absent in [(), *((name,) for name in made if name != "A"), ("C", "B"), ("B", "D"), ("B", "B1", "C", "D")]:
             left = Left(runs, absent)
@@ -95,8 +100,8 @@ def test_no_sentence_speaks_of_a_run_that_was_not_made(quick: dict[Case, Prepare
                 assert set(claim.runs) <= left.left, claim
                 assert not set(claim.without) & left.left, claim
                 assert not unfounded(claim), (runs.question.script.args, absent, claim)
-            asked += 1
-    assert asked > 200
+            judged += 1
+    assert judged > 5 * len(asked)
 
 
 def test_a_claim_of_a_run_without_records_is_refused() -> None:
@@ -109,11 +114,11 @@ def test_a_claim_of_a_run_without_records_is_refused() -> None:
 
 
 def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_shards(
-    quick: dict[Case, Prepared],
+    asked: dict[Case, Prepared],
 ) -> None:
     """In a loop with batch norm and noise, where it was said that distribution changes nothing."""
-    assert wrong({("control-by-rank", "bad"): judge(quick["noise/loop", "bad"])}) == {}
-    answer = judge(quick["noise/loop", "healthy"])
+    assert wrong({("control-by-rank", "bad"): judge(asked["noise/loop", "bad"])}) == {}
+    answer = judge(asked["noise/loop", "healthy"])
     assert (answer.code, answer.cause) == (UNKNOWN, None)
     assert "told that it is the only one" in answer.text
 
@@ -178,6 +183,7 @@ def unlike(expected: Mapping[str, tuple[int, str | None, str]], found: Mapping[C
     return faults
 
 
+@pytest.mark.conformance
 def test_what_is_no_fault_or_cannot_be_told(tmp_path: Path) -> None:
     assert unlike(VERDICTS, answers(tmp_path, [(name, "healthy") for name in VERDICTS], 2, "fp32", 2)) == {}
 

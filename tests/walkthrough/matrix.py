@@ -101,11 +101,13 @@ def taken(way: dict[str, Any], how: Way) -> bool:
 
 
 def cut_of_strategies() -> list[Case]:
-    """Of each strategy a case of every job on two replicas, the ways in turn; half of them on three."""
+    """Of each strategy a case of every second job, each job under every second strategy, the ways in turn; some on
+    three replicas, the others on two."""
     cases = []
     for number, name in enumerate(name for name, way in WAYS.items() if way.daily):
         mine = [case for case in under_strategies() if case.strategy == name]
-        for k, job in enumerate(sorted({case.job for case in mine})):
+        jobs = sorted({case.job for case in mine})
+        for k, job in list(enumerate(jobs))[number % 2 if len(jobs) > 1 else 0 :: 2]:
             worlds = WAYS[name].worlds
             world = worlds[1] if len(worlds) > 1 and (k + number) % 3 == 0 else worlds[0]
             on_more = [case for case in mine if case.job == job and case.worlds[0] == world]
@@ -115,12 +117,13 @@ def cut_of_strategies() -> list[Case]:
 
 
 def cut() -> list[Case]:
-    """On 1, 2 and 3 processes: of each job and variant two opposite ways, others on each number of processes."""
+    """On 1, 2 and 3 processes: of each job and variant two opposite ways, others on each number of processes; one way
+    on 3."""
     cases = []
     for number, (job, variant) in enumerate(variants()):
         for world in (1, 2, 3):
             all_ways, k = ways(job, variant), (number + world) % 4
-            for way in (all_ways[k], all_ways[-1 - k]):
+            for way in (all_ways[k], all_ways[-1 - k])[: 2 if world < 3 else 1]:
                 if (job, variant) == ("f", "other"):
                     worlds = ((1, 2, 3), (3, 1))[world % 2]
                     if world < 3:

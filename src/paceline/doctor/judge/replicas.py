@@ -314,17 +314,19 @@ def _buffers(run: Run) -> list[Finding]:
     """Buffers that nothing sends and that are not alike, as running means of each rank's own data."""
     if not run.reduces:
         return []
-    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "step") if e.get("buffers")} for rank in run.peers]
+    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "buffers")} for rank in run.peers]
     keys = [key for key in of[0] if all(key in ranks for ranks in of)]
     apart = [(key, _apart([ranks[key]["buffers"] for ranks in of])) for key in keys]
     last = [(key, parts) for key, parts in apart if parts]
     if len(last) < 2 or not apart[-1][1]:
         return []
-    (_, step), parts = last[-1]
+    (number, step), parts = last[-1]
     evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]]['buffers'], 'buffers')}; nothing sends them"
     kept = next((e["at"] for e in run.of(0, "ddp") if not e.get("broadcasts", True)), None)
     line = writes.of_buffer(run, parts[0][0].rpartition(".")[2]) or kept
-    return [Finding("buffers_differ", place(line or of[0][last[-1][0]]["at"]), evidence)]
+    if line is None:
+        line = next((e["at"] for e in run.of(0, "step") if e["opt"] == number), None)
+    return [Finding("buffers_differ", place(line), evidence)]
 
 
 def _summed(run: Run) -> list[Finding]:

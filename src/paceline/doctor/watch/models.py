@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Models:
         self._inside: Any = WeakIdKeyDictionary()  # module, or buffer, in a DDP module -> its number
         self._norming = False
         self._within = 0  # calls of DDP's forward that are under way
+        self.due: Callable[[], None] | None = None  # to be called once, before the next forward
         self._wrapped: Any = WeakIdKeyDictionary()  # module that DDP wraps -> its number
         self._plain: Any = WeakIdKeyDictionary()  # modules that are part of no other, and that an optimizer trains
         self._classes: set[type] = set()  # of those modules: their forward is watched
@@ -116,6 +118,7 @@ class Models:
             number = module.__dict__.get("_paceline_doctor")
             if torch.compiler.is_compiling() or number is None or not self.book.watching:
                 return original(module, *args, **options)
+            self._begin()
             if torch.is_grad_enabled():
                 (self.pending if module.require_backward_grad_sync else self.local).add(number)
                 self.mode(module.module, number)
@@ -129,12 +132,18 @@ class Models:
 
         return forward
 
+    def _begin(self) -> None:
+        if self.due is not None:
+            due, self.due = self.due, None
+            due()
+
     def inner(self, original: Any) -> Any:
         """Around the forward of a class whose instances DDP wraps: is one called past DDP?"""
 
         def forward(module: Any, /, *args: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling() or self._within or not self.book.watching:
                 return original(module, *args, **options)
+            self._begin()
             number = self._wrapped.get(module)
             if number is not None and torch.is_grad_enabled() and self._noted < _NOTED:
                 self._noted += 1

@@ -69,8 +69,14 @@ class Replicas:
             self._seen[number] = self._witness(optimizer)
         if not self.looked(made):
             return {"weights": None}
-        weights = self._sample(optimizer, lambda p: p)
-        return {"weights": weights, "state": self._state(optimizer), "buffers": self._buffers()}
+        self._models.due = lambda: self._note_buffers(number, made)
+        return {"weights": self._sample(optimizer, lambda p: p), "state": self._state(optimizer)}
+
+    def _note_buffers(self, number: int, made: int) -> None:
+        """At the first forward after a step: what the script, or a library, does after its steps has been done."""
+        with self._book.aside():
+            if found := self._buffers():
+                self._book.note("buffers", opt=number, step=made, buffers=found)
 
     def _buffers(self) -> Sample:
         """Those of models that nothing sends to the other ranks. Batch norm's only where DDP was told not to send them:
