@@ -341,7 +341,7 @@ class Run:
         single and ddp, without micro-batches.
         """
         chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
-        schedulers = [s for s in self._state.schedulers if s.optimizer is chosen]
+        schedulers = self._state.schedulers and [s for s in self._state.schedulers if s.optimizer is chosen]
         if closure is not None and max_grad_norm is not None:
             raise UsageError("run.step(optimizer, closure, max_grad_norm=...): the closure clips, after run.backward.")
         if closure is not None:

@@ -44,17 +44,22 @@ def computing(
         if call or not seeded:
             key = loader.streams.torch_key(request, piece.shard, piece.micro)
             seed_torch(mix(key, call) if call else key, device)
+        if precision.dtype is None and loader.noise is None:
+            return terms(replica, piece)
         with precision.autocast(), _noise(loader, request, piece, call):
-            try:
-                return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
-            except (TypeError, AttributeError, NotImplementedError) as error:
-                wrong = wrong_closure(loss_fn, replica)
-                if wrong is None:
-                    raise
-                raise UsageError(wrong) from error
-            except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-                if piece.count or ONE_VALUE in str(error):
-                    raise
-                raise EmptyShardError(empty_message(error)) from error
+            return terms(replica, piece)
+
+    def terms(replica: Any, piece: Piece) -> list[Term]:
+        try:
+            return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
+        except (TypeError, AttributeError, NotImplementedError) as error:
+            wrong = wrong_closure(loss_fn, replica)
+            if wrong is None:
+                raise
+            raise UsageError(wrong) from error
+        except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+            if piece.count or ONE_VALUE in str(error):
+                raise
+            raise EmptyShardError(empty_message(error)) from error
 
     return compute

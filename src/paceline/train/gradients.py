@@ -16,7 +16,7 @@ rule, it is never swapped. What has been reduced is the account FINAL: the exact
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -70,14 +70,14 @@ class Accounts:
     def hold(self, key: Key) -> None:
         """Puts `.grad` away into its account, and brings this one's into it."""
         if key == self._held:
-            if self._local == key and all(p.grad is None for p in self.parameters):
+            if self._local == key and not any_gradient(self.parameters):
                 raise UsageError(
                     "the gradients of earlier micro-batches of this global batch have been cleared, as by "
                     "model.zero_grad(). Delete that call: run.step clears the gradients when it has used them."
                 )
             return
         everywhere = self._everywhere()
-        if all(p.grad is None for p in everywhere):
+        if not any_gradient(everywhere):
             self._settled = self._settled and self._held != FINAL
         else:
             if self._held == FINAL and not self._settled:
@@ -93,7 +93,7 @@ class Accounts:
 
     def note(self, key: Key) -> None:
         """A micro-batch that is not the last has added to this account, which `.grad` holds."""
-        self._local = key if any(p.grad is not None for p in self.parameters) else None
+        self._local = key if any_gradient(self.parameters) else None
 
     def gather(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
         """The sum of these accounts, each times its factor (None: as it is), in `.grad`."""
@@ -141,7 +141,7 @@ class Accounts:
         if self._held == FINAL and not self._waiting:
             return False
         asked = {self.held.get(p, p) for p in parameters}
-        if self._held != FINAL and any(p.grad is not None for p in asked):
+        if self._held != FINAL and any_gradient(asked):
             return True
         return any(
             grad is not None and p in asked
@@ -149,6 +149,11 @@ class Accounts:
             if key != FINAL
             for p, grad in zip(self.parameters, grads, strict=False)
         )
+
+    def any_left(self) -> bool:
+        """Whether a gradient is there that is not zero. It reads them on the device."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        return any(bool(slices.local(grad).any()) for grad in grads)
 
     def clear(self) -> None:
         """Forgets everything, also what has been reduced."""
@@ -203,6 +208,14 @@ def _power_of_two(count: Weight) -> Weight:
     if isinstance(count, Tensor):
         return torch.exp2(torch.round(torch.log2(count.detach().clamp(min=1).to(torch.float32))))
     return 2.0 ** round(math.log2(max(count, 1)))
+
+
+def any_gradient(parameters: Iterable[Tensor]) -> bool:
+    """Whether one of these has a gradient. A loop, since a generator takes twice as long, in every step."""
+    for p in parameters:  # noqa: SIM110
+        if p.grad is not None:
+            return True
+    return False
 
 
 def scale_(grads: Sequence[Tensor], factor: Weight) -> None:

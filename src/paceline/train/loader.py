@@ -269,7 +269,9 @@ class Loader:
         """The optimizer has acted on the global batch of this request: a checkpoint goes on with the next one. That is
         the current one, unless the script has fetched ahead."""
         current = self.current
-        if current is not None and current.epoch == request.epoch:
+        if current is request:
+            self._used = self.stepped = True
+        elif current is not None and current.epoch == request.epoch:
             self._used = True
             self.stepped = self.stepped or current.step == request.step
         if self._source.probing:

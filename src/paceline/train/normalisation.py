@@ -80,9 +80,10 @@ class Normalisation:
         """After an update, with `shard`: running statistics become their mean over the shards, as every replica is
         to evaluate the same model. (Replicas that train apart average them with their weights.) fetched_ahead: whether
         the script has fetched of the next global batch."""
-        if self._turns.begun and fetched_ahead():
-            raise UsageError(FETCHED_AHEAD_IN_TURNS)
-        self._turns.complete()
+        if self._turns.begun:
+            if fetched_ahead():
+                raise UsageError(FETCHED_AHEAD_IN_TURNS)
+            self._turns.complete()
         if not self._told and self._found:
             self._told = True
             self._tell(models)
@@ -170,9 +171,7 @@ class _Turns:
         return self._leader is not None
 
     def complete(self) -> None:
-        """All shards have been computed."""
-        if self._leader is None:
-            return
+        """All shards of the global batch at hand have been computed."""
         self._leave()
         if self._sums is None:
             ((_, sums),) = self._tree.held

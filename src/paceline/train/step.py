@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, engine, slices
+from paceline.comm import collectives, engine
 from paceline.errors import UsageError, WorldError
 from paceline.strategies.base import BackwardPass, Strategy, Term, Weight, Weights, Work
 from paceline.strategies.replicated import check_known
@@ -168,7 +167,7 @@ class Stepper:
         """Whether its global batch is complete, and its gradients are still there."""
         if last.stepped or last.forgotten or not last.calls or not last.request.final or last.loader.recut:
             return False
-        if self._left():
+        if self.accounts.any_left():
             return True
         if not self.updates and self.strategy.layout.local:
             raise UsageError(BY_HAND_APART)
@@ -182,11 +181,6 @@ class Stepper:
         for last in self._open.values():
             self._unused(last)
         return self.by_hand
-
-    def _left(self) -> bool:
-        """Whether there are gradients."""
-        grads = [p.grad for p in self.accounts.parameters if p.grad is not None]
-        return any(bool(slices.local(grad).any()) for grad in grads)
 
     def warn_unstepped(self) -> None:
         """The script has left its loops. Warns of gradients that nothing has used."""
@@ -228,10 +222,14 @@ class Stepper:
             self._inputs(optimizer),
             request.total,
         )
-        # Stages of a pipeline run outside the closure, and belong under autocast with it.
         self.guards.inside = True
         try:
-            with self.precision.autocast() if self.strategy.layout.together else nullcontext():
+            if (
+                self.strategy.layout.together
+            ):  # stages of a pipeline run outside the closure, and under autocast with it
+                with self.precision.autocast():
+                    terms = self.strategy.forward_backward(work)
+            else:
                 terms = self.strategy.forward_backward(work)
         except BaseException:
             one.forgotten = True
@@ -242,7 +240,7 @@ class Stepper:
         self._saw(terms[0][0].count, request, call)
         self._watch.saw(loss, request)
         self._quiet = next_node()
-        if yields.ahead:
+        if yields.waiting or yields.ended is not None:
             tell_count(loss, request.examples)
         if self.losses is not None:
             parts = losses_of(loss, terms, counts, self._turns is not None)
@@ -279,7 +277,7 @@ class Stepper:
             self.guards.inside = False
         value = (term.value if loss is None else loss).detach()
         self._quiet = next_node()
-        if yields.ahead and loss is not None:
+        if (yields.waiting or yields.ended is not None) and loss is not None:
             tell_count(loss, request.examples)
         self._saw(term.count, request, call)
         self._watch.saw(value, request)
@@ -311,8 +309,8 @@ class Stepper:
 
     def _saw(self, count: Weight | None, request: Request, call: int) -> None:
         """The loss of a backward call was a mean over the request's examples, or a sum over `count` things."""
-        if call == 0 and request.examples:  # nothing counts on an empty shard, whatever a loss says of it
-            self._seen = self._seen + (request.examples if count is None else count)
+        if call == 0 and (examples := request.examples):  # nothing counts on an empty shard, whatever a loss says of it
+            self._seen = self._seen + (examples if count is None else count)
 
     def _whole(self, request: Request) -> int:
         """How many examples the gradient is a mean over."""
@@ -321,7 +319,7 @@ class Stepper:
     def _inputs(self, optimizer: torch.optim.Optimizer | None) -> list[Tensor] | None:
         if optimizer is None:
             return None
-        self._known(optimizer)
+        optimizer = self.only(optimizer)
         return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def _passes(
@@ -566,6 +564,8 @@ class Stepper:
             if not of.train or of not in self._yields or not self._active(of):
                 raise UsageError(f"run.{call}(of=...): that is not a training loader which is being iterated.")
             return self._yields[of]
+        if len(self._loaders) == 1 and self._loaders[0].current is not None:
+            return self._yields[self._loaders[0]]
         active = [loader for loader in self._loaders if loader.current is not None]
         if not active:
             active = [loader for loader in self._loaders if self._active(loader)]
@@ -580,8 +580,10 @@ class Stepper:
         return loader.current is not None or self._yields[loader].unfinished
 
     def only(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        if optimizer in self.updates:
+            return optimizer
         if optimizer is not None:
-            return self._known(optimizer)
+            raise UsageError(unprepared(type(optimizer).__name__))
         if len(self.updates) != 1:
             raise UsageError(which_optimizer(len(self.updates)))
         return next(iter(self.updates))
@@ -593,8 +595,3 @@ class Stepper:
             raise UsageError(CLOSURE_OF_AN_OPTIMIZER.format(type(optimizer).__name__))
         check_known(optimizer, self.names)
         self._sizes[optimizer] = count
-
-    def _known(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if optimizer not in self.updates:
-            raise UsageError(unprepared(type(optimizer).__name__))
-        return optimizer

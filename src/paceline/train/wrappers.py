@@ -31,7 +31,8 @@ _INSIDE = {
 
 def unwrapped(model: Any) -> Any:
     """The module in a wrapper of torch.compile; else the same object."""
-    while _is_compiled(model):
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported where nothing was compiled: it takes a second
+    while frames is not None and isinstance(model, frames.OptimizedModule):
         model = model._orig_mod
     return model
 
@@ -39,7 +40,7 @@ def unwrapped(model: Any) -> Any:
 def taken_off(thing: Any) -> Any:
     """What `run.prepare` is to take of an object that it is given: of a wrapper of torch.compile the module in it,
     which is then compiled by itself, in the same way. Raises UsageError for wrappers that make things parallel."""
-    if _is_compiled(thing):
+    if unwrapped(thing) is not thing:
         inner = thing._orig_mod
         if isinstance(inner, nn.Module) and inner._compiled_call_impl is None:
             inline = sys.modules["torch._dynamo.external_utils"].wrap_inline  # a frame of torch's own would be skipped
@@ -61,8 +62,3 @@ def _check(thing: Any) -> None:
 
 
 _LIBRARIES = ("torch.", "accelerate.", "lightning.", "lightning_fabric.", "deepspeed.")
-
-
-def _is_compiled(thing: Any) -> bool:
-    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported where nothing was compiled: it takes a second
-    return frames is not None and isinstance(thing, frames.OptimizedModule)

@@ -61,7 +61,10 @@ class Yield:
     @property
     def alive(self) -> bool:
         """Whether the script still has a tensor of its batch, when a later yield has come."""
-        return any(ref() is not None for ref in self.batch)
+        for ref in self.batch:  # noqa: SIM110  # in every step of some scripts: a generator takes twice as long
+            if ref() is not None:
+                return True
+        return False
 
 
 class Yields:
@@ -72,11 +75,6 @@ class Yields:
         self.entered: Yield | None = None
         self.waiting: list[Yield] = []
         self.ended: int | None = None  # the number of autograd's next node when the pass had been read to its end
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the loader was asked for more since the last yield to which a backward call belongs."""
-        return bool(self.waiting) or self.ended is not None
 
     @property
     def latest(self) -> Yield | None:
@@ -128,7 +126,8 @@ class Yields:
     def of_loss(self, root: Tensor, first: int) -> Yield:
         """The yield to which the graph of this scalar belongs. first: the number of autograd's next node when the first
         yield of the run came; what is older was there before the loop. Raises UsageError where it is not one yield."""
-        latest, node = self.at_hand(), root.grad_fn
+        latest, node = self.waiting[-1] if self.waiting else self.entered, root.grad_fn
+        assert latest is not None
         number = latest.since if node is None else node._sequence_nr()
         if number >= latest.since and not latest.unsure and latest is self.entered and self.ended is None:
             return latest
@@ -147,7 +146,8 @@ class Yields:
 
     def of_batch(self, batch: Any) -> Yield:
         """The yield to which the batch belongs that a closure is given."""
-        latest = self.at_hand()
+        latest = self.waiting[-1] if self.waiting else self.entered
+        assert latest is not None
         presented, over = latest.loader.presented, self.over
         if latest is self.entered and self.ended is None and (batch is presented or over is None or not over.alive):
             return latest
