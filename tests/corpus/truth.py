@@ -436,6 +436,96 @@ VERIFY_SECOND: dict[str, Fault] = {
     ),
 }
 
+# The second set for torchrun, without Paceline.
+DOCTOR_SECOND: dict[str, Fault] = {
+    "accelerate_clip_in_accumulate": Fault(
+        "clipped before reduction",
+        "Gradients are clipped after each micro-batch, while they are partial and each rank's own.",
+        ("clip_before_reduce",),
+    ),
+    "accelerate_schedule_length": Fault(
+        "schedule too short",
+        "The prepared schedule makes a step for each process at once, and ends after half of the training.",
+        ("schedule_length", "scheduler_steps"),
+    ),
+    "batch_sampler_epoch": Fault(
+        "set_epoch forgotten",
+        "set_epoch never reaches the sampler, which is inside the batch sampler.",
+        ("no_set_epoch",),
+    ),
+    "early_stop_own_loss": Fault(
+        "ranks leave the loop apart",
+        "Each rank stops by the loss of its own part, and the other one waits for it.",
+        ("collectives", "steps_differ"),
+    ),
+    "ema_swapped_for_test": Fault(
+        "weights written on one rank",
+        "Rank 0 takes the averaged weights for its test and trains on with them.",
+        ("written_outside", "weights_differ"),
+    ),
+    "f1_of_ranks": Fault(
+        "metric averaged over ranks",
+        "The F1 score that decides on the best epoch is a mean of the ranks' own F1 scores.",
+        ("mean_of_means", "local_metric"),
+    ),
+    "fixmatch_two_loaders": Fault(
+        "same data", "The loader of unlabelled examples is not divided over ranks.", ("same_examples",)
+    ),
+    "fsdp2_pretrained": Fault(
+        "weights differ from the start",
+        "Rank 0 alone loads pretrained weights before sharding, so that the others' shards are random.",
+        ("weights_differ_at_start",),
+    ),
+    "gan_one_ddp": Fault(
+        "never synchronized",
+        "The generator is not wrapped, and each rank trains its own.",
+        ("not_reduced", "unknown_to_ddp", "partly_reduced", "weights_differ"),
+    ),
+    "lightning_plateau": Fault(
+        "setting by rank",
+        "The plateau scheduler sees the validation loss of the rank, and the learning rates part.",
+        ("lr_differs", "local_metric"),
+    ),
+    "moco_enqueue": Fault(
+        "buffer from the shard",
+        "The queue takes the keys of one rank alone, and DDP writes rank 0's over the others'.",
+        ("buffers_differ",),
+    ),
+    "ppo_multigpu_actor": Fault(
+        "partly synchronized",
+        "The critic's gradients are left out of the average.",
+        ("partly_reduced", "not_reduced", "weights_differ"),
+    ),
+    "reload_best_at_decay": Fault(
+        "weights differ by a race",
+        "Ranks read the best checkpoint while rank 0 has yet to write it.",
+        ("written_outside", "weights_differ"),
+    ),
+    "sampler_node_rank": Fault(
+        "same data",
+        "The sampler is given the rank of the node, so that all ranks of a node see the same part.",
+        ("same_examples", "examples_missed"),
+    ),
+    "task_heads_reduced": Fault(
+        "collectives in another order",
+        "Ranks leave out different parameters, so that the gradients of the two heads are mixed.",
+        ("collectives", "gradients_differ", "partly_reduced"),
+    ),
+    "trainer_focal_loss": Fault(
+        "loss not divided",
+        "The trainer leaves the division by the accumulation steps to the loss, which does not do it.",
+        ("accumulation",),
+    ),
+    "webdataset_urls": Fault(
+        "data overlap",
+        "Each rank shuffles the shards in its own way before it takes its part.",
+        ("same_examples", "examples_missed"),
+    ),
+    "zero_grad_per_micro": Fault(
+        "gradients lost", "Gradients are set to zero before each micro-batch, so that the last one alone counts.", ()
+    ),
+}
+
 # A third of the scripts, faulty and healthy alike, drawn by chance: what was found of them was not told to the authors
 # of the tools before they mended.
 HELD_OUT = {
@@ -494,7 +584,7 @@ def scripts(tool: str) -> list[Path]:
 
 def fault_of(script: Path) -> Fault | None:
     """What is wrong with a script; None where nothing is."""
-    return {"verify": VERIFY | VERIFY_SECOND, "doctor": DOCTOR}[script.parent.name].get(script.stem)
+    return {"verify": VERIFY | VERIFY_SECOND, "doctor": DOCTOR | DOCTOR_SECOND}[script.parent.name].get(script.stem)
 
 
 def fault_lines(script: Path) -> set[int]:
