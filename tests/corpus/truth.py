@@ -360,6 +360,172 @@ DOCTOR: dict[str, Fault] = {
     ),
 }
 
+# A second set, by another author, who had not seen the code of the tools; written with Paceline.
+VERIFY_SECOND: dict[str, Fault] = {
+    "ctc_per_symbol": Fault(
+        "mean of means",
+        "The sum of the CTC losses is divided by the number of symbols of the shard.",
+        ("mean-of-means", "depends-on-shard-size"),
+    ),
+    "dqn_target_sync": Fault(
+        "state in Python objects",
+        "The frames that decide when the target network follows are those of this process.",
+        ("state-outside",),
+    ),
+    "dragan_penalty": Fault(
+        "batch statistics of the shard", "The spread around the data is the deviation of the shard.", ("in-batch-loss",)
+    ),
+    "handwriting_lstm": Fault(
+        "gradient bounded within the shard",
+        "A hook bounds the activations' gradient by its norm over the shard.",
+        ("clipped-early", "in-batch-loss"),
+    ),
+    "hf_linear_schedule": Fault(
+        "schedule by world size", "The schedule's length is divided by the number of processes.", ("scheduler-steps",)
+    ),
+    "mae_lr_by_images": Fault(
+        "schedule by the size of the shard",
+        "The iterations of an epoch are counted with the number of examples of the shard.",
+        ("scheduler-steps", "depends-on-shard-size"),
+    ),
+    "moe_load_balance": Fault(
+        "batch statistics of the shard",
+        "The balance of the experts is a product of means over the shard.",
+        ("in-batch-loss",),
+    ),
+    "nanogpt_random_pieces": Fault(
+        "own random generator",
+        "A NumPy generator seeded with the rank draws the pieces of text.",
+        ("other-random-numbers", "control-by-rank"),
+    ),
+    "qat_minmax_observer": Fault(
+        "buffer from the shard",
+        "The ranges of the fake quantisation follow the extremes of the shard.",
+        ("buffer-not-synchronised", "in-batch-loss"),
+    ),
+    "ranknet_pairs": Fault(
+        "mean of means",
+        "The loss is a mean over the pairs of the shard, and queries differ in their number of pairs.",
+        ("mean-of-means",),
+    ),
+    "rlhf_adaptive_kl": Fault(
+        "state in Python objects",
+        "The coefficient of the KL penalty follows the divergence in the shard.",
+        ("state-outside",),
+    ),
+    "sam_two_passes": Fault(
+        "gradient of the shard",
+        "The weights go up by the gradient of the shard, so that each process goes to another neighbour.",
+        ("in-batch-loss",),
+    ),
+    "segmentation_void_fit": Fault(
+        "mean of means", "The loss is a mean over the pixels of the shard that are not void.", ("mean-of-means",)
+    ),
+    "speech_mean_pooling": Fault(
+        "padding of the shard",
+        "The mean over time takes in the padding, which goes to the longest recording of the shard.",
+        ("in-batch-loss",),
+    ),
+    "two_tower_logq": Fault(
+        "examples of the shard compared", "The softmax is over the items of the shard alone.", ("in-batch-loss",)
+    ),
+    "vdm_stratified_times": Fault(
+        "drawn for the shard",
+        "The times are spread evenly over the shard, by a row's place in it and its size.",
+        ("depends-on-shard-size",),
+    ),
+}
+
+# The second set for torchrun, without Paceline.
+DOCTOR_SECOND: dict[str, Fault] = {
+    "accelerate_clip_in_accumulate": Fault(
+        "clipped before reduction",
+        "Gradients are clipped after each micro-batch, while they are partial and each rank's own.",
+        ("clip_before_reduce",),
+    ),
+    "accelerate_schedule_length": Fault(
+        "schedule too short",
+        "The prepared schedule makes a step for each process at once, and ends after half of the training.",
+        ("schedule_length", "scheduler_steps"),
+    ),
+    "batch_sampler_epoch": Fault(
+        "set_epoch forgotten",
+        "set_epoch never reaches the sampler, which is inside the batch sampler.",
+        ("no_set_epoch",),
+    ),
+    "early_stop_own_loss": Fault(
+        "ranks leave the loop apart",
+        "Each rank stops by the loss of its own part, and the other one waits for it.",
+        ("collectives", "steps_differ"),
+    ),
+    "ema_swapped_for_test": Fault(
+        "weights written on one rank",
+        "Rank 0 takes the averaged weights for its test and trains on with them.",
+        ("written_outside", "weights_differ"),
+    ),
+    "f1_of_ranks": Fault(
+        "metric averaged over ranks",
+        "The F1 score that decides on the best epoch is a mean of the ranks' own F1 scores.",
+        ("mean_of_means", "local_metric"),
+    ),
+    "fixmatch_two_loaders": Fault(
+        "same data", "The loader of unlabelled examples is not divided over ranks.", ("same_examples",)
+    ),
+    "fsdp2_pretrained": Fault(
+        "weights differ from the start",
+        "Rank 0 alone loads pretrained weights before sharding, so that the others' shards are random.",
+        ("weights_differ_at_start",),
+    ),
+    "gan_one_ddp": Fault(
+        "never synchronized",
+        "The generator is not wrapped, and each rank trains its own.",
+        ("not_reduced", "unknown_to_ddp", "partly_reduced", "weights_differ"),
+    ),
+    "lightning_plateau": Fault(
+        "setting by rank",
+        "The plateau scheduler sees the validation loss of the rank, and the learning rates part.",
+        ("lr_differs", "local_metric"),
+    ),
+    "moco_enqueue": Fault(
+        "buffer from the shard",
+        "The queue takes the keys of one rank alone, and DDP writes rank 0's over the others'.",
+        ("buffers_differ",),
+    ),
+    "ppo_multigpu_actor": Fault(
+        "partly synchronized",
+        "The critic's gradients are left out of the average.",
+        ("partly_reduced", "not_reduced", "weights_differ"),
+    ),
+    "reload_best_at_decay": Fault(
+        "weights differ by a race",
+        "Ranks read the best checkpoint while rank 0 has yet to write it.",
+        ("written_outside", "weights_differ"),
+    ),
+    "sampler_node_rank": Fault(
+        "same data",
+        "The sampler is given the rank of the node, so that all ranks of a node see the same part.",
+        ("same_examples", "examples_missed"),
+    ),
+    "task_heads_reduced": Fault(
+        "collectives in another order",
+        "Ranks leave out different parameters, so that the gradients of the two heads are mixed.",
+        ("collectives", "gradients_differ", "partly_reduced"),
+    ),
+    "trainer_focal_loss": Fault(
+        "loss not divided",
+        "The trainer leaves the division by the accumulation steps to the loss, which does not do it.",
+        ("accumulation",),
+    ),
+    "webdataset_urls": Fault(
+        "data overlap",
+        "Each rank shuffles the shards in its own way before it takes its part.",
+        ("same_examples", "examples_missed"),
+    ),
+    "zero_grad_per_micro": Fault(
+        "gradients lost", "Gradients are set to zero before each micro-batch, so that the last one alone counts.", ()
+    ),
+}
+
 # A third of the scripts, faulty and healthy alike, drawn by chance: what was found of them was not told to the authors
 # of the tools before they mended.
 HELD_OUT = {
@@ -418,7 +584,7 @@ def scripts(tool: str) -> list[Path]:
 
 def fault_of(script: Path) -> Fault | None:
     """What is wrong with a script; None where nothing is."""
-    return {"verify": VERIFY, "doctor": DOCTOR}[script.parent.name].get(script.stem)
+    return {"verify": VERIFY | VERIFY_SECOND, "doctor": DOCTOR | DOCTOR_SECOND}[script.parent.name].get(script.stem)
 
 
 def fault_lines(script: Path) -> set[int]:
