@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.corpus.truth import HELD_OUT, fault_lines, fault_of, scripts
+from tests.corpus.truth import SECOND, fault_lines, fault_of, scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
@@ -204,26 +204,22 @@ def rates(document: Result, among: Callable[[str], bool] = lambda name: True) ->
 
 
 def parts(document: Result) -> dict[str, Result]:
-    apart = HELD_OUT[document["tool"]]
-    return {
-        "all": rates(document),
-        "shown": rates(document, lambda name: name not in apart),
-        "held out": rates(document, lambda name: name in apart),
+    """The rates of each set of which the document has results."""
+    second = SECOND[document["tool"]]
+    sets: dict[str, Callable[[str], bool]] = {
+        "first set": lambda name: name not in second,
+        "second set": lambda name: name in second,
     }
+    return {title: rates(document, among) for title, among in sets.items() if any(map(among, document["results"]))}
 
 
 # --- the docs
 
 
-COLUMNS = {"all": "all", "shown": "told to the authors", "held out": "held out"}
-PART = {"shown": "told to the authors, run again", "held out": "held out"}  # where not every script was run
-
-
 def table(document: Result) -> str:
     """Markdown: the rates, then the misses by name."""
-    names = COLUMNS if len(document["results"]) == len(scripts(document["tool"])) else PART
-    columns = {name: found for name, found in parts(document).items() if name in names}
-    rows = ["| | " + " | ".join(names[name] for name in columns) + " |", "|---|" + "---|" * len(columns)]
+    columns = parts(document)
+    rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for words, key, total in (
         ("faults found", "found", "faulty"),
         ("with the right cause", "cause", "faulty"),

@@ -259,7 +259,9 @@ DOCTOR: dict[str, Fault] = {
     ),
     "ddp_no_sampler": Fault("same data", "No sampler, one seed: all ranks see the same batches.", ("same_examples",)),
     "ddp_no_set_epoch": Fault("set_epoch forgotten", "Every epoch has the same order.", ("no_set_epoch",)),
-    "eval_mode_left_on_main": Fault("mode differs by rank", "Rank 0 stays in evaluation mode, without dropout.", ()),
+    "eval_mode_left_on_main": Fault(
+        "mode differs by rank", "Rank 0 stays in evaluation mode, without dropout.", ("modes_differ",)
+    ),
     "fabric_loader_not_set_up": Fault(
         "same data", "The loader is not set up: all ranks see the same batches.", ("same_examples",)
     ),
@@ -332,7 +334,7 @@ DOCTOR: dict[str, Fault] = {
         "setting by rank", "The schedule moves on rank 0 alone.", ("lr_differs", "scheduler_steps")
     ),
     "shard_stride_hardcoded": Fault(
-        "data missed", "The data are cut for four ranks, and half of them is never seen.", ()
+        "data missed", "The data are cut for four ranks, and half of them is never seen.", ("examples_missed",)
     ),
     "split_differs_by_rank": Fault(
         "data overlap",
@@ -342,7 +344,9 @@ DOCTOR: dict[str, Fault] = {
     "step_on_main_only": Fault(
         "step on one rank", "Rank 0 alone updates its weights.", ("weights_differ", "steps_differ")
     ),
-    "token_mean_of_means": Fault("mean of means", "Each rank divides by the number of its own tokens.", ()),
+    "token_mean_of_means": Fault(
+        "mean of means", "Each rank divides by the number of its own tokens.", ("loss_mean_of_means",)
+    ),
     "trainer_own_dataloader": Fault(
         "same data", "The trainer's own loader is not divided over ranks.", ("same_examples",)
     ),
@@ -353,7 +357,9 @@ DOCTOR: dict[str, Fault] = {
         ("weights_differ", "unknown_to_ddp"),
     ),
     "worker_init_same_numbers": Fault(
-        "random numbers repeated", "Workers of all ranks draw the same augmentation in every epoch.", ()
+        "random numbers repeated",
+        "Workers of all ranks draw the same augmentation in every epoch.",
+        ("same_random_numbers",),
     ),
     "zero_without_ddp": Fault(
         "never synchronized", "Nothing averages the gradients under ZeroRedundancyOptimizer.", ("not_reduced",)
@@ -458,7 +464,7 @@ DOCTOR_SECOND: dict[str, Fault] = {
         "Each rank stops by the loss of its own part, and the other one waits for it.",
         ("collectives", "steps_differ"),
     ),
-    "ema_swapped_for_test": Fault(
+    "ema_swapped_in": Fault(
         "weights written on one rank",
         "Rank 0 takes the averaged weights for its test and trains on with them.",
         ("written_outside", "weights_differ"),
@@ -526,55 +532,32 @@ DOCTOR_SECOND: dict[str, Fault] = {
     ),
 }
 
-# A third of the scripts, faulty and healthy alike, drawn by chance: what was found of them was not told to the authors
-# of the tools before they mended.
-HELD_OUT = {
+# Healthy scripts of the second set: whoever wrote this set had read neither the tools nor what they said of the first
+# one, and the authors of the tools had not seen it when it was first measured.
+OK_SECOND = {
     "verify": {
-        "cnn_loss_times_world",
-        "fit_callback_lr_on_loss",
-        "gan_noise_own_generator",
-        "gradient_noise",
-        "loss_weight_by_rank",
-        "moco_queue_local",
-        "noise_level_by_rank",
-        "ok_advantage_global",
-        "ok_detection_total",
-        "ok_multitask_counts",
-        "ok_plateau_global",
-        "ok_stream_shuffled",
-        "ok_vae_reparametrised",
-        "padding_row_on_main",
-        "rnn_hidden_of_last_row",
-        "stream_sharded_twice",
-        "subset_by_rank",
-        "time_seed",
-        "vqgan_adaptive_weight",
-        "vqvae_ema_codebook",
+        "ok_ctc_stream",
+        "ok_maml_sinusoids",
+        "ok_moe_balance_gathered",
+        "ok_nerf_rays",
+        "ok_ppo_global_kl",
+        "ok_qat_observer_gathered",
+        "ok_r1_lazy_penalty",
+        "ok_swa_averaged",
     },
     "doctor": {
-        "accumulation_not_divided",
-        "all_reduce_on_main_hang",
-        "allreduce_sum_not_divided",
-        "clip_before_allreduce",
-        "contrastive_in_shard",
-        "criterion_parameters_unsynced",
-        "fsdp2_optimizer_before_shard",
-        "iterable_workers_repeat",
-        "local_sgd_average_lost",
-        "lr_by_rank",
-        "no_sync_always",
-        "ok_ddp_complete",
-        "ok_ema_on_main_eval",
-        "ok_fabric",
-        "ok_join_uneven",
-        "ok_local_sgd",
-        "shard_stride_hardcoded",
-        "token_mean_of_means",
-        "trainer_own_dataloader",
-        "uneven_batches_hang",
-        "worker_init_same_numbers",
+        "ok_a2c_bucket",
+        "ok_accelerate_schedule",
+        "ok_fsdp2_accumulation",
+        "ok_lightning_trainer",
+        "ok_moco_gathered",
+        "ok_resume_everything",
+        "ok_shards_shuffled_alike",
+        "ok_task_heads_unused",
     },
 }
+TRUTHS = {"verify": VERIFY | VERIFY_SECOND, "doctor": DOCTOR | DOCTOR_SECOND}
+SECOND = {"verify": VERIFY_SECOND.keys() | OK_SECOND["verify"], "doctor": DOCTOR_SECOND.keys() | OK_SECOND["doctor"]}
 
 
 def scripts(tool: str) -> list[Path]:
@@ -584,7 +567,7 @@ def scripts(tool: str) -> list[Path]:
 
 def fault_of(script: Path) -> Fault | None:
     """What is wrong with a script; None where nothing is."""
-    return {"verify": VERIFY | VERIFY_SECOND, "doctor": DOCTOR | DOCTOR_SECOND}[script.parent.name].get(script.stem)
+    return TRUTHS[script.parent.name].get(script.stem)
 
 
 def fault_lines(script: Path) -> set[int]:
