@@ -268,6 +268,60 @@ def gan_in_closures(run: paceline.Run) -> State:
     return state_of(net_g, net_d)
 
 
+# --- stylegan2: the R1 penalty of the discriminator every second time, with a step of its own (Karras et al. 2020)
+
+
+def smooth_models() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    net_g = nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 5)).double()
+    net_d = nn.Sequential(nn.Linear(5, 8), nn.SiLU(), nn.Linear(8, 1)).double()  # the last bias feels no penalty
+    made = [torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.0, 0.99)) for net in (net_d, net_g)]
+    return net_g, net_d, made[0], made[1]
+
+
+def d_loss(net_d: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    return F.softplus(-net_d(real)).mean() + F.softplus(net_d(fake)).mean()
+
+
+def r1_penalty(net_d: nn.Module, real: Tensor) -> Tensor:
+    image = real.clone().requires_grad_(True)
+    (grad,) = torch.autograd.grad(net_d(image).sum(), image, create_graph=True)
+    return grad.square().sum(1).mean()
+
+
+def plain_stylegan() -> State:
+    net_g, net_d, opt_d, opt_g = smooth_models()
+    for _ in range(EPOCHS):
+        for i, batch in enumerate(pictures().batches()):
+            opt_d.zero_grad()
+            d_loss(net_d, batch["real"], net_g(batch["noise"]).detach()).backward()
+            opt_d.step()
+            if i % EVERY == 1:
+                opt_d.zero_grad()
+                (5 * r1_penalty(net_d, batch["real"])).backward()
+                opt_d.step()
+            opt_g.zero_grad()
+            F.softplus(-net_d(net_g(batch["noise"]))).mean().backward()
+            opt_g.step()
+    return state_of(net_g, net_d)
+
+
+def stylegan(run: paceline.Run) -> State:
+    net_g, net_d, opt_d, opt_g = smooth_models()
+    run.prepare(net_g, net_d, opt_d, opt_g)
+    loader = run.loader(pictures(), global_batch=BATCH)
+    for _ in run.epochs(EPOCHS):
+        for i, batch in enumerate(loader):
+            run.backward(d_loss(net_d, batch["real"], net_g(batch["noise"]).detach()), optimizer=opt_d)
+            run.step(opt_d)
+            if i % EVERY == 1:
+                run.backward(5 * r1_penalty(net_d, batch["real"]), optimizer=opt_d)
+                run.step(opt_d)
+            run.backward(F.softplus(-net_d(net_g(batch["noise"]))).mean(), optimizer=opt_g)
+            run.step(opt_g)
+    return state_of(net_g, net_d)
+
+
 Job = Callable[[paceline.Run], State]
 
 
@@ -292,6 +346,10 @@ def check_vae() -> None:
     compare(lambda run: vae(run, micro=1), plain_vae, 1e-11)
     compare(lambda run: vae(run, closure=True), plain_vae, 1e-11)
     compare(lambda run: vae(run, micro=2, closure=True), plain_vae, 1e-11)
+
+
+def check_stylegan() -> None:
+    compare(stylegan, plain_stylegan, 1e-10)
 
 
 def check_gan() -> None:

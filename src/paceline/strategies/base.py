@@ -137,6 +137,17 @@ class Work(NamedTuple):
     total: int
 
 
+Kind = tuple[int, int | None]
+"""The number of a backward call in its micro-batch, and the identity of the first parameter that it is to touch (None:
+it may touch all)."""
+
+
+def kind_of(call: int, inputs: Sequence[Tensor] | None) -> Kind:
+    """Backward calls of one kind are to reach the same parameters in every step: those of one number, for one
+    optimizer. A penalty that a GAN's loop adds in every fourth step moves the numbers of the calls after it."""
+    return call, None if inputs is None else id(inputs[0]) if inputs else 0
+
+
 class BackwardPass(NamedTuple):
     """What `backward` is to do: for each root, a scalar, its gradients times a weight. final, call, inputs: see Work.
     retain_graph: whether another pass over the same graphs follows."""
@@ -151,6 +162,10 @@ class BackwardPass(NamedTuple):
     @property
     def pairs(self) -> Iterator[tuple[Tensor, Weight]]:
         return zip(self.roots, self.weights, strict=True)
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.call, self.inputs)
 
 
 class Strategy(ABC):

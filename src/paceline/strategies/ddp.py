@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from paceline.comm import collectives, slices
 from paceline.errors import ModelError, SettingError, UnusedParameterError
 from paceline.strategies import ddp_hook
-from paceline.strategies.base import BackwardPass, Layout, Strategy, run_here
+from paceline.strategies.base import BackwardPass, Kind, Layout, Strategy, run_here
 from paceline.strategies.ddp_reducer import Reducer, fire
 from paceline.strategies.replicated import (
     load_replicated,
@@ -104,7 +104,7 @@ class DDP(Strategy):
         self.trainable: list[Tensor] = []
         self._accumulators: list[Any] = []
         self._reducers: dict[Reached, Reducer] = {}
-        self._expected: dict[int, Reached | None] = {}  # backward call -> what it reaches; None: compared every time
+        self._expected: dict[Kind, Reached | None] = {}  # what a backward call reaches; None: compared every time
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         known, self._sent = self._sent, set()
@@ -120,7 +120,6 @@ class DDP(Strategy):
         self._flags = ()
 
     def backward(self, work: BackwardPass) -> None:
-        call = work.call
         if not work.final:
             run_here(work, self._factor)
             return
@@ -130,7 +129,7 @@ class DDP(Strategy):
                 self._reduction.alone()
             return
         self._follow_requires_grad()
-        run = partial(run_here, work, self._factor)
+        run, call = partial(run_here, work, self._factor), work.kind
         if call not in self._expected and not self.find_unused:
             self._backward_first(run, call)
             return
@@ -144,7 +143,7 @@ class DDP(Strategy):
         if reducer.missed() or any(p.grad is not None for p in reducer.others):
             raise UnusedParameterError(self._changed_message(call, expected))
 
-    def _backward_first(self, run: Callable[[], None], call: int) -> None:
+    def _backward_first(self, run: Callable[[], None], call: Kind) -> None:
         """Runs without a reducer. What it reached is compared when it is over: so also parameters within a reentrant
         checkpoint are seen, of which autograd does not know beforehand."""
         with self._listening() as order:
@@ -154,7 +153,7 @@ class DDP(Strategy):
         if any(reached):  # else everything that this loss depends on is frozen
             self._first_time(reached, order)
 
-    def _backward_compared(self, roots: Sequence[Tensor], run: Callable[[], None], call: int) -> None:
+    def _backward_compared(self, roots: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """What this backward reaches may differ between steps and ranks: a hook at its root, before any gradient,
         looks it up and compares it with the other ranks'."""
         found: list[Reached] = []
@@ -229,7 +228,7 @@ class DDP(Strategy):
         self.trainable = [p for p in self._names if p.requires_grad]
         self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.trainable]
 
-    def _compare(self, call: int, mine: Reached) -> Reached:
+    def _compare(self, call: Kind, mine: Reached) -> Reached:
         first = call not in self._expected
         if first and not self._expected:
             self._check_at_start()
@@ -268,7 +267,7 @@ class DDP(Strategy):
         names = [self._names[p] for p in self.trainable]
         return ", ".join(name for name, *used in zip(names, *everyone, strict=True) if any(used) and not all(used))
 
-    def _changed_message(self, call: int, expected: Reached) -> str:
+    def _changed_message(self, call: Kind, expected: Reached) -> str:
         rows = [
             (self._names[p], before, p.grad is not None) for p, before in zip(self.trainable, expected, strict=True)
         ]
@@ -280,7 +279,7 @@ class DDP(Strategy):
             if names
         )
         return (
-            f"rank {self.world.rank}: backward call number {call + 1} of this step reaches other parameters than it "
+            f"rank {self.world.rank}: backward call number {call[0] + 1} of this step reaches other parameters than it "
             "did "
             f"before ({what}), and the other ranks cannot know. If the path through the model depends on the data or "
             "the step, set strategy='ddp:find_unused=true' (it compares the ranks at every backward); if several "

@@ -42,7 +42,7 @@ from torch.distributed.pipelining.microbatch import _Replicate
 from paceline.comm import collectives, many, replicas
 from paceline.comm.grid import Grid, check_size
 from paceline.errors import ModelError, SettingError, UsageError, suggest
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work
+from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, kind_of
 from paceline.strategies.owned import Owned
 from paceline.strategies.pipeline_cut import Units, boundaries, parameters_in, seconds, units_of
 from paceline.strategies.pipeline_loss import Losses, Share, input_of, padded, terms_from
@@ -209,7 +209,9 @@ class Pipeline(Strategy):
                     given = inputs[number][start : start + size] if first else []
                     terms += self._pass(work, chosen, given, forms[number], inverse)
         self._owned.sum_tied()
-        many.sum_all(self._reached.gradients(work.call, self._owned.names, grid.column), grid.column)
+        many.sum_all(
+            self._reached.gradients(kind_of(work.call, work.inputs), self._owned.names, grid.column), grid.column
+        )
         return self._losses.told(work.call, terms, len(shares))
 
     def _pass(

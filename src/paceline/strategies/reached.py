@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.errors import ModelError, UnusedParameterError
+from paceline.strategies.base import Kind
 
 
 class Reached:
@@ -18,7 +19,7 @@ class Reached:
 
     def __init__(self, strategy: str, rank: int) -> None:
         self._strategy, self._rank = strategy, rank
-        self._expected: dict[int, tuple[bool, ...] | None] = {}
+        self._expected: dict[Kind, tuple[bool, ...] | None] = {}
         self._flags: tuple[bool, ...] = ()
 
     @property
@@ -29,7 +30,7 @@ class Reached:
     def clear(self) -> None:
         self._expected, self._flags = {}, ()
 
-    def gradients(self, call: int, names: Mapping[Tensor, str], group: dist.ProcessGroup | None) -> list[Tensor]:
+    def gradients(self, call: Kind, names: Mapping[Tensor, str], group: dist.ProcessGroup | None) -> list[Tensor]:
         """The gradients of this call, of the same parameters on all processes: one that did not reach what others did
         has zeros. Raises UnusedParameterError where they changed."""
         flags = tuple(p.requires_grad for p in names)
@@ -49,10 +50,10 @@ class Reached:
         elif mine != expected:
             changed = [name for name, a, b in zip(names.values(), mine, expected, strict=True) if a != b]
             raise UnusedParameterError(
-                f"rank {self._rank}: backward call number {call + 1} of this step reaches other parameters than it did "
-                f"before ({', '.join(changed[:5])}), and the other ranks cannot know. With strategy {self._strategy} "
-                "the path through the model must not change from step to step; name the optimizer where losses take "
-                "turns: run.backward(loss, optimizer=...)."
+                f"rank {self._rank}: backward call number {call[0] + 1} of this step reaches other parameters than it "
+                f"did before ({', '.join(changed[:5])}), and the other ranks cannot know. With strategy "
+                f"{self._strategy} the path through the model must not change from step to step; name the "
+                "optimizer where losses take turns: run.backward(loss, optimizer=...)."
             )
         return [p.grad for p in names if p.grad is not None]
 

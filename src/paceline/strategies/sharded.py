@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from paceline.comm import collectives, slices
 from paceline.errors import ModelError, UnusedParameterError, UsageError
-from paceline.strategies.base import BackwardPass, Layout, Strategy, Term, Work, run_here
+from paceline.strategies.base import BackwardPass, Kind, Layout, Strategy, Term, Work, run_here
 from paceline.strategies.entering import enter_anywhere, layers_of, recompute
 from paceline.strategies.replicated import parameter_names
 from paceline.strategies.slices import Masters, check_dense, load_sliced, mesh_of, sliced_state
@@ -66,7 +66,7 @@ class Sharded(Strategy):
         self._states: list[Any] = []  # FSDP2's of the models
         self._params: list[Any] = []  # FSDP2's of all parameters
         self._held = False  # parameters stay gathered until the backward is over: their graph is differentiated twice
-        self._expected: dict[tuple[bool, int, int], tuple[bool, ...]] = {}  # by kind of micro-batch, call and pass
+        self._expected: dict[tuple[bool, Kind, int], tuple[bool, ...]] = {}  # by kind of micro-batch, call and pass
         self._pass: int | None = None  # in a closure, which makes several in a call where it has several denominators
         self._flags: tuple[bool, ...] = ()
         self._trainable: list[Tensor] = []
@@ -188,7 +188,7 @@ class Sharded(Strategy):
         before = [p.grad for p in scalars]
         for p in scalars:
             p.grad = None
-        hooks = self._comparing(work.roots, (work.final, work.call, self._pass or 0), leaves)
+        hooks = self._comparing(work.roots, (work.final, work.kind, self._pass or 0), leaves)
         if self._pass is not None:
             self._pass += 1
         try:
@@ -214,7 +214,7 @@ class Sharded(Strategy):
         return leaves if self._masters is None else leaves | {p: p for p in self._masters.of}
 
     def _comparing(
-        self, roots: Sequence[Tensor], key: tuple[bool, int, int], leaves: dict[Tensor, Tensor]
+        self, roots: Sequence[Tensor], key: tuple[bool, Kind, int], leaves: dict[Tensor, Tensor]
     ) -> list[Any]:
         """Hooks at the roots that compare, before any gradient, the parameters that this backward reaches: with the
         other ranks' the first time (or always), then with what they were then. Ranks that reduced unlike sets would
@@ -235,7 +235,7 @@ class Sharded(Strategy):
 
         return [root.register_hook(look) for root in roots if root.requires_grad]
 
-    def _look(self, key: tuple[bool, int, int], mine: tuple[bool, ...]) -> None:
+    def _look(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
         if any(map(torch._C._will_engine_execute_node, self._direct)):
             raise UsageError(USED_OUTSIDE)
         if key not in self._expected or self._find_unused:
@@ -247,7 +247,7 @@ class Sharded(Strategy):
         if others:
             rows = zip(self._trainable, mine, others[0], strict=True)
             differing = [self._names[p] for p, own, other in rows if own != other]
-            raise UnusedParameterError(_unlike_message(self.world.rank, key[1], differing, self._find_unused))
+            raise UnusedParameterError(_unlike_message(self.world.rank, key[1][0], differing, self._find_unused))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._masters is not None

@@ -44,7 +44,7 @@ from paceline.comm import collectives, many
 from paceline.comm.grid import Grid, check_size
 from paceline.errors import ModelError, SettingError
 from paceline.strategies import tensor_plan
-from paceline.strategies.base import BackwardPass, Layout, Strategy, Term, Work, run_here
+from paceline.strategies.base import BackwardPass, Kind, Layout, Strategy, Term, Work, run_here
 from paceline.strategies.pickling import NoPickles
 from paceline.strategies.reached import Reached, check_alike, named_state
 from paceline.strategies.replicated import (
@@ -176,9 +176,9 @@ class TensorParallel(Strategy):
             whole = [root.full_tensor() if isinstance(root, DTensor) else root for root in work.roots]
             run_here(work._replace(roots=whole))
         if work.final:
-            self._reduce(work.call)
+            self._reduce(work.kind)
 
-    def _reduce(self, call: int) -> None:
+    def _reduce(self, call: Kind) -> None:
         """Phase 3."""
         if self._reached.fresh:
             self._check_alike("before the first step")
