@@ -502,6 +502,8 @@ class Run:
         self.closed = True
         if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
             self._stepper.warn_unstepped()
+        for loader in self._state.loaders.values():
+            loader.close()
         self._monitor.close()
         self._put_backends_back()
         if self._noise is not None:

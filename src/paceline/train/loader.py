@@ -6,10 +6,12 @@ function (order.py), so that the examples of step k are known without having rea
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,6 +91,7 @@ class Loader:
         self._start = 0
         self._version = source.layout.version
         self._iteration = 0  # counts the iterators that were made
+        self._pass: Callable[[], Generator[Any, None, None] | None] = lambda: None  # the latest of them, weakly
         self._used = False
         self.presented: Any = None  # what the script got at the current yield of a training pass
         self.stepped = False  # whether the optimizer has acted on the current global batch
@@ -150,9 +153,18 @@ class Loader:
         return self._source.yields()
 
     def __iter__(self) -> Iterator[Any]:
-        return self._training() if self.train else self._evaluating()
+        made = self._training() if self.train else self._evaluating()
+        self._pass = weakref.ref(made)
+        return made
 
-    def _training(self) -> Iterator[Any]:
+    def close(self) -> None:
+        """Ends a pass that the script has left open, as `batch = next(iter(loader))` does: while its modules are there,
+        and not when the interpreter takes them away."""
+        left = self._pass()
+        if left is not None and inspect.getgeneratorstate(left) != inspect.GEN_RUNNING:
+            left.close()
+
+    def _training(self) -> Generator[Any, None, None]:
         """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs
         none. Where this process has joined others, a pass that they have behind them is empty."""
         if not engine.enter("training", meet=True, loader=self.name):
@@ -196,7 +208,7 @@ class Loader:
         frame: Any = sys._getframe(2)
         self.left = None if request is None else Left(request, frame.f_code, frame.f_lineno)
 
-    def _evaluating(self) -> Iterator[Any]:
+    def _evaluating(self) -> Generator[Any, None, None]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
         before = generators.get_state(self._device)
         engine.enter("evaluating", meet=True)
