@@ -145,8 +145,8 @@ def judged(tool: str, name: str, result: Result) -> Result:
     """Of one script: is the fault found, with the right cause, at the right line; of a healthy one: is it accused.
 
     found: verify says "different" (or, where the truth says so, "not deterministic"); doctor has a finding that changes
-    the model, or one that names the fault. cause: one of those that truth.py takes for right. line: a marked one, named
-    with such a cause.
+    the model, or one that names the fault. cause: one of those that truth.py takes for right. line: a marked one is
+    shown with such a cause; verify may show two ("At ...", "with ...").
     """
     script = script_of(tool, name)
     fault, marked = fault_of(script), fault_lines(script)
@@ -161,7 +161,7 @@ def judged(tool: str, name: str, result: Result) -> Result:
         unclear = result.get("code") == 2 and not accused
         return {"fault": False, "accused": accused, "unclear": unclear, "causes": [f.get("cause") for f in said]}
     right = [f for f in said if f.get("cause") in fault.causes]
-    lines = [f for f in right if f.get("line") in marked and Path(f.get("file") or "").name == script.name]
+    lines = [f for f in right if any(file == script.name and number in marked for file, number in places(f))]
     return {
         "fault": True,
         "found": bool(said),
@@ -171,6 +171,13 @@ def judged(tool: str, name: str, result: Result) -> Result:
         "causes": [f.get("cause") for f in said],
         "besides": sorted({f["cause"] for f in said if f not in right}) if right and tool == "doctor" else [],
     }
+
+
+def places(said: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """The lines that an answer shows: that of the fault, and the one that verify sets beside it."""
+    beside, _, number = (said.get("beside") or "").rpartition(":")
+    shown = [(said.get("file") or "", said.get("line") or 0), (beside, int(number or 0))]
+    return [(Path(file).name, line) for file, line in shown if file]
 
 
 def summary(verdict: Mapping[str, Any]) -> str:

@@ -232,7 +232,10 @@ def _mixing(cut: Cut, nodes: Sequence[Any], event: Event, been: set[int]) -> Fou
     for place, outer in enumerate(event["outer"]):
         of_parts = [node["outer"][place] for node in nodes]
         if outer is not None and all(of_part is not None for of_part in of_parts):
-            kept = outer["shape"] != "rows" and all(of_part["shape"] != "rows" for of_part in of_parts)
+            # What is kept has its own size; a part of what the loader gave, of nodes or tokens, is smaller.
+            kept = outer["shape"] != "rows" and all(
+                of_part["shape"] != "rows" and of_part["size"] == outer["size"] for of_part in of_parts
+            )
             if kept and "same" not in _kinds(cut, of_parts, outer):
                 return Found(event, "state", inputs=[one for one, _, _ in below])
     if statistic is not None and not differing:

@@ -17,7 +17,7 @@ from paceline.tools.causes import STATE, STATE_REMEDY
 from paceline.tools.claims import Claim, missing, names
 from paceline.tools.evidence import Evidence
 from paceline.tools.lines import RANDOM, cuts, traces
-from paceline.tools.places import Sought, Where, locate, unsteady
+from paceline.tools.places import Sought, Where, locate, of_state, unsteady
 from paceline.tools.ranks import of_the_ranks
 from paceline.tools.runs import Answer, Runs
 from paceline.tools.sides import ROUNDOFF, Difference, Side, Tolerances, differences
@@ -96,11 +96,15 @@ class Locator:
                 )
                 parts = list(cuts(lines, of_parts, first.step, within))
         where = locate(sought, traces(lines), told, parts)
+        if where is None and answer.cause == "state-outside":
+            where = of_state(first.step, traces(lines))
         if where is None:
             return answer
         sides = [lines, *([self._told] if told and self._told is not None else [])]
         sides += [of_parts] if of_parts is not None else []
         self._refine(answer, where, sides)
+        if answer.cause == "state-outside" and (state := of_state(first.step, traces(lines))) is not None:
+            where = Where(state.place, state.beside or (where.place if where.place != state.place else None))
         return _with_place(answer, where, sides)
 
     def of_chance(self, answer: Answer, step: int) -> Answer:

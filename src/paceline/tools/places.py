@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.tools.lines import RANDOM, Cut, Event, Found, Trace, apart, mixing, unlike
-from paceline.tools.source import CLOCK, RANK, Place, Slice, acting, matching
+from paceline.tools.source import CLOCK, RANK, Place, Slice, acting, kept, matching
 
 _WORDS = {  # what a script says where the cause is one of its settings
     "batch-norm-per-shard": r"batch_norm",
@@ -56,11 +56,14 @@ def locate(sought: Sought, ours: Sequence[Trace], told: Sequence[Trace], cut: It
         return _asked_in_words(sought, ours, asked)
     by_event = _itself(sought, ours)
     if by_event is not None and sought.quantity not in ("loss", "gradient"):
+        if sought.quantity == "examples" and (where := _asked_in_words(sought, ours, asked)) is not None:
+            return where
         return Where(_place(by_event.event), found=by_event)
     for one in cut:
         mixed = mixing(one)
         if mixed is not None:
-            return Where(mixed.place, _place(mixed.also) if mixed.also is not None else None, mixed)
+            also = mixed.also if mixed.also is not None or sought.cause != "mean-of-means" else one.whole[1]
+            return Where(mixed.place, _place(also) if also is not None else None, mixed)
     if by_event is not None:
         return Where(_place(by_event.event), found=by_event)
     return _by_words(sought, ours, asked)
@@ -72,7 +75,14 @@ def _place(event: Event) -> Place:
 
 def _origin(found: Found, asked: set[Place]) -> Where:
     origin = Slice(RANK, asked).origin(found.place)
-    if origin is None:
+    if (
+        origin is None
+    ):  # the way is through an object's attributes: what the script does with the answer stands elsewhere
+        places = [
+            place for file in dict.fromkeys(file for file, _ in sorted(asked)) for place in acting(file, RANK, asked)
+        ]
+        if places:
+            return Where(places[0], found.place if found.place != places[0] else None, found, asks=True)
         return Where(found.place, found=found, asks=True)
     place, branch = origin
     beside = branch if branch not in (None, place) else found.place if found.place != place else None
@@ -152,6 +162,13 @@ def _only(trace: Trace, step: int, backward: bool) -> Trace:
 
 def _named(trace: Trace, names: tuple[str, ...]) -> Trace:
     return Trace([e for e in trace.events if e["name"] in names])
+
+
+def of_state(step: int, ours: Sequence[Trace]) -> Where | None:
+    """What the script goes on with from step to step, in Python's own variables: the statement that updates it."""
+    files = list(dict.fromkeys(e["file"] for t in ours for e in t.events))
+    places = kept(files, [_place(e) for t in ours for e in t.roots(step)])
+    return Where(*places[0]) if places else None
 
 
 def _itself(sought: Sought, ours: Sequence[Trace]) -> Found | None:

@@ -212,6 +212,91 @@ def acting(file: str, source: re.Pattern[str], asked: Collection[Place] = ()) ->
     return found
 
 
+def kept(files: Collection[str], ends: Collection[Place]) -> list[tuple[Place, Place | None]]:
+    """Statements that update what the script keeps from step to step (`count += 1`, `self.queue = cat([keys,
+    self.queue])`), each with a line that calls the method it is in, where there is one. Those first that the lines
+    `ends`, where losses are handed over, are computed from; none that is only printed."""
+    found: list[tuple[int, tuple[Place, Place | None]]] = []
+    for file in files:
+        every = statements(file)
+        near = _above([statement for end in ends if (statement := statement_at(*end)) is not None and end[0] == file])
+        for statement in every:
+            names = {name.partition("[")[0] for name in _targets(statement.node)} - {"self"}
+            if not _updates(statement, names) or not _repeated(statement):
+                continue
+            users = [
+                s
+                for s in every
+                if s.place != statement.place
+                and names & set(_names(list(s.expressions())))
+                and not _WRITING.search(ast.unparse(s.node))
+                and not (isinstance(s.node, ast.If) and all(_WRITING.search(ast.unparse(b)) for b in s.node.body))
+                and not isinstance(s.node, ast.Return)
+            ]
+            if users:
+                called = _called_at(statement)
+                rank = 0 if names & near else 1
+                found.append((rank, (statement.place, called)))
+    return [place for _, place in sorted(found, key=lambda one: one[0])]
+
+
+def _updates(statement: Statement, names: set[str]) -> bool:
+    """Whether a statement makes something new of what it was itself: by a name, or by one that was made of it."""
+    if isinstance(statement.node, ast.AugAssign):
+        return bool(names)
+    if not isinstance(statement.node, ast.Assign) or not names:
+        return False
+    used = set(_names(list(statement.expressions())))
+    own = [s for s in statements(statement.file) if s.scope is statement.scope and s.line < statement.line]
+    made = {
+        name
+        for s in own
+        if _targets(s.node) & used and isinstance(s.node, ast.Assign)
+        for name in _names(list(s.expressions()))
+    }
+    attributes = {name for name in names if "." in name}
+    return bool(names & used) or bool(attributes & made)
+
+
+def _repeated(statement: Statement) -> bool:
+    """Whether it runs again and again with the same variable: in a loop, or of an attribute in a method."""
+    loops = any(isinstance(one, (ast.For, ast.While)) for one in statement.inside)
+    attribute = any("." in name for name in _targets(statement.node))
+    made = isinstance(statement.scope, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.scope.name == "__init__"
+    return not made and (loops or (statement.scope is not None and attribute))
+
+
+def _called_at(statement: Statement) -> Place | None:
+    """The first line that calls the method which the statement is in."""
+    if not isinstance(statement.scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    wanted = re.compile(rf"\.{re.escape(statement.scope.name)}\(")
+    for s in statements(statement.file):
+        if s.scope is not statement.scope and any(wanted.search(ast.unparse(e)) for e in s.expressions()):
+            return s.place
+    return None
+
+
+def _above(starts: list[Statement]) -> set[str]:
+    """The names and attributes that these statements are computed from, by assignments in the same file."""
+    names: set[str] = set()
+    waiting = list(starts)
+    been: set[Place] = set()
+    while waiting:
+        statement = waiting.pop()
+        if statement.place in been:
+            continue
+        been.add(statement.place)
+        fresh = set(_names(list(statement.expressions()))) - names
+        names |= fresh
+        for other in statements(statement.file):
+            if fresh & _targets(other.node) or getattr(other.node, "name", None) in fresh:
+                waiting.append(other)
+            elif any(name.rpartition(".")[2] == getattr(other.node, "name", None) for name in fresh if "." in name):
+                waiting += [s for s in statements(other.file) if s.scope is other.node]
+    return names
+
+
 def matching(files: Collection[str], words: re.Pattern[str]) -> Place | None:
     """The first statement that says these words."""
     for file in files:

@@ -222,7 +222,7 @@ class Lines:
         if self._event_of(tensor) is not None or tensor.numel() > _MOST_OUTER or tensor.is_meta:
             return None
         shape, values = self._values(tensor)
-        return {"shape": shape, "values": values}
+        return {"shape": shape, "values": values, "size": tensor.numel()}
 
     def _digest(self, tensor: Tensor) -> list[float]:
         return [self._product(tensor.detach().reshape(1, -1))[0]] if tensor.numel() else []
