@@ -150,6 +150,11 @@ MARKED = {
     ),
     "hook": _of("control-by-rank clipped-early", prepared="model.a.weight.register_hook(lambda g: g * (1 + rank))  # <-"),
     "hook/clamp": _of("clipped-early", prepared="model.a.weight.register_hook(lambda g: g.clamp(-0.02, 0.02))  # <-"),
+    "hook/activation": _of(
+        "clipped-early", hidden="h.register_hook(lambda g: g * (1e-3 / (g.norm() + 1e-8)).clamp(max=1.0))  # <-"
+    ),
+    "attribute": _of("control-by-rank", hidden="h = h * self.scale", prepared="model.scale = 1 + 0.1 * rank  # <-"),
+    "place-in-shard": _of("depends-on-shard-size", batch="x = x * (torch.arange(len(x)) / len(x))[:, None]  # <-"),
     "grad": _of("control-by-rank", after="if rank == 1:\n            model.a.weight.grad *= 0.5  # <-"),
     "grad/assigned": _of("control-by-rank", after="if rank == 1:\n"
                          "            model.a.weight.grad = model.a.weight.grad.clamp(-0.01, 0.01)  # <-"),
@@ -184,6 +189,14 @@ MARKED = {
         "state-outside",
         prepared="scale = torch.ones(())",
         scaled="loss = loss / scale  # <-\n        scale = 0.9 * scale + 0.1 * loss.detach()  # <-",
+    ),
+    "running-scale/object": _of(
+        "state-outside",
+        helper="class Scale:\n    def __init__(self):\n        self.value = 1.0\n\n    def update(self, loss):\n"
+        "        self.value = 0.9 * self.value + 0.1 * loss  # <-\n",
+        prepared="scale = Scale()",
+        scaled="loss = loss / scale.value",
+        stepped="scale.update(loss.item())  # <-",
     ),
     "queue": _of(
         "state-outside",

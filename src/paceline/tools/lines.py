@@ -21,6 +21,7 @@ _ARITHMETIC = {
     "mul", "div", "add", "sub", "true_divide", "rsub", "__rmul__", "__mul__", "__truediv__", "__rtruediv__", "__add__",
     "__radd__", "__sub__", "__rsub__", "mul_", "div_", "add_", "sub_", "pow", "__pow__", "clamp", "clamp_", "__rdiv__",
     "multiply", "divide", "lerp", "lerp_", "leaky_relu", "softmax", "log_softmax", "fill_", "full", "tensor",
+    "arange", "linspace",
 }  # fmt: skip
 RANDOM = {
     "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli",

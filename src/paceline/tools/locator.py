@@ -84,6 +84,8 @@ class Locator:
             return answer
         if self._told is not None and of_the_ranks(self._ours) is not None:
             self._asks = of_the_ranks(self._told) is None
+        if (hooked := self._hooked(answer, found, lines)) is not None:
+            return hooked
         sought = Sought(answer.cause or "unknown", first.quantity, first.name, first.step)
         told = traces(self._told) if self._told is not None and self._asks else []
         parts, of_parts = [], None
@@ -106,6 +108,24 @@ class Locator:
         if answer.cause == "state-outside" and (state := of_state(first.step, traces(lines))) is not None:
             where = Where(state.place, state.beside or (where.place if where.place != state.place else None))
         return _with_place(answer, where, sides)
+
+    def _hooked(self, answer: Answer, found: Sequence[Difference], lines: Side) -> Answer | None:
+        """Of losses that are alike, and gradients that are not, where the script has put a hook on a gradient."""
+        may_be = {*_BY_PARTS, "state-outside", "control-by-rank"}  # a hook sees gradients times the weight of a part
+        if found[0].quantity != "gradient" or answer.cause not in may_be or self._asks or answer.line is not None:
+            return None
+        hooks = [e for trace in traces(lines) for e in trace.of("hook") if e["name"] == "register_hook"]
+        hooks = [e for e in hooks if e["step"] <= found[0].step]
+        if not hooks:
+            return None
+        where = Where((hooks[-1]["file"], hooks[-1]["line"]))
+        sentence = (
+            "the losses are alike and the gradients are not, and the script has put a hook on a gradient: it acts on "
+            "what each part of the batch gives, before that is combined"
+        )
+        remedy = "Change gradients after the last backward of a global batch, when .grad is the mean over it."
+        _say(answer, "clipped-early", sentence, remedy, [lines])
+        return _with_place(answer, where, [lines])
 
     def of_chance(self, answer: Answer, step: int) -> Answer:
         """Of a program that is not the same twice: two runs of one process, and where they become unlike."""

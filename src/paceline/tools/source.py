@@ -219,7 +219,9 @@ def kept(files: Collection[str], ends: Collection[Place]) -> list[tuple[Place, P
     found: list[tuple[int, tuple[Place, Place | None]]] = []
     for file in files:
         every = statements(file)
-        near = _above([statement for end in ends if (statement := statement_at(*end)) is not None and end[0] == file])
+        near = _known_as(
+            _above([statement for end in ends if (statement := statement_at(*end)) is not None and end[0] == file])
+        )
         for statement in every:
             names = {name.partition("[")[0] for name in _targets(statement.node)} - {"self"}
             if not _updates(statement, names) or not _repeated(statement):
@@ -228,16 +230,21 @@ def kept(files: Collection[str], ends: Collection[Place]) -> list[tuple[Place, P
                 s
                 for s in every
                 if s.place != statement.place
-                and names & set(_names(list(s.expressions())))
+                and _known_as(names) & _known_as(_names(list(s.expressions())))
                 and not _WRITING.search(ast.unparse(s.node))
                 and not (isinstance(s.node, ast.If) and all(_WRITING.search(ast.unparse(b)) for b in s.node.body))
                 and not isinstance(s.node, ast.Return)
             ]
             if users:
                 called = _called_at(statement)
-                rank = 0 if names & near else 1
+                rank = 0 if _known_as(names) & near else 1
                 found.append((rank, (statement.place, called)))
     return [place for _, place in sorted(found, key=lambda one: one[0])]
+
+
+def _known_as(names: Collection[str]) -> set[str]:
+    """Attributes by their own names: `self.value` in a method is `control.value` outside of it."""
+    return {name[name.index(".") :] if "." in name else name for name in names}
 
 
 def _updates(statement: Statement, names: set[str]) -> bool:

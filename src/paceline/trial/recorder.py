@@ -47,7 +47,7 @@ from paceline.trial.collated import Collated
 from paceline.trial.lines import Lines
 from paceline.trial.order import Order
 from paceline.trial.probe import TrialEnded
-from paceline.trial.script import Asked, Place
+from paceline.trial.script import Asked, Place, place
 from paceline.trial.sketches import sketched
 
 
@@ -64,6 +64,7 @@ class Recorder:
         self._watch = watched.Watch(run, lambda: self._now)
         self._changing: set[str] = set()  # parameters with a hook that changes gradients
         self._collated: dict[Loader, Collated] = {}
+        self._hooked = False  # whether the script has put a hook on a gradient
         self._leaves: list[Tensor] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._normalised = False  # a batch norm was training
@@ -114,6 +115,7 @@ class Recorder:
             Asked(run, order.told, self._asked, self._patches)
         if order.nudged:
             run._stepper.precision = plain.Scaled(run._stepper.precision, self._scales)  # type: ignore[assignment]
+            self._patches.put(Tensor, "register_hook", self._hooking(Tensor.register_hook))
 
     def _asked(self, at: Place) -> None:
         if self._lines is not None:
@@ -160,9 +162,19 @@ class Recorder:
             self._lines.allow_options()
         return made
 
+    def _hooking(self, original: Any) -> Any:
+        def register_hook(tensor: Tensor, *args: Any) -> Any:
+            at, inside = place(recorded=True)
+            self._hooked |= at is not None and not inside
+            return original(tensor, *args)
+
+        return register_hook
+
     def _scales(self) -> bool:
-        """Whether the loss is scaled in the backward: not where something else would see it."""
-        seen = bool(self._leaves) or any(parameter._backward_hooks for parameter in self._run._stepper.names)
+        """Whether the loss is scaled in the backward: not where something else would see it, as a hook of the script's
+        that bounds a gradient by its norm."""
+        hooked = self._hooked or any(parameter._backward_hooks for parameter in self._run._stepper.names)
+        seen = bool(self._leaves) or hooked
         if self._now is not None:
             self._now["scaled"] = not seen
         return not seen
