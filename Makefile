@@ -30,7 +30,7 @@ campaign: $(READY)  ## what is too long for every change: the strategies on four
 	@$(PYTEST) -m campaign
 
 # Needs transformers, accelerate and lightning beside the environment; a script that asks for a missing one is left out.
-corpus: $(READY)  ## what verify and doctor make of 121 scripts that were written without them in mind (an hour)
+corpus: $(READY)  ## what verify and doctor make of 171 scripts that were written without them in mind (an hour)
 	@for tool in verify doctor; do \
 	  $(BIN)/python -m tests.corpus.measure run $$tool build/corpus_$$tool.json \
 	    && $(BIN)/python -m tests.corpus.measure table build/corpus_$$tool.json || exit 1; done

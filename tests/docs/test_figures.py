@@ -33,7 +33,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NAMED = re.compile(r"<!-- figures: (?P<file>\S+) -->")
-NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 CELL = re.compile(r"[^A-Za-z]*(?:\d[\d,.]*(?:e-?\d+)?)[^A-Za-z]*(?:us|ms|s|MB|of \d+)?[^A-Za-z]*(?:us|ms|s|MB)?")
 UNITS = (1.0, 1e2, 1e3, 1e6, 1e-6, 1e-3)  # the page's unit in the file's: %, ms, us, MB
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.tools.lines import RANDOM, Cut, Event, Found, Trace, apart, mixing, unlike
-from paceline.tools.source import CLOCK, RANK, Place, Slice, acting, kept, matching
+from paceline.tools.source import CLOCK, RANK, Place, Slice, acting, called_at, kept, made_of, matching
 
 _WORDS = {  # what a script says where the cause is one of its settings
     "batch-norm-per-shard": r"batch_norm",
@@ -58,11 +58,16 @@ def locate(sought: Sought, ours: Sequence[Trace], told: Sequence[Trace], cut: It
     if by_event is not None and sought.quantity not in ("loss", "gradient"):
         if sought.quantity == "examples" and (where := _asked_in_words(sought, ours, asked)) is not None:
             return where
-        return Where(_place(by_event.event), found=by_event)
+        place = _place(by_event.event)
+        beside = made_of(place) if sought.quantity == "buffers" else None
+        return Where(place, beside or called_at(place), by_event)
     for one in cut:
         mixed = mixing(one)
         if mixed is not None:
-            also = mixed.also if mixed.also is not None or sought.cause != "mean-of-means" else one.whole[1]
+            also = mixed.also
+            if also is None and sought.cause in ("mean-of-means", "in-batch-loss"):  # where the loss is, beside
+                trace, root = one.whole
+                also = root if sought.cause == "mean-of-means" else trace.at(root["of"])
             return Where(mixed.place, _place(also) if also is not None else None, mixed)
     if by_event is not None:
         return Where(_place(by_event.event), found=by_event)

@@ -236,7 +236,7 @@ def kept(files: Collection[str], ends: Collection[Place]) -> list[tuple[Place, P
                 and not isinstance(s.node, ast.Return)
             ]
             if users:
-                called = _called_at(statement)
+                called = called_at(statement.place)
                 rank = 0 if _known_as(names) & near else 1
                 found.append((rank, (statement.place, called)))
     return [place for _, place in sorted(found, key=lambda one: one[0])]
@@ -273,15 +273,26 @@ def _repeated(statement: Statement) -> bool:
     return not made and (loops or (statement.scope is not None and attribute))
 
 
-def _called_at(statement: Statement) -> Place | None:
-    """The first line that calls the method which the statement is in."""
-    if not isinstance(statement.scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+def called_at(place: Place) -> Place | None:
+    """The first line that calls the function, or the method, which this line is in."""
+    statement = statement_at(*place)
+    if statement is None or not isinstance(statement.scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return None
-    wanted = re.compile(rf"\.{re.escape(statement.scope.name)}\(")
+    wanted = re.compile(rf"\b{re.escape(statement.scope.name)}\(")
     for s in statements(statement.file):
         if s.scope is not statement.scope and any(wanted.search(ast.unparse(e)) for e in s.expressions()):
             return s.place
     return None
+
+
+def made_of(place: Place) -> Place | None:
+    """Where what this line uses was made: the last assignment, in the same function, to a name of its."""
+    statement = statement_at(*place)
+    if statement is None:
+        return None
+    names = set(_names(list(statement.expressions())))
+    own = [s for s in statements(statement.file) if s.scope is statement.scope and s.line < statement.line]
+    return next((s.place for s in reversed(own) if isinstance(s.node, ast.Assign) and names & _targets(s.node)), None)
 
 
 def _above(starts: list[Statement]) -> set[str]:
