@@ -143,6 +143,7 @@ def failures() -> list[dict[str, str]]:
     return run_ranks(4, "tests.comm.reducer_checks:run_all", deadline=100)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("name", [check.__name__ for check in checks_in(vars(reducer_checks))])
 def test_on_four_processes(name: str, failures: list[dict[str, str]]) -> None:
     for rank, failed in enumerate(failures):

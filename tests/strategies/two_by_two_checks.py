@@ -30,7 +30,14 @@ def run_both() -> dict[str, str]:
     return run_checks(checks_in(vars(tensor_checks)) + checks_in(vars(pipeline_more_checks)))
 
 
-SLOW = {"check_16_bits", "check_optimizers_see_the_whole_parameter", "check_cuts"}
+SLOW = {
+    "check_16_bits",
+    "check_optimizers_see_the_whole_parameter",
+    "check_cuts",
+    "check_counts",
+    "check_a_plan",
+    "check_clipping_and_values_that_are_not_finite",
+}
 
 
 def run_daily() -> dict[str, str]:

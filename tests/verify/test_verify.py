@@ -124,6 +124,7 @@ def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_sh
 
 
 @pytest.mark.conformance
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("processes", [2, 3])
 def test_every_fault(processes: int, precision: str, tmp_path: Path) -> None:
