@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,20 @@ def test_the_disk_holds_sixteen_bytes_a_parameter_and_step(tmp_path: Path) -> No
     assert judge(runs).code == SAME
     held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert held / parameters / steps < 17
+
+
+def test_where_the_disk_has_no_room_for_more_steps_fewer_are_compared_and_that_is_said(tmp_path: Path) -> None:
+    """A million parameters with Adam are 13 MB a step, and 4 MB of gradients."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a disk of that size")
+    try:
+        runs = Prepared(disk, ("", ""), 2, None, "fp32", 4, Path(__file__).with_name("large.py"))
+        answer = judge(runs)
+        assert answer.code == SAME, answer.text
+        assert 2 <= answer.steps < 4
+        assert any(f"only {answer.steps} steps were compared" in note.text for note in answer.notes)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

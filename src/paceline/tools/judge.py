@@ -151,6 +151,12 @@ class _Case:
     def _noted(self, answer: Answer) -> Answer:
         answer.steps = self.ours.steps
         answer.notes += self.notes
+        if self.ours.ranks[0]["full"]:
+            said = (
+                f"only {answer.steps} steps were compared: the disk for temporary files has no room for the states of "
+                "more. Point TMPDIR to a larger disk"
+            )
+            answer.notes.append(shown(said, self.ours))
         compared = [side for side in (self.ours, self.whole, self.reversed) if side is not None]
         answer.indeterminate = sorted(self.tolerances.indeterminate)
         if answer.indeterminate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,15 @@ def save(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str] | No
             f"{path} cannot be written ({error}). The states of all steps lie there until the end: take fewer --steps, "
             "or point TMPDIR to a larger disk."
         ) from None
+
+
+def room(state: Mapping[str, Any], folder: str) -> bool:
+    """Whether the disk has room for another step: for a state, and for as much again, of gradients and of what is only
+    compared. A twentieth of the disk is left to others."""
+    _, tensors = tree.encode({key: state[key] for key in ("models", "optimizers")})
+    needed = 2 * sum(tensor.nbytes for tensor in tensors.values())
+    disk = shutil.disk_usage(folder)
+    return disk.free - needed > disk.total // 20
 
 
 def save_state(state: Mapping[str, Any], path: str) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from paceline.comm import replicas, slices
+from paceline.comm import collectives, replicas, slices
 from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
@@ -64,6 +64,7 @@ class Recorder:
         self._watch = watched.Watch(run, lambda: self._now)
         self._changing: set[str] = set()  # parameters with a hook that changes gradients
         self._collated: dict[Loader, Collated] = {}
+        self._full = False  # the disk has no room for another step
         self._hooked = False  # whether the script has put a hook on a gradient
         self._leaves: list[Tensor] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -436,6 +437,9 @@ class Recorder:
         step, main = len(self._steps), self._world.rank == 0
         path = os.path.join(self._folder, f"state-{step}.safetensors")
         if self._order.leads:
+            self._full = step > 1 and not collectives.broadcast_object(main and kept.room(state, self._folder))
+            if self._full:
+                self._end()
             if main:
                 kept.save_state(state, path)
                 self._write(f"start-{step}", kept.named(state["models"]))
@@ -531,6 +535,7 @@ class Recorder:
             "normalised": self._normalised,
             "hooked": sorted(self._changing),
             "ahead": self._run._stepper._ahead,
+            "full": self._full,
         }
         with open(self._path + ".part", "w") as file:
             json.dump(record, file)
