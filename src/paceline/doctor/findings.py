@@ -20,11 +20,13 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, seen in this run. at: "file:line", or empty. evidence: with the numbers."""
+    """One cause, seen in this run. at: "file:line", or empty. evidence: with the numbers. beside: a second line, where
+    what is at fault was made, or the call that matters; or empty."""
 
     cause: str
     at: str
     evidence: str
+    beside: str = ""
 
     @property
     def about(self) -> Cause:
@@ -40,6 +42,7 @@ class Finding:
             "title": about.title,
             "file": file or None,
             "line": int(line) if line.isdecimal() else None,
+            "beside": self.beside if self.beside != self.at and self.beside else None,
             "evidence": self.evidence,
             "consequence": about.consequence,
             "remedy": about.remedy,

@@ -47,8 +47,12 @@ def _differs(run: Run) -> list[Finding]:
                     f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
                 )
                 sched = next(run.all("sched"), None)
-                line = sched["at"] if sched else writes.of_rate(run) or ours["at"]
-                return [Finding("lr_differs", place(line), evidence)]
+                made = next((e["at"] for e in run.of(0, "optimizer") if e["opt"] == key[0]), None)
+                line = sched["at"] if sched and max(stepped) else writes.of_rate(run) or made or ours["at"]
+                beside = made if not max(stepped) and key[1] == 0 else None
+                if sched and sched["type"] == "ReduceLROnPlateau":
+                    beside = writes.monitored(run) or beside
+                return [Finding("lr_differs", place(line), evidence, place(beside))]
     return []
 
 
@@ -60,7 +64,8 @@ def _schedulers(run: Run) -> list[Finding]:
     for number, steps in by.items() if not found else ():
         evidence = _in_a_row(run, number, steps) or _too_early(run, steps)
         if evidence:
-            found.append(Finding("scheduler_steps", place(steps[-1]["at"]), evidence))
+            made = next((e["at"] for e in run.of(0, "sched_made") if e["sched"] == number), None)
+            found.append(Finding("scheduler_steps", place(steps[-1]["at"]), evidence, place(made)))
     return found[:1]
 
 
@@ -242,7 +247,9 @@ def _accumulation(run: Run) -> list[Finding]:
     evidence = f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
     if synced:
         evidence += "; without no_sync: gradients were sent in each of them"
-    return [Finding("accumulation", place(calls[0]["at"]), evidence)]
+    at = calls[0]["at"]
+    beside = writes.computes_loss(run, at) if calls[0].get("library") else None
+    return [Finding("accumulation", place(at), evidence, place(beside))]
 
 
 def _clipping(run: Run) -> list[Finding]:

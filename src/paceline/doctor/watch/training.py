@@ -92,6 +92,7 @@ class _Training:
                 unsent=models.unsent_gradients,
                 seconds=seconds,
                 reached=reached,
+                library=self.book.library(),
             )
             return result
 
@@ -216,6 +217,8 @@ class _Training:
                     original(scheduler, *args, **options)
                 finally:
                     self._inside -= 1
+                if first and not self._inside:
+                    self.book.note("sched_made", sched=scheduler.__dict__["_paceline_doctor"])
 
             return __init__
 
