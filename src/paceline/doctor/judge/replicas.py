@@ -147,9 +147,10 @@ def _start(run: Run, first: Event, apart: list[tuple[str, float]]) -> Finding:
     line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
     if line is not None:
         evidence += f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
-    line = line or writes.of_weights(run, first["at"], by_rank=True) or writes.seeds_by_rank(run)
+    seed, drawn = writes.seeds_by_rank(run), next((e["at"] for e in run.of(0, "initialized")), None)
+    line = line or drawn or writes.of_weights(run, first["at"], by_rank=True) or seed
     line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]
-    return Finding("weights_differ_at_start", place(line), evidence)
+    return Finding("weights_differ_at_start", place(line), evidence, place(seed))
 
 
 def _tell(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
@@ -215,9 +216,8 @@ def _cause(run: Run, before: list[Event], after: list[Event], when: str) -> Find
     when += f"; {_tell(apart, given[0], 'gradients')} at that step"
     names = {name for name, _ in apart}
     if not run.reduces:
-        return Finding(
-            "not_reduced", place(at), f"{when}; no gradient was reduced, by DDP or by a call of the script's"
-        )
+        when += "; no gradient was reduced, by DDP or by a call of the script's"
+        return Finding("not_reduced", place(at), when, place(_exchanged_at(run, before[0])))
     if any(run.of(0, "ddp")):
         return _under_ddp(run, before[0], names, when)
     kept = _kept(given, [e.get("own") or {} for e in before])
@@ -225,9 +225,26 @@ def _cause(run: Run, before: list[Event], after: list[Event], when: str) -> Find
     if kept and calls:
         listed = ", ".join(kept[:_NAMED])
         evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
-        return Finding("partly_reduced", place(calls[0]["at"]), evidence)
+        beside = writes.in_scope(calls[0].get("by") or [], at)
+        return Finding("partly_reduced", place(calls[0]["at"]), evidence, place(beside))
+    left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
+    if left is not None:
+        when += f", and nobody had waited for {left[0]} of its asynchronous reductions: they may not have ended"
+        return Finding("gradients_differ", place(left[1]), when, place(at))
     line = writes.of_gradients(run, at)
     return Finding("gradients_differ", place(line or at), f"{when}, though gradients are reduced")
+
+
+def _exchanged_at(run: Run, before: Event) -> Any:
+    """Where the script, after its first step, reduces something as large as a weight, or all of them: a copy."""
+    sizes = {int(values[0]) for values in before["weights"].values()}
+    sizes.add(sum(sizes))
+    stepped = False
+    for e in run.of(0, "step", "coll"):
+        stepped = stepped or e["k"] == "step"
+        if stepped and e["k"] == "coll" and "reduce" in e["op"] and max(1, e.get("n") or 0) in sizes - {1}:
+            return writes.in_scope(e.get("path") or [], before["at"])
+    return None
 
 
 def _kept(given: list[Samples], own: list[Samples]) -> list[str]:

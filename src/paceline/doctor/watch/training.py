@@ -159,7 +159,8 @@ class _Training:
             alike = self.replicas.before(optimizer, number, made)
             book.note(
                 "before", opt=number, step=made, lr=lrs, without=without, parameters=len(mine), rescaled=rescaled,
-                backwards=self._backwards, scale=self._loss_scale(), logged=self._logged(), **alike,
+                backwards=self._backwards, scale=self._loss_scale(), logged=self._logged(),
+                unwaited=book.collectives.left(), **alike,
             )  # fmt: skip
 
     def _lacks(self, parameter: torch.Tensor) -> bool:
