@@ -246,6 +246,18 @@ CAUSES = {
         "Each rank's gradient is bounded by itself, and not that of the global batch.",
         "Reduce first, then clip.",
     ),
+    "clip_of_shards": Cause(
+        MODEL,
+        "Each rank scales its parts of the gradients by a number of its own",
+        "The parts of one gradient are clipped by different norms: its direction changes, with the processes.",
+        "Clip by the norm of the whole: torch.nn.utils.clip_grad_norm_ knows DTensors; or all_reduce the squares.",
+    ),
+    "gradients_dropped": Cause(
+        MODEL,
+        "Gradients of micro-batches are dropped before the step",
+        "The step uses the last micro-batch alone; the others are computed in vain.",
+        "Call zero_grad() once for each optimizer step, after it or before its first micro-batch.",
+    ),
     "mean_of_means": Cause(
         MODEL,
         "A metric is the mean of the ranks' means over unequal shards",

@@ -14,6 +14,7 @@ from paceline.doctor.judge.record import Event, Pass, Run, place
 LEAST_BITS = 16  # of what must agree: labels of two classes may agree by chance
 LEAST_SHARED = 8  # examples with the same index that must also look the same
 SHARED_STREAM = 0.8  # of the shorter one's examples
+ONCE = 0.99  # of a rank's rows in a pass: it reads each example once, and does not draw with replacement
 DRIFT = 0.05  # of the examples that were read again
 OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
 LEAST_SAME = 3  # steps
@@ -165,6 +166,12 @@ def _same_rows(a: Pass, b: Pass, who: str) -> str:
     ):
         return f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}, by their content"
     first, second = ([digest for y in p.yields if y["rows"] for digest in y["rows"][0]] for p in (a, b))
+    once = min(len(ours) / len(first), len(theirs) / len(second)) >= ONCE
+    if a.whole and b.whole and once and both >= 2 * LEAST_SHARED and both > OVERLAP * least:
+        return (
+            f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)} in an epoch, by their content, "
+            "and none of them twice"
+        )
     return _shifted(first, second, who)
 
 

@@ -328,19 +328,29 @@ def _optimizer(run: Run, before: list[Event], after: list[Event], when: str) -> 
 
 
 def _buffers(run: Run) -> list[Finding]:
-    """Buffers that nothing sends and that are not alike, as running means of each rank's own data."""
+    """Buffers that nothing sends and that are not alike, as running means of each rank's own data; or that the script
+    writes on each rank with what is its own, and that DDP then overwrites with rank 0's."""
     if not run.reduces:
         return []
+    return _unlike_buffers(run, "buffers", "nothing sends them") or _unlike_buffers(
+        run, "sent", "DDP then gives every rank those of rank 0, and what the others wrote is lost"
+    )
+
+
+def _unlike_buffers(run: Run, kind: str, told: str) -> list[Finding]:
     of = [{(e["opt"], e["step"]): e for e in run.of(rank, "buffers")} for rank in run.peers]
     keys = [key for key in of[0] if all(key in ranks for ranks in of)]
-    apart = [(key, _apart([ranks[key]["buffers"] for ranks in of])) for key in keys]
+    apart = [(key, _apart([ranks[key].get(kind) or {} for ranks in of])) for key in keys]
     last = [(key, parts) for key, parts in apart if parts]
     if len(last) < 2 or not apart[-1][1]:
         return []
     (number, step), parts = last[-1]
-    evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]]['buffers'], 'buffers')}; nothing sends them"
+    evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]][kind], 'buffers')}; {told}"
     kept = next((e["at"] for e in run.of(0, "ddp") if not e.get("broadcasts", True)), None)
-    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2]) or kept
+    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2])
+    if line is None and kind == "sent":
+        return []
+    line = line or kept
     if line is None:
         line = next((e["at"] for e in run.of(0, "step") if e["opt"] == number), None)
     return [Finding("buffers_differ", place(line), evidence)]

@@ -96,6 +96,7 @@ class Collectives:
                 if not self.compared:
                     entry["loose"] = True
                 self._write(entry)
+                self.book.flush()
 
         def end() -> None:
             self._local.depth = depth
