@@ -7,6 +7,8 @@ and the weights after it. The first of them in which ranks differ, where the one
 from __future__ import annotations
 
 import math
+from itertools import takewhile
+from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.judge import writes
@@ -24,8 +26,9 @@ def findings(run: Run) -> list[Finding]:
     unsent = _unsent(run)
     if unsent:
         return unsent
-    if any(run.all("join")):
-        return []
+    cut = _cut(run)
+    if cut or any(run.all("join")):
+        return cut
     if not (run.reduces or run.replicas):
         return _unreduced(run)
     if run.averages_weights:  # ranks that have made unequally many steps
@@ -71,6 +74,32 @@ def _unsent(run: Run) -> list[Finding]:
     line = next((e["at"] for e in run.of(0, "no_sync")), None)
     evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
     return [Finding("sync_off", place(line), evidence)]
+
+
+def _cut(run: Run) -> list[Finding]:
+    """fully_shard cuts what each rank has, and sends nothing: of ranks whose weights differ it makes one model of parts
+    of several. Those count that are still as they were cut at the first step."""
+    of = [next(run.of(rank, "cut"), None) for rank in run.peers]
+    if len(of) < 2 or any(e is None for e in of):
+        return []
+    events = [e for e in of if e is not None]
+    apart = _apart([e["whole"] for e in events])
+    if not apart:
+        return []
+    line, told = _loaded(run)
+    seed = writes.seeds_by_rank(run)
+    line = line or seed or next((e["at"] for e in run.of(0, "fsdp")), None)
+    evidence = f"when fully_shard cut the weights {_tell(apart, events[0]['whole'])}, and nothing has sent them since"
+    return [Finding("weights_differ_at_start", place(line), evidence + told, place(seed))]
+
+
+def _loaded(run: Run) -> tuple[Any, str]:
+    """The line where some ranks load a state before the first step, and how many do."""
+    begun = [list(run.of(rank, "loaded", "before")) for rank in run.peers]
+    loads = [[e["at"] for e in takewhile(lambda e: e["k"] == "loaded", events)] for events in begun]
+    line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
+    told = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
+    return line, told if line is not None else ""
 
 
 def _unreduced(run: Run) -> list[Finding]:
@@ -140,13 +169,8 @@ def _start(run: Run, first: Event, apart: list[tuple[str, float]]) -> Finding:
     """Of weights that differ before the first step: the line where some ranks load a state, or the script writes to
     weights by rank, or seeds by rank; otherwise where the first of them is made."""
     evidence = f"before the first step {_tell(apart, first['weights'])}"
-    begun = [list(run.of(rank, "loaded", "before")) for rank in run.peers]
-    loads = [
-        [e["at"] for e in events[: next(i for i, e in enumerate(events) if e["k"] == "before")]] for events in begun
-    ]
-    line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
-    if line is not None:
-        evidence += f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
+    line, told = _loaded(run)
+    evidence += told
     seed, drawn = writes.seeds_by_rank(run), next((e["at"] for e in run.of(0, "initialized")), None)
     line = line or drawn or writes.of_weights(run, first["at"], by_rank=True) or seed
     line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]

@@ -165,7 +165,7 @@ def _comes_back(run: Run, steps: list[Event], rates: list[float], often: str) ->
     at that part of the training, and goes up again as slowly."""
     if not steps[-1].get("library") or run.world < 2 or len(steps) < run.world * (len(rates) - 1):
         return ""
-    low = min(range(len(rates)), key=rates.__getitem__)
+    low = min(range(rates.index(max(rates)), len(rates)), key=rates.__getitem__)  # after what warms it up
     near = abs((low + 1) * run.world - len(rates)) <= 0.1 * len(rates) + run.world
     slowly = low + 1 < len(rates) and rates[low + 1] < BACK * max(rates)
     if near and slowly and rates[low] < LOW * max(rates) and rates[-1] > BACK * max(rates):
@@ -319,17 +319,16 @@ def _dropped(run: Run) -> list[Finding]:
     kept = len([e for e in run.of(0, "backward") if e["local"] and not e["synced"]])
     if len(dropped) < LEAST or 2 * len({e["backwards"] for e in dropped}) < kept:
         return []
-    evidence = (
-        f"the gradients of {len({e['backwards'] for e in dropped})} of {kept} backward passes under no_sync were dropped "
-        "before an optimizer stepped"
-    )
+    passes = len({e["backwards"] for e in dropped})
+    evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
     return [Finding("gradients_dropped", place(dropped[0]["at"]), evidence)]
 
 
 def _clipped_early(run: Run) -> list[Event]:
     """Clipping of what a backward under no_sync has left, where another backward comes before the step and reduces."""
     found: list[Event] = []
-    local, waiting = False, []
+    waiting: list[Event] = []
+    local = False
     for e in run.of(0, "backward", "clip", "before"):
         if e["k"] == "backward":
             local = bool(e["local"]) and not e["synced"]

@@ -130,8 +130,9 @@ def leaves_loop(inside: Any, outside: Any) -> list[Any] | None:
     for loop in sorted(loops, key=lambda n: n.lineno):
         own = [n for n in loops if n is not loop and n.lineno > loop.lineno]
         for n in ast.walk(loop):
-            held = any(n.lineno >= i.lineno and n.lineno <= (i.end_lineno or 0) for i in own) if hasattr(n, "lineno") else 0
-            if isinstance(n, (ast.Break, ast.Return)) and not held:
+            if not isinstance(n, (ast.Break, ast.Return)):
+                continue
+            if not any(i.lineno <= n.lineno <= (i.end_lineno or 0) for i in own):
                 return [inside[0], n.lineno]
     return None
 
