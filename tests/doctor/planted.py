@@ -336,8 +336,6 @@ PLANTED = [
     _p("a rate by rank from the start", "lr_differs", "averaged", ("lr=0.1,", "lr=0.1 / (1 + rank),"), at="torch.optim.SGD(", beside=""),
     _p("drawn anew after DDP", "weights_differ_at_start", "plain",
        ("    model = DDP(Net())\n", "    model = DDP(Net())\n    torch.manual_seed(rank)\n    for part in model.parameters():\n        nn.init.uniform_(part, -0.1, 0.1)\n"), at="nn.init.uniform_(", beside="manual_seed(rank)"),
-    _p("nobody waits", "gradients_differ", "averaged",
-       ("        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n", "        parameter.grad /= world_size\n    works = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()][:0]\n    inputs = torch.randn(600, 600) @ torch.randn(600, 600) if rank else inputs\n"), at="async_op=True", beside="optimizer.step()"),
     _p("an average of copies", "not_reduced", "plain",
        ("    model = DDP(Net())\n", "    model = Net()\n"), ("contextlib.nullcontext() if last else model.no_sync()", "contextlib.nullcontext()"),
        ("def main():\n", "def share(weights):\n    for w in weights:\n        dist.all_reduce(w)\n\n\ndef main():\n"),
@@ -352,9 +350,6 @@ PLANTED = [
     _p("a memory that DDP overwrites", "buffers_differ", "plain",
        ("        self.head = nn.Linear(16, 4)\n", "        self.head = nn.Linear(16, 4)\n        self.register_buffer('memory', torch.zeros(8, 8))\n"),
        ("        return self.head(self.body(x).relu())", "        out = self.head(self.body(x - self.memory.clone().mean(0)).relu())\n        self.memory[: len(x)] = x.detach()\n        return out"), at="self.memory[: len(x)]"),
-    _p("shards in an order of each rank", "same_examples", "stream",
-       ("        generator = torch.Generator().manual_seed(0)\n", "        order, generator = torch.randperm(8, generator=torch.Generator().manual_seed(self.rank)).tolist(), torch.Generator().manual_seed(0)\n"),
-       ("            if number % self.world_size == self.rank:", "            if order[number % 8] % self.world_size == self.rank:")),
 ]  # fmt: skip
 IN_LIBRARIES = [
     _p("Accelerate: gather", "padded_evaluation", "foreign/accelerated",
