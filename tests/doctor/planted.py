@@ -369,7 +369,7 @@ IN_LIBRARIES = [
        ("        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", "        parts = [p.grad.to_local() for p in model.parameters()]\n        norm = torch.stack([part.norm() for part in parts]).norm()\n        for part in parts:\n            part.mul_(0.1 / norm)\n"), at="opt.step()"),
     _p("FSDP: a seed of each rank", "weights_differ_at_start", "foreign/fully_sharded",
        ("model = nn.Sequential(", "torch.manual_seed(rank)\nmodel = nn.Sequential("), at="torch.manual_seed(rank)"),
-    _p("Accelerate: a schedule that comes back", "scheduler_steps", "foreign/accelerated",
+    _p("Accelerate: a schedule that comes back", "scheduler_steps", "foreign/accelerated", ("    epochs = 3\n", "    epochs = 8\n"),
        ("    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2)\n", ""),
        ("train, test, sched = acc.prepare(model, opt, train, test, sched)", "train, test = acc.prepare(model, opt, train, test)\n    length = epochs * len(train) // 2\n    sched = acc.prepare(torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5 + 0.5 * __import__('math').cos(__import__('math').pi * n / length)))"), at="sched.step()", beside="LambdaLR("),
     _p("FSDP: no sync in the last", "sync_off", "foreign/fully_sharded", ("        loss.backward()\n", "        model.set_requires_gradient_sync(False)\n        loss.backward()\n"), at="set_requires_gradient_sync"),
