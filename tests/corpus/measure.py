@@ -83,8 +83,8 @@ def run_command(tool: str, script: Path) -> Result:
     if tool == "verify":
         keep = ("code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes")
         return {key: document[key] for key in keep if document.get(key) is not None}
-    keep = ("cause", "changes_model", "kind", "file", "line", "title", "evidence")
-    findings = [{key: finding[key] for key in keep} for finding in document["findings"]]
+    keep = ("cause", "changes_model", "kind", "file", "line", "beside", "title", "evidence")
+    findings = [{key: finding.get(key) for key in keep} for finding in document["findings"]]
     return {"code": document["exit_code"], "not_watched": document["not_watched"], "findings": findings}
 
 

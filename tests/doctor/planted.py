@@ -29,6 +29,7 @@ class Planted:
     at: str = ""
     hangs: bool = False  # ranks may wait for each other in vain: it needs the command, which ends it
     fails: bool = False  # torch refuses it in the end, after it was seen
+    beside: str = ""  # text of the line that must be shown with it
 
     def source(self) -> str:
         text = (SCRIPTS / f"{self.twin}.py").read_text()
@@ -39,9 +40,10 @@ class Planted:
 
 
 def _p(
-    name: str, cause: str, twin: str, *lines: tuple[str, str], at: str = "", hangs: bool = False, fails: bool = False
-) -> Planted:
-    return Planted(name, cause, twin, lines, at, hangs, fails)
+    name: str, cause: str, twin: str, *lines: tuple[str, str], at: str = "", hangs: bool = False, fails: bool = False,
+    beside: str = "",
+) -> Planted:  # fmt: skip
+    return Planted(name, cause, twin, lines, at, hangs, fails, beside)
 
 
 PLANTED = [
@@ -325,6 +327,29 @@ PLANTED = [
        ("T_max=updates)", "T_max=updates // world_size)"), at="T_max="),
     _p("a length of all the data", "schedule_length", "plain",
        ("EPOCHS * len(loader) // ACCUMULATE", "EPOCHS * len(train_set) // (BATCH * ACCUMULATE)"), at="T_max="),
+    # --- with the line that is shown beside
+    _p("one sampler's shard for all", "same_examples", "plain",
+       ("DistributedSampler(train_set)", "DistributedSampler(train_set, world_size, 0)"), at="loader = DataLoader(", beside="sampler = DistributedSampler("),
+    _p("parts that each rank draws", "same_examples", "plain",
+       ("    sampler = DistributedSampler(train_set)\n", "    torch.manual_seed(rank)\n    train_set, _ = torch.utils.data.random_split(train_set, [40 * world_size, 8 * world_size])\n    sampler = DistributedSampler(train_set)\n"), at="loader = DataLoader(", beside="random_split("),
+    _p("a sampler that no epoch reaches", "no_set_epoch", "plain", ("        sampler.set_epoch(epoch)\n", ""), at="enumerate(loader, 1)", beside="sampler = DistributedSampler("),
+    _p("a rate by rank from the start", "lr_differs", "averaged", ("lr=0.1,", "lr=0.1 / (1 + rank),"), at="torch.optim.SGD(", beside=""),
+    _p("drawn anew after DDP", "weights_differ_at_start", "plain",
+       ("    model = DDP(Net())\n", "    model = DDP(Net())\n    torch.manual_seed(rank)\n    for part in model.parameters():\n        nn.init.uniform_(part, -0.1, 0.1)\n"), at="nn.init.uniform_(", beside="manual_seed(rank)"),
+    _p("an average of copies", "not_reduced", "plain",
+       ("    model = DDP(Net())\n", "    model = Net()\n"), ("contextlib.nullcontext() if last else model.no_sync()", "contextlib.nullcontext()"),
+       ("def main():\n", "def share(weights):\n    for w in weights:\n        dist.all_reduce(w)\n\n\ndef main():\n"),
+       ("                optimizer.step()\n", "                optimizer.step()\n                share([p.detach().clone() for p in model.parameters()])\n"), at="optimizer.step()", beside="share([p.detach()"),
+    _p("half of the model is averaged", "partly_reduced", "averaged",
+       ("    for parameter in model.parameters():\n        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n", "    average(model[0])\n"),
+       ("def get_batch():", "def average(part):\n    for parameter in part.parameters():\n        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n\n\ndef get_batch():"), at="dist.all_reduce(parameter.grad)", beside="average(model[0])"),
+    _p("clipped in each micro-batch", "clip_before_reduce", "plain",
+       ("            loss.backward()\n", "            loss.backward()\n            nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n"), at="clip_grad_norm_"),
+    _p("dropped in each micro-batch", "gradients_dropped", "plain",
+       ("            loss.backward()\n", "            optimizer.zero_grad()\n            loss.backward()\n"), at="optimizer.zero_grad()"),
+    _p("a memory that DDP overwrites", "buffers_differ", "plain",
+       ("        self.head = nn.Linear(16, 4)\n", "        self.head = nn.Linear(16, 4)\n        self.register_buffer('memory', torch.zeros(8, 8))\n"),
+       ("        return self.head(self.body(x).relu())", "        out = self.head(self.body(x - self.memory.clone().mean(0)).relu())\n        self.memory[: len(x)] = x.detach()\n        return out"), at="self.memory[: len(x)]"),
 ]  # fmt: skip
 IN_LIBRARIES = [
     _p("Accelerate: gather", "padded_evaluation", "foreign/accelerated",
@@ -340,6 +365,13 @@ IN_LIBRARIES = [
        ("num_replicas=world, rank=rank", "num_replicas=world, rank=0"), at="DataLoader("),
     _p("FSDP: stream not cut", "same_examples", "foreign/titan",
        ("number % self.size == self.rank", "number >= 0"), at="DataLoader("),
+    _p("FSDP: clipped by its own norm", "clip_of_shards", "foreign/fully_sharded",
+       ("        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", "        parts = [p.grad.to_local() for p in model.parameters()]\n        norm = torch.stack([part.norm() for part in parts]).norm()\n        for part in parts:\n            part.mul_(0.1 / norm)\n"), at="opt.step()"),
+    _p("FSDP: a seed of each rank", "weights_differ_at_start", "foreign/fully_sharded",
+       ("model = nn.Sequential(", "torch.manual_seed(rank)\nmodel = nn.Sequential("), at="torch.manual_seed(rank)"),
+    _p("Accelerate: a schedule that comes back", "scheduler_steps", "foreign/accelerated", ("    epochs = 3\n", "    epochs = 8\n"),
+       ("    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2)\n", ""),
+       ("train, test, sched = acc.prepare(model, opt, train, test, sched)", "train, test = acc.prepare(model, opt, train, test)\n    length = epochs * len(train) // 2\n    sched = acc.prepare(torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 0.5 + 0.5 * __import__('math').cos(__import__('math').pi * n / length)))"), at="sched.step()", beside="LambdaLR("),
     _p("FSDP: no sync in the last", "sync_off", "foreign/fully_sharded", ("        loss.backward()\n", "        model.set_requires_gradient_sync(False)\n        loss.backward()\n"), at="set_requires_gradient_sync"),
     _p("references: padded", "padded_evaluation", "foreign/references",
        ("sampler=EvalSampler(len(dataset_test))", "sampler=torch.utils.data.DistributedSampler(dataset_test, shuffle=False)"), at="dist.all_reduce(t)"),

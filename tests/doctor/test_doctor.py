@@ -78,6 +78,10 @@ def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, proces
                 problems.append(f"{p.name}: no line of the script, but {at!r}")
             elif p.at not in (named := p.source().splitlines()[int(at.rpartition(":")[2]) - 1]):
                 problems.append(f"{p.name}: the line {named!r}, and not that of {p.at!r}")
+            beside = next(f.beside for f in found[p.name] if f.cause == p.cause)
+            with_ = p.source().splitlines()[int(beside.rpartition(":")[2]) - 1] if beside else ""
+            if p.beside not in with_:
+                problems.append(f"{p.name}: with {with_!r}, and not with {p.beside!r}")
     assert not problems, "\n".join(problems)
 
 
@@ -111,7 +115,7 @@ def test_scripts_of_other_frameworks(library: str, tmp_path: Path) -> None:
 
 
 def test_every_cause_is_planted() -> None:
-    assert {p.cause for p in PLANTED} == set(CAUSES)
+    assert {p.cause for p in (*PLANTED, *IN_LIBRARIES)} == set(CAUSES)
     assert {p.twin for p in PLANTED} <= set(HEALTHY)
     assert {p.twin for p in IN_LIBRARIES} <= set(FOREIGN)
     # the lines to change are there, once

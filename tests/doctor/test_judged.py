@@ -12,11 +12,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from paceline.doctor.judge import calls as judge_calls
-from paceline.doctor.judge import costs, model, replicas
+from paceline.doctor.judge import costs, data, model, replicas, schedule
 from paceline.doctor.judge.calls import Lookout
 from paceline.doctor.judge.evaluation import _metric
 from paceline.doctor.judge.places import accumulates, takes_all
-from paceline.doctor.judge.record import Event, Run
+from paceline.doctor.judge.record import Event, Pass, Run
 from paceline.doctor.watch.losses import counted, divided
 from paceline.doctor.watch.notebook import Statement, statement_at
 
@@ -425,3 +425,36 @@ def test_a_loop_over_micro_batches(line: int, told: bool, tmp_path: Path) -> Non
             "for part in x.chunk(4):", "    loss.backward()")  # fmt: skip
     file.write_text("\n".join(text) + "\n")
     assert accumulates(str(file), line) is told
+
+
+@pytest.mark.parametrize(
+    ("theirs", "found"),
+    [
+        (range(32, 96), True),  # shards that each rank shuffled for itself: half of what it reads is read there too
+        (range(64, 128), False),  # its own
+        ([*range(44, 76)] * 2, False),  # drawn with replacement
+    ],
+)
+def test_streams_that_share_a_part(theirs: Any, found: bool) -> None:
+    def whole(rows: Any) -> Pass:
+        yields = [
+            {"rows": [[100 + row for row in sorted(rows, key=lambda r: r * 37 % 101)[i : i + 8]]]}
+            for i in range(0, 64, 8)
+        ]
+        return Pass("loader", 0, [], yields=yields, whole=True)
+
+    assert bool(data._same_rows(whole(range(64)), whole(list(theirs)), "ranks 0 and 1")) == found
+
+
+def test_clipping_under_no_sync() -> None:
+    local, reduces = ({"k": "backward", "local": [0], "synced": []}, {"k": "backward", "local": [], "synced": [0]})
+    clip = {"k": "clip", "at": AT, "changed": True}
+    assert len(schedule._clipped_early(Run([[local, clip, reduces, clip, {"k": "before"}] * 3]))) == 3
+    assert schedule._clipped_early(Run([[local, reduces, clip, {"k": "before"}] * 3])) == []
+    assert schedule._clipped_early(Run([[local, clip, {"k": "before"}] * 3])) == []  # nothing reduces: another finding
+
+
+def test_reductions_that_nobody_waits_for() -> None:
+    left = {"unwaited": [2, ["train.py", 5]]}
+    found = replicas.findings(Run([replica(**left), replica(after=2.0, grads=2.0, **left)]))
+    assert [(f.cause, f.at, f.beside) for f in found] == [("gradients_differ", "train.py:5", "train.py:7")]

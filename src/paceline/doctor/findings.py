@@ -20,11 +20,13 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, seen in this run. at: "file:line", or empty. evidence: with the numbers."""
+    """One cause, seen in this run. at: "file:line", or empty. evidence: with the numbers. beside: a second line, where
+    what is at fault was made, or the call that matters; or empty."""
 
     cause: str
     at: str
     evidence: str
+    beside: str = ""
 
     @property
     def about(self) -> Cause:
@@ -40,6 +42,7 @@ class Finding:
             "title": about.title,
             "file": file or None,
             "line": int(line) if line.isdecimal() else None,
+            "beside": self.beside if self.beside != self.at and self.beside else None,
             "evidence": self.evidence,
             "consequence": about.consequence,
             "remedy": about.remedy,
@@ -242,6 +245,18 @@ CAUSES = {
         "Gradients are clipped before they are reduced",
         "Each rank's gradient is bounded by itself, and not that of the global batch.",
         "Reduce first, then clip.",
+    ),
+    "clip_of_shards": Cause(
+        MODEL,
+        "Each rank scales its parts of the gradients by a number of its own",
+        "The parts of one gradient are clipped by different norms: its direction changes, with the processes.",
+        "Clip by the norm of the whole: torch.nn.utils.clip_grad_norm_ knows DTensors; or all_reduce the squares.",
+    ),
+    "gradients_dropped": Cause(
+        MODEL,
+        "Gradients of micro-batches are dropped before the step",
+        "The step uses the last micro-batch alone; the others are computed in vain.",
+        "Call zero_grad() once for each optimizer step, after it or before its first micro-batch.",
     ),
     "mean_of_means": Cause(
         MODEL,

@@ -107,9 +107,12 @@ def diagnose(
     """What the ranks wrote into `directory`, when the script has ended, and what is found in it. cut: it was ended from
     outside."""
     run = read(directory, processes, cut)
-    mismatch = (lookout or calls.Lookout(directory, processes)).finding(cut) or calls.refused(run)
+    lookout = lookout or calls.Lookout(directory, processes)
+    mismatch = lookout.finding(cut) or calls.refused(run)
     found = judge(run)
-    if mismatch is not None:  # what may follow from it is no finding of its own
+    if mismatch is not None:
+        mismatch = replace(mismatch, beside=calls.parted_at(run, lookout.lines))
+        # what may follow from it is no finding of its own
         found = [mismatch, *(f for f in found if f.cause not in (*PARTING, "lr_differs"))]
     return run, found
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.judge import writes
 from paceline.doctor.judge.record import Run, place
 from paceline.launcher.report import name_ranks
 
@@ -50,6 +51,7 @@ class Lookout:
         self._checked: dict[str, int] = defaultdict(int)
         self._found: Finding | None = None
         self.why = ""  # the run must be ended, since ...
+        self.lines: list[Any] = []  # of the calls that do not match
 
     def look(self, late: bool = False) -> bool:
         """Read on. True: the run must be ended. late: it is ended now in any case."""
@@ -141,11 +143,13 @@ class Lookout:
                 entries = {m: of[m][number] for m in members}
                 if len({_what(e) for e in entries.values()}) > 1:
                     self._found = _differ(entries, number)
+                    self.lines = [e["at"] for e in entries.values()]
                     return True
                 self._checked[group] = number + 1
         return False
 
     def _waiting(self) -> None:
+        self.lines = [one.open["at"] for one in self._ranks if one.open is not None]
         for rank, one in enumerate(self._ranks):
             if one.open is not None and self._found is None and self._in_vain(one):
                 number = len(one.calls[_group(one.open)])
@@ -183,6 +187,19 @@ def refused(run: Run) -> Finding | None:
                 evidence = f"rank {rank}'s {e['op']} was refused: {e['text'].splitlines()[0][:200]}"
                 return Finding("collectives", place(e["at"]), evidence)
     return None
+
+
+def parted_at(run: Run, lines: list[Any]) -> str:
+    """What led ranks to other calls, where it is plain: the loop over a training loader that gave them unequally many
+    batches, or the line by which one of them left its loop."""
+    for loader in sorted(run.trainers):
+        passes = [[p for p in theirs if p.loader == loader] for theirs in run.passes]
+        for of in zip(*passes):
+            least = min(of, key=lambda p: len(p.yields))
+            if least.whole and len({len(p.yields) for p in of}) > 1:
+                return place(least.at)
+    pairs = [(a, b) for a in lines for b in lines if a and b and a != b]
+    return next((place(line) for a, b in pairs if (line := writes.leaves_loop(a, b)) is not None), "")
 
 
 def _group(entry: Entry) -> str:

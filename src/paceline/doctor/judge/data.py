@@ -14,6 +14,7 @@ from paceline.doctor.judge.record import Event, Pass, Run, place
 LEAST_BITS = 16  # of what must agree: labels of two classes may agree by chance
 LEAST_SHARED = 8  # examples with the same index that must also look the same
 SHARED_STREAM = 0.8  # of the shorter one's examples
+ONCE = 0.99  # of a rank's rows in a pass: it reads each example once, and does not draw with replacement
 DRIFT = 0.05  # of the examples that were read again
 OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
 LEAST_SAME = 3  # steps
@@ -46,8 +47,19 @@ def _same_examples(run: Run) -> list[Finding]:
                 evidence = _compare(run, loader, of[one][0], of[two][0], (one, two))
                 if evidence:
                     at = run.loaders[one].get(loader, {}).get("at") or of[one][0].at
-                    return [Finding("same_examples", place(at), evidence)]
+                    return [Finding("same_examples", place(at), evidence, place(_dealt_at(run, loader, (one, two))))]
     return _same_inputs(run) or _same_gradients(run)
+
+
+def _dealt_at(run: Run, loader: str, ranks: tuple[int, int]) -> Any:
+    """Where the examples of ranks that share some were dealt: the parts of a data set, where these differ; the sampler;
+    the line that cuts a stream."""
+    about = [run.loaders[rank].get(loader, {}) for rank in ranks]
+    if about[0].get("cut") != about[1].get("cut"):
+        return about[0].get("cut_at")
+    if about[0].get("iterable"):
+        return writes.strides_by_rank(run)
+    return about[0].get("sampler_at")
 
 
 def _compare(run: Run, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) -> str:
@@ -154,6 +166,12 @@ def _same_rows(a: Pass, b: Pass, who: str) -> str:
     ):
         return f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}, by their content"
     first, second = ([digest for y in p.yields if y["rows"] for digest in y["rows"][0]] for p in (a, b))
+    once = min(len(ours) / len(first), len(theirs) / len(second)) >= ONCE
+    if a.whole and b.whole and once and both >= 2 * LEAST_SHARED and both > OVERLAP * least:
+        return (
+            f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)} in an epoch, by their content, "
+            "and none of them twice"
+        )
     return _shifted(first, second, who)
 
 
@@ -177,10 +195,11 @@ def _same_inputs(run: Run) -> list[Finding]:
     steps = min(map(len, of))
     if steps < LEAST_SAME or len({str(e["digest"]) for e in of[0]}) < LEAST_SAME:
         return []
-    at = place(writes.seeds_alike(run) or of[0][0]["at"])
+    seed, beside = writes.drawn_alike(run)
+    at = place(seed or of[0][0]["at"])
     if all(len({str(events[i]["digest"]) for events in of}) == 1 for i in range(steps)):
         evidence = f"all {run.size} ranks gave the model the same inputs in each of {steps} forward passes"
-        return [Finding("same_examples", at, evidence)]
+        return [Finding("same_examples", at, evidence, place(beside))]
     inputs = [{str(e["digest"]) for e in events} for events in of]
     for (one, a), (two, b) in combinations(zip(run.peers, inputs, strict=True), 2):
         both, least = len(a & b), min(len(a), len(b))
@@ -189,7 +208,7 @@ def _same_inputs(run: Run) -> list[Finding]:
                 f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
                 "bit, at other steps: the ranks read one stream, out of phase"
             )
-            return [Finding("same_examples", at, evidence)]
+            return [Finding("same_examples", at, evidence, place(beside))]
     return []
 
 
@@ -205,7 +224,8 @@ def _same_gradients(run: Run) -> list[Finding]:
     evidence = (
         f"the gradients of all {run.size} ranks were the same, bit for bit, before they were reduced, {steps} times"
     )
-    return [Finding("same_examples", place(writes.seeds_alike(run) or of[0][0]["at"]), evidence)]
+    seed, beside = writes.drawn_alike(run)
+    return [Finding("same_examples", place(seed or of[0][0]["at"]), evidence, place(beside))]
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
@@ -345,7 +365,9 @@ def _no_set_epoch(run: Run) -> list[Finding]:
                     f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
-                return [Finding("no_set_epoch", place(same[1].at), evidence)]
+                told = len({p.epoch for p in run.passes[0] if p.loader in run.trainers}) == 1  # or another's is
+                beside = (writes.says(run, "set_epoch") if told else None) or about.get("sampler_at")
+                return [Finding("no_set_epoch", place(same[1].at), evidence, place(beside))]
     return []
 
 

@@ -121,5 +121,9 @@ def _no_gradient(run: Run) -> list[Finding]:
             f"{len(steps) // run.size} steps: {shown}"
         )
         made = next((e for e in run.of(0, "optimizer") if e["opt"] == opt), None)
-        found.append(Finding("no_gradient", place(made["at"] if made else steps[0]["at"]), evidence))
+        cut = next((e["at"] for e in run.of(0, "coll") if e.get("cuts")), None)
+        if cut is not None:
+            evidence += "; what a collective gathered of a tensor with a graph has no graph of its own"
+        at = made["at"] if made else steps[0]["at"]
+        found.append(Finding("no_gradient", place(at), evidence, place(cut)))
     return found[:1]

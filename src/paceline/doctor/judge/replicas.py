@@ -7,6 +7,8 @@ and the weights after it. The first of them in which ranks differ, where the one
 from __future__ import annotations
 
 import math
+from itertools import takewhile
+from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.judge import writes
@@ -24,8 +26,9 @@ def findings(run: Run) -> list[Finding]:
     unsent = _unsent(run)
     if unsent:
         return unsent
-    if any(run.all("join")):
-        return []
+    cut = _cut(run)
+    if cut or any(run.all("join")):
+        return cut
     if not (run.reduces or run.replicas):
         return _unreduced(run)
     if run.averages_weights:  # ranks that have made unequally many steps
@@ -71,6 +74,32 @@ def _unsent(run: Run) -> list[Finding]:
     line = next((e["at"] for e in run.of(0, "no_sync")), None)
     evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
     return [Finding("sync_off", place(line), evidence)]
+
+
+def _cut(run: Run) -> list[Finding]:
+    """fully_shard cuts what each rank has, and sends nothing: of ranks whose weights differ it makes one model of parts
+    of several. Those count that are still as they were cut at the first step."""
+    of = [next(run.of(rank, "cut"), None) for rank in run.peers]
+    if len(of) < 2 or any(e is None for e in of):
+        return []
+    events = [e for e in of if e is not None]
+    apart = _apart([e["whole"] for e in events])
+    if not apart:
+        return []
+    line, told = _loaded(run)
+    seed = writes.seeds_by_rank(run)
+    line = line or seed or next((e["at"] for e in run.of(0, "fsdp")), None)
+    evidence = f"when fully_shard cut the weights {_tell(apart, events[0]['whole'])}, and nothing has sent them since"
+    return [Finding("weights_differ_at_start", place(line), evidence + told, place(seed))]
+
+
+def _loaded(run: Run) -> tuple[Any, str]:
+    """The line where some ranks load a state before the first step, and how many do."""
+    begun = [list(run.of(rank, "loaded", "before")) for rank in run.peers]
+    loads = [[e["at"] for e in takewhile(lambda e: e["k"] == "loaded", events)] for events in begun]
+    line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
+    told = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
+    return line, told if line is not None else ""
 
 
 def _unreduced(run: Run) -> list[Finding]:
@@ -140,16 +169,12 @@ def _start(run: Run, first: Event, apart: list[tuple[str, float]]) -> Finding:
     """Of weights that differ before the first step: the line where some ranks load a state, or the script writes to
     weights by rank, or seeds by rank; otherwise where the first of them is made."""
     evidence = f"before the first step {_tell(apart, first['weights'])}"
-    begun = [list(run.of(rank, "loaded", "before")) for rank in run.peers]
-    loads = [
-        [e["at"] for e in events[: next(i for i, e in enumerate(events) if e["k"] == "before")]] for events in begun
-    ]
-    line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
-    if line is not None:
-        evidence += f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
-    line = line or writes.of_weights(run, first["at"], by_rank=True) or writes.seeds_by_rank(run)
+    line, told = _loaded(run)
+    evidence += told
+    seed, drawn = writes.seeds_by_rank(run), next((e["at"] for e in run.of(0, "initialized")), None)
+    line = line or drawn or writes.of_weights(run, first["at"], by_rank=True) or seed
     line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]
-    return Finding("weights_differ_at_start", place(line), evidence)
+    return Finding("weights_differ_at_start", place(line), evidence, place(seed))
 
 
 def _tell(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
@@ -215,9 +240,8 @@ def _cause(run: Run, before: list[Event], after: list[Event], when: str) -> Find
     when += f"; {_tell(apart, given[0], 'gradients')} at that step"
     names = {name for name, _ in apart}
     if not run.reduces:
-        return Finding(
-            "not_reduced", place(at), f"{when}; no gradient was reduced, by DDP or by a call of the script's"
-        )
+        when += "; no gradient was reduced, by DDP or by a call of the script's"
+        return Finding("not_reduced", place(at), when, place(_exchanged_at(run, before[0])))
     if any(run.of(0, "ddp")):
         return _under_ddp(run, before[0], names, when)
     kept = _kept(given, [e.get("own") or {} for e in before])
@@ -225,9 +249,26 @@ def _cause(run: Run, before: list[Event], after: list[Event], when: str) -> Find
     if kept and calls:
         listed = ", ".join(kept[:_NAMED])
         evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
-        return Finding("partly_reduced", place(calls[0]["at"]), evidence)
+        beside = writes.in_scope(calls[0].get("by") or [], at)
+        return Finding("partly_reduced", place(calls[0]["at"]), evidence, place(beside))
+    left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
+    if left is not None:
+        when += f", and nobody had waited for {left[0]} of its asynchronous reductions: they may not have ended"
+        return Finding("gradients_differ", place(left[1]), when, place(at))
     line = writes.of_gradients(run, at)
     return Finding("gradients_differ", place(line or at), f"{when}, though gradients are reduced")
+
+
+def _exchanged_at(run: Run, before: Event) -> Any:
+    """Where the script, after its first step, reduces something as large as a weight, or all of them: a copy."""
+    sizes = {int(values[0]) for values in before["weights"].values()}
+    sizes.add(sum(sizes))
+    stepped = False
+    for e in run.of(0, "step", "coll"):
+        stepped = stepped or e["k"] == "step"
+        if stepped and e["k"] == "coll" and "reduce" in e["op"] and max(1, e.get("n") or 0) in sizes - {1}:
+            return writes.in_scope(e.get("path") or [], before["at"])
+    return None
 
 
 def _kept(given: list[Samples], own: list[Samples]) -> list[str]:
@@ -311,19 +352,29 @@ def _optimizer(run: Run, before: list[Event], after: list[Event], when: str) -> 
 
 
 def _buffers(run: Run) -> list[Finding]:
-    """Buffers that nothing sends and that are not alike, as running means of each rank's own data."""
+    """Buffers that nothing sends and that are not alike, as running means of each rank's own data; or that the script
+    writes on each rank with what is its own, and that DDP then overwrites with rank 0's."""
     if not run.reduces:
         return []
+    return _unlike_buffers(run, "buffers", "nothing sends them") or _unlike_buffers(
+        run, "sent", "DDP then gives every rank those of rank 0, and what the others wrote is lost"
+    )
+
+
+def _unlike_buffers(run: Run, kind: str, told: str) -> list[Finding]:
     of = [{(e["opt"], e["step"]): e for e in run.of(rank, "buffers")} for rank in run.peers]
     keys = [key for key in of[0] if all(key in ranks for ranks in of)]
-    apart = [(key, _apart([ranks[key]["buffers"] for ranks in of])) for key in keys]
+    apart = [(key, _apart([ranks[key].get(kind) or {} for ranks in of])) for key in keys]
     last = [(key, parts) for key, parts in apart if parts]
     if len(last) < 2 or not apart[-1][1]:
         return []
     (number, step), parts = last[-1]
-    evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]]['buffers'], 'buffers')}; nothing sends them"
+    evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]][kind], 'buffers')}; {told}"
     kept = next((e["at"] for e in run.of(0, "ddp") if not e.get("broadcasts", True)), None)
-    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2]) or kept
+    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2])
+    if line is None and kind == "sent":
+        return []
+    line = line or kept
     if line is None:
         line = next((e["at"] for e in run.of(0, "step") if e["opt"] == number), None)
     return [Finding("buffers_differ", place(line), evidence)]

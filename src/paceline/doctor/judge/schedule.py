@@ -16,6 +16,7 @@ from paceline.doctor.judge.source import WORLD, made_at, written
 OVER = 1e-5  # of the highest rate: the schedule is over
 OVER_SHARE = 0.2  # of the steps
 FELL, FELL_EPOCH = 0.05, 0.8  # of the highest rate: of what is meant for epochs, in a whole run, in one epoch
+LOW, BACK = 0.02, 0.5  # of the highest rate: of one that comes down too early, and then goes up again
 MANY = 5  # drops of the rate
 LEAST_BATCHES = 4  # of an epoch, for it to be told from a step
 LEAST_UPDATES = 6  # of a schedule whose length is compared with theirs
@@ -23,11 +24,12 @@ _WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that a
 _OF_A_SET = re.compile(r"len\((?!\w*load)\w*(data|set|train|x)\w*\)", re.IGNORECASE)
 _OF_A_LOADER = re.compile(r"len\(\w*load\w*\)", re.IGNORECASE)
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
+UNLIKE = 1e-3  # of what ranks multiply their gradients by
 LEAST = 3  # times that something must have happened to be a habit
 
 
 def findings(run: Run) -> list[Finding]:
-    return [*_differs(run), *_schedulers(run), *_accumulation(run), *_clipping(run)]
+    return [*_differs(run), *_schedulers(run), *_accumulation(run), *_clipping(run), *_of_shards(run), *_dropped(run)]
 
 
 def _differs(run: Run) -> list[Finding]:
@@ -47,8 +49,12 @@ def _differs(run: Run) -> list[Finding]:
                     f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
                 )
                 sched = next(run.all("sched"), None)
-                line = sched["at"] if sched else writes.of_rate(run) or ours["at"]
-                return [Finding("lr_differs", place(line), evidence)]
+                made = next((e["at"] for e in run.of(0, "optimizer") if e["opt"] == key[0]), None)
+                line = sched["at"] if sched and max(stepped) else writes.of_rate(run) or made or ours["at"]
+                beside = made if not max(stepped) and key[1] == 0 else None
+                if sched and sched["type"] == "ReduceLROnPlateau":
+                    beside = writes.monitored(run) or beside
+                return [Finding("lr_differs", place(line), evidence, place(beside))]
     return []
 
 
@@ -60,7 +66,8 @@ def _schedulers(run: Run) -> list[Finding]:
     for number, steps in by.items() if not found else ():
         evidence = _in_a_row(run, number, steps) or _too_early(run, steps)
         if evidence:
-            found.append(Finding("scheduler_steps", place(steps[-1]["at"]), evidence))
+            made = next((e["at"] for e in run.of(0, "sched_made") if e["sched"] == number), None)
+            found.append(Finding("scheduler_steps", place(steps[-1]["at"]), evidence, place(made)))
     return found[:1]
 
 
@@ -149,6 +156,22 @@ def _too_early(run: Run, steps: list[Event]) -> str:
     if over >= max(2, OVER_SHARE * len(rates)):
         return (
             f"{often}; the rate was {rates[-1]:.1e}, at most {OVER:g} of the highest, for {over} of {len(rates)} steps"
+        )
+    return _comes_back(run, steps, rates, often)
+
+
+def _comes_back(run: Run, steps: list[Event], rates: list[float], often: str) -> str:
+    """A library that steps it once for each process, and a length that does not know of that: a rate that comes down
+    at that part of the training, and goes up again as slowly."""
+    if not steps[-1].get("library") or run.world < 2 or len(steps) < run.world * (len(rates) - 1):
+        return ""
+    low = min(range(rates.index(max(rates)), len(rates)), key=rates.__getitem__)  # after what warms it up
+    near = abs((low + 1) * run.world - len(rates)) <= 0.1 * len(rates) + run.world
+    slowly = low + 1 < len(rates) and rates[low + 1] < BACK * max(rates)
+    if near and slowly and rates[low] < LOW * max(rates) and rates[-1] > BACK * max(rates):
+        return (
+            f"{often}, {run.world} at each, for {run.world} processes; the rate came down to {rates[low]:.1e} at step "
+            f"{low + 1} of {len(rates)}, and was {rates[-1]:.1e} at the end"
         )
     return ""
 
@@ -242,7 +265,9 @@ def _accumulation(run: Run) -> list[Finding]:
     evidence = f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
     if synced:
         evidence += "; without no_sync: gradients were sent in each of them"
-    return [Finding("accumulation", place(calls[0]["at"]), evidence)]
+    at = calls[0]["at"]
+    beside = writes.computes_loss(run, at) if calls[0].get("library") else None
+    return [Finding("accumulation", place(at), evidence, place(beside))]
 
 
 def _clipping(run: Run) -> list[Finding]:
@@ -261,4 +286,56 @@ def _clipping(run: Run) -> list[Finding]:
     if clips and len(reduced) >= 2 and run.world > 1:
         evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {place(reduced[0]['at'])}"
         found.append(Finding("clip_before_reduce", place(clips[0]["at"]), evidence))
+    early = _clipped_early(run) if run.world > 1 else []
+    if len(early) >= LEAST and not found:
+        evidence = (
+            f"clipped {len(early)} times after a backward under no_sync, before the one that reduces what they are "
+            "added to"
+        )
+        found.append(Finding("clip_before_reduce", place(early[0]["at"]), evidence))
+    return found
+
+
+def _of_shards(run: Run) -> list[Finding]:
+    """Gradients that are cut over processes, and that each rank multiplied by a number of its own before the step."""
+    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "before") if e.get("shrunk")} for rank in run.peers]
+    steps = [[ranks[key] for ranks in of] for key in of[0] if all(key in ranks for ranks in of)]
+    apart = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
+    if len(apart) < LEAST:
+        return []
+    first = apart[0]
+    shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
+    evidence = (
+        f"before {len(apart)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number of its "
+        f"own, at step {first[0]['step'] + 1} by {shown}"
+    )
+    line = writes.of_gradients(run, first[0]["at"])
+    return [Finding("clip_of_shards", place(first[0]["at"]), evidence, place(line))]
+
+
+def _dropped(run: Run) -> list[Finding]:
+    """Gradients of micro-batches under no_sync that are dropped before the step."""
+    dropped = list(run.of(0, "dropped"))
+    kept = len([e for e in run.of(0, "backward") if e["local"] and not e["synced"]])
+    if len(dropped) < LEAST or 2 * len({e["backwards"] for e in dropped}) < kept:
+        return []
+    passes = len({e["backwards"] for e in dropped})
+    evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
+    return [Finding("gradients_dropped", place(dropped[0]["at"]), evidence)]
+
+
+def _clipped_early(run: Run) -> list[Event]:
+    """Clipping of what a backward under no_sync has left, where another backward comes before the step and reduces."""
+    found: list[Event] = []
+    waiting: list[Event] = []
+    local = False
+    for e in run.of(0, "backward", "clip", "before"):
+        if e["k"] == "backward":
+            local = bool(e["local"]) and not e["synced"]
+            if e["synced"]:
+                found, waiting = found + waiting, []
+        elif e["k"] == "before":
+            local, waiting = False, []
+        elif local and e["changed"]:
+            waiting.append(e)
     return found

@@ -18,6 +18,11 @@ _WEIGHTS = re.compile(r"\.data\b|\bp\b|param|weight|bias|embed|head|\bw\b")
 _NOT_WEIGHTS = re.compile(r"optim|sched|scaler|metric|count|total|loss|grad|ema|shadow|teacher|target|momentum|buf")
 _SEEDS = ("torch.manual_seed", "manual_seed", "seed_everything", "set_seed", "L.seed_everything", "pl.seed_everything")
 _SEEDING = ("manual_seed", "seed", "default_rng", "RandomState", "Random", "seed_everything", "set_seed")
+_OF_TORCH = ("randint", "randperm", "rand", "randn", "multinomial", "normal", "randint_like", "bernoulli")
+_OF_OTHERS = ("choice", "choices", "sample", "shuffle", "randint", "randrange", "permutation", "random", "uniform")
+_DRAWS = {f"torch.{name}" for name in _OF_TORCH} | {f"{own}.{name}" for own in ("random", "np.random", "numpy.random")
+                                                   for name in _OF_OTHERS}  # fmt: skip
+_LOSS_OF = ("compute_loss", "training_step")  # what libraries call for the loss
 _RANKS = re.compile(r"rank|main|master|is_")
 
 
@@ -77,6 +82,82 @@ def seeds_alike(run: Run) -> list[Any] | None:
             else:
                 own = max(own or [file, 0], [file, n.lineno])
     return own or common
+
+
+def drawn_alike(run: Run) -> tuple[list[Any] | None, list[Any] | None]:
+    """(the line that seeds what the data are drawn by, the line that draws), where no seed has the rank in it. A draw
+    from torch's common generator, in a function or a loop of the script's, comes from the common seed."""
+    seed = seeds_alike(run)
+    if seed is None:
+        return None, None
+    for file in _files(run):
+        tree = tree_of(file) or ast.Module([], [])
+        inside = [n for n in functions(tree) if n.name not in ("__init__", "main")]
+        inside += [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]  # type: ignore[misc]
+        draws = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in _DRAWS]
+        draws = [n for n in draws if any(i.lineno <= n.lineno <= (i.end_lineno or 0) for i in inside)]
+        if not draws:
+            continue
+        common = [n for n in draws if all(k.arg != "generator" for k in n.keywords)]
+        seeds = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in _SEEDS]
+        own = len(common) < len(draws)
+        return (seed if own or not seeds else [file, max(seeds)]), [file, (draws if own else common)[0].lineno]
+    return seed, None
+
+
+def monitored(run: Run) -> list[Any] | None:
+    """The line that logs the number that a scheduler monitors by its name, on each rank for itself."""
+    for file in _files(run):
+        tree = tree_of(file) or ast.Module([], [])
+        pairs = [(k, v) for n in ast.walk(tree) if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values)]
+        names = {v.value for k, v in pairs if isinstance(k, ast.Constant) and k.value == "monitor"
+                 if isinstance(v, ast.Constant)}  # fmt: skip
+        for n in ast.walk(tree):
+            if not isinstance(n, ast.Call) or called(n) not in ("log", "log_dict") or not n.args:
+                continue
+            said = {part.value for part in ast.walk(n.args[0]) if isinstance(part, ast.Constant)}
+            if said & names and all(k.arg != "sync_dist" for k in n.keywords):
+                return [file, n.lineno]
+    return None
+
+
+def leaves_loop(inside: Any, outside: Any) -> list[Any] | None:
+    """The `break` or `return` by which a loop that holds the one line is left for the other one, which it does not."""
+    tree = tree_of(inside[0]) if inside and outside and inside[0] == outside[0] else None
+    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))] if tree is not None else []
+    loops = [n for n in loops if n.lineno <= inside[1] <= (n.end_lineno or 0)]
+    loops = [n for n in loops if not n.lineno <= outside[1] <= (n.end_lineno or 0)]
+    for loop in sorted(loops, key=lambda n: n.lineno):
+        own = [n for n in loops if n is not loop and n.lineno > loop.lineno]
+        for n in ast.walk(loop):
+            if not isinstance(n, (ast.Break, ast.Return)):
+                continue
+            if not any(i.lineno <= n.lineno <= (i.end_lineno or 0) for i in own):
+                return [inside[0], n.lineno]
+    return None
+
+
+def in_scope(path: list[list[Any]], near: Any) -> list[Any] | None:
+    """Of the calls that lead to one, the innermost first: the one in the function, or at the top, that holds the line
+    `near`; the innermost where there is none."""
+    tree = tree_of(near[0]) if near else None
+    if tree is None or not path:
+        return path[0] if path else None
+    holds = [n for n in functions(tree) if n.lineno <= near[1] <= (n.end_lineno or 0)]
+    scope = max(holds, key=lambda n: n.lineno, default=None)
+    for file, line in path:
+        around = [n for n in functions(tree) if n.lineno <= line <= (n.end_lineno or 0)]
+        if file == near[0] and max(around, key=lambda n: n.lineno, default=None) is scope:
+            return [file, line]
+    return path[0]
+
+
+def computes_loss(run: Run, at: Any) -> list[Any] | None:
+    """Of a script whose backward a library makes: the line that gives it the loss, where that is plain."""
+    tree = tree_of(at[0]) if at else None
+    found = [n for n in functions(tree) if n.name in _LOSS_OF] if tree is not None else []
+    lines = [r.lineno for n in found for r in ast.walk(n) if isinstance(r, ast.Return) and r.value is not None]
+    return [at[0], max(lines)] if len(found) == 1 and lines else None
 
 
 def seeds_by_rank(run: Run) -> list[Any] | None:

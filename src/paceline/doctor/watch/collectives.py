@@ -49,6 +49,8 @@ _OTHERS = (
     "all_gather_object", "all_reduce_coalesced", "all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier",
     "broadcast_object_list", "gather_object", "monitored_barrier", "reduce_scatter", "scatter_object_list",
 )  # fmt: skip
+_GATHERS = ("all_gather", "all_gather_into_tensor", "gather")
+_ASKS = ("wait", "synchronize", "is_completed", "is_success", "get_future", "get_future_result", "result")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _QUIET = ("new_group", "init_process_group", "destroy_process_group", "new_subgroups", "new_subgroups_by_enumeration")
 # gloo's thread needs the interpreter to let go of the last backward's calls (torch 2.13 keeps its context in them), and
@@ -69,6 +71,7 @@ class Collectives:
         self._weights: dict[int, int] = {}
         self._totals: set[int] = set()
         self._shapes: set[Any] = set()
+        self.unwaited: dict[int, tuple[Any, list[Any]]] = {}  # id of a handle -> the handle, where it was made
         self.compared = True  # False: ranks may leave early on purpose (Join)
         self._backward = False
 
@@ -93,6 +96,7 @@ class Collectives:
                 if not self.compared:
                     entry["loose"] = True
                 self._write(entry)
+                self.book.flush()
 
         def end() -> None:
             self._local.depth = depth
@@ -167,12 +171,32 @@ class Collectives:
                 with self.book.aside():
                     if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
                         told["result"] = self._values(tensor, told)
+                    if given.get("async_op"):
+                        self._keep(result, told)
                     self.book.note("coll", op=op, path=[] if told.get("of") else self.book.through(), **told)
                 return result
 
             return call
 
         return make
+
+    def _keep(self, work: Any, told: dict[str, Any]) -> None:
+        """Of an asynchronous reduction of gradients: its handle, until somebody waits for it or the optimizer steps."""
+        if told.get("of") == "grad" and hasattr(type(work), "wait"):
+            self.unwaited[id(work)] = (work, self.book.at())
+
+    def waiting(self, original: Any) -> Any:
+        def method(work: Any, /, *args: Any, **options: Any) -> Any:
+            self.unwaited.pop(id(work), None)
+            return original(work, *args, **options)
+
+        return method
+
+    def left(self) -> list[Any] | None:
+        """[how many handles of reductions nobody has asked for since the last step, the first one's line]."""
+        lines = [at for _, at in self.unwaited.values()]
+        self.unwaited.clear()
+        return [len(lines), lines[0]] if lines else None
 
     def _about(self, op: str, given: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """(the tensor, what must agree over the ranks, what else is noted)."""
@@ -191,6 +215,8 @@ class Collectives:
         if op in ("all_reduce", "reduce"):
             about["by"] = str(reduction).rpartition(".")[2] if reduction is not None else "SUM"
         told: dict[str, Any] = {**about}
+        if op in _GATHERS and tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            told["cuts"] = True  # the graph
         if tensor is not None and op in _OF_GRADIENTS:
             told |= self._whose(tensor)
         return tensor, about, told
@@ -224,6 +250,7 @@ class Collectives:
             self._digests += 1
             told["digest"] = _digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
             told["given"] = sample(tensor) if number is not None else None
+            told["by"] = self.book.path(4)
         return told
 
     def _copied(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
@@ -363,6 +390,9 @@ def watch(book: Notebook) -> None:
     for name in FUNCTIONAL:
         if hasattr(functional_collectives, name):
             put(functional_collectives, name, collectives.functional(name))
+    for name in _ASKS:  # torch's own class, of C++
+        if hasattr(dist.Work, name):
+            put(dist.Work, name, collectives.waiting)
     put(DistributedDataParallel, "__init__", collectives.around("DDP's construction", lambda module: True))
     put(DistributedDataParallel, "_sync_buffers", collectives.around("DDP's buffers", _sends_buffers))
     if hasattr(DistributedDataParallel, "_pre_forward"):

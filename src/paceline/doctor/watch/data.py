@@ -37,7 +37,7 @@ DIGESTED = 64  # batches of each pass whose rows are digested
 _MOST_ROWS, _ELEMENTS, _MOST_LEAVES = 256, 64, 4
 _LEAST_NUMBERS = 4
 _HELD, _LEAST_HELD, _MOST_HELD, _DEEP = 512, 16, 32, 5
-_QUEUE, _PASS = "_paceline_doctor_indices", "_paceline_doctor_pass"
+_QUEUE, _PASS, _MADE = "_paceline_doctor_indices", "_paceline_doctor_pass", "_paceline_doctor_made"
 
 
 def watch(book: Notebook) -> None:
@@ -47,6 +47,8 @@ def watch(book: Notebook) -> None:
     put(_BaseDataLoaderIter, "_next_index", loaders.next_index)
     put(_BaseDataLoaderIter, "__next__", loaders.next)
     put(worker, "_worker_loop", loaders.work)
+    for cls in (DistributedSampler, Subset):
+        put(cls, "__init__", loaders.made)
 
 
 class _Loaders:
@@ -60,6 +62,16 @@ class _Loaders:
             original(loader, *args, **options)
             with self._book.aside():
                 self._book.note("loader", loader=self._name(loader), **_describe(loader))
+
+        return __init__
+
+    def made(self, original: Any) -> Any:
+        """Of a sampler or a part of a data set: the line that makes it."""
+
+        def __init__(thing: Any, /, *args: Any, **options: Any) -> None:
+            original(thing, *args, **options)
+            if self._book.watching:
+                thing.__dict__[_MADE] = self._book.at(lambda frame: frame.f_code.co_name == "__init__")
 
         return __init__
 
@@ -195,8 +207,17 @@ def _describe(loader: Any) -> dict[str, Any]:
         "replicas": getattr(sampler, "num_replicas", None),
         "shuffles": getattr(sampler, "shuffle", None) is not False,
         "repeats": _number(sampler, "num_repeats") > 1 or _number(sampler, "repetitions") > 1,
+        "sampler_at": getattr(sampler, "__dict__", {}).get(_MADE),
+        **_part(loader.dataset),
         "holds": None if iterable else holds(loader.dataset),
     }
+
+
+def _part(dataset: Any) -> dict[str, Any]:
+    """Of a part of a data set: where it was cut, and a digest of what it has; of a data set, the name of its class."""
+    cut = [int(i) for i in dataset.indices] if isinstance(dataset, Subset) else None
+    digest = None if cut is None else zlib.crc32(str(cut).encode())
+    return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE), "cut": digest, "set_name": type(dataset).__name__}
 
 
 def _number(thing: Any, name: str) -> int:

@@ -50,7 +50,7 @@ class Models:
         self.thawed_at: Any = WeakIdKeyDictionary()  # parameter -> where it was unfrozen after a DDP module was made
         self.sharded: Any = WeakIdKeyDictionary()  # parameters of which a process holds a part
         self.alive: Any = weakref.WeakSet()
-        self._forwards = 0
+        self._forwards = self._inits = 0
         self._counted: Any = WeakIdKeyDictionary()  # parameters with a hook of ours
         self._norms: Any = WeakIdKeyDictionary()  # module -> how often it was noted, frozen and trained
         self._modes: Any = WeakIdKeyDictionary()  # module -> names of its parts that are in evaluation mode, last noted
@@ -215,6 +215,17 @@ class Models:
             return result
 
         return load_state_dict
+
+    def initialized(self, original: Any) -> Any:
+        """A function of torch.nn.init, on a parameter that DDP holds already."""
+
+        def initialize(tensor: Any, /, *args: Any, **options: Any) -> Any:
+            if self.made and self._inits < _NOTED and self.book.watching and tensor in self.members:
+                self._inits += 1
+                self.book.note("initialized")
+            return original(tensor, *args, **options)
+
+        return initialize
 
     def inputs(self, number: int | None, inputs: Any) -> None:
         if self._forwards >= DIGESTED:
@@ -409,6 +420,8 @@ def watch(book: Notebook) -> None:
     put(nn.Module, "requires_grad_", models.thawed)
     put(torch.Tensor, "requires_grad_", models.thawed)
     put(nn.Module, "load_state_dict", models.loaded)
+    for name in [n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_") and callable(vars(nn.init)[n])]:
+        put(nn.init, name, models.initialized)
     put(nn.Module, "train", models.switched_mode)
     put(_BatchNorm, "forward", models.norm)
     put(torch.nn.functional, "batch_norm", models.functional)

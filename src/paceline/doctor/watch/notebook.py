@@ -186,6 +186,11 @@ class Notebook:
         # An environment that lies inside the folder is a library all the same.
         return "site-packages" not in path and not path.startswith(_LIBRARIES)
 
+    def flush(self) -> None:
+        """What has been written is on its way: this process may be about to wait for ever."""
+        if self.watching:
+            self._file.flush()
+
     def leave(self) -> None:
         """Write nothing more: this process is a child, or its script has failed."""
         if self._pid == os.getpid():

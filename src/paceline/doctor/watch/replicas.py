@@ -75,8 +75,29 @@ class Replicas:
     def _note_buffers(self, number: int, made: int) -> None:
         """At the first forward after a step: what the script, or a library, does after its steps has been done."""
         with self._book.aside():
-            if found := self._buffers():
-                self._book.note("buffers", opt=number, step=made, buffers=found)
+            found, sent = self._buffers(), self._sent_buffers()
+            if found or sent:
+                self._book.note("buffers", opt=number, step=made, buffers=found, sent=sent)
+
+    def _sent_buffers(self) -> Sample:
+        """Those of the script's own modules that DDP is about to overwrite with rank 0's."""
+        found: Sample = {}
+        for ddp in self._models.alive:
+            parts = ddp.module.named_modules() if ddp.broadcast_buffers else ()
+            for name, module in parts:
+                if not type(module).__module__.startswith("torch."):
+                    found |= self._kept(name, module)
+        return dict(list(found.items())[:_MOST_BUFFERS])
+
+    @staticmethod
+    def _kept(name: str, module: Any) -> Sample:
+        """The buffers of a module that a checkpoint has."""
+        return {
+            f"{name}.{key}".lstrip("."): sample(buffer)
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+            if buffer.is_floating_point() and buffer.numel() and buffer.layout is torch.strided
+        }
 
     def _buffers(self) -> Sample:
         """Those of models that nothing sends to the other ranks. Batch norm's only where DDP was told not to send them:
@@ -87,10 +108,7 @@ class Replicas:
             for name, module in root.named_modules():
                 if isinstance(module, _BatchNorm) and id(root) not in wrapped:
                     continue
-                for key, buffer in module._buffers.items():
-                    kept = buffer is not None and key not in module._non_persistent_buffers_set
-                    if kept and buffer.is_floating_point() and buffer.numel() and buffer.layout is torch.strided:
-                        found[f"{name}.{key}".lstrip(".")] = sample(buffer)
+                found |= self._kept(name, module)
                 if len(found) >= _MOST_BUFFERS:
                     return found
         return found

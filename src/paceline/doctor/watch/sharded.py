@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.doctor.watch.imports import after_import
 from paceline.doctor.watch.notebook import Notebook, put
+from paceline.doctor.watch.replicas import sample
 
+_MOST = 400  # parameters of one call
 _EXPORTS = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 
 
 class _Sharded:
     def __init__(self, book: Notebook) -> None:
         self.book = book
+        self._number = 0
+        self.cut: list[Any] = []  # (parameter, its name, this process's part of it as it was cut)
+        self.whole: dict[str, list[float]] = {}  # name -> what was cut
+
+    def first(self, optimizer: Any, *_: Any) -> None:
+        """At the first step: of the weights that are still as they were cut, what they were before."""
+        if not self.cut or not self.book.watching:
+            return
+        with self.book.aside():
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            alive = [(p, name, part) for reference, name, part in self.cut if (p := reference()) is not None]
+            names = [name for p, name, part in alive if id(p) in mine and sample(p.to_local()) == part]
+            self.book.note("cut", whole={name: self.whole[name] for name in names})
+        self.cut, self.whole = [], {}
 
     def fully_shard(self, original: Any) -> Any:
         def fully_shard(*args: Any, **options: Any) -> Any:
+            whole: dict[str, list[float]] = {}
+            with self.book.aside():
+                whole = _whole(args[0] if args else options.get("module"))
             result = original(*args, **options)
             with self.book.aside():
+                self._number += 1
+                parts = _parts(args[0] if args else options.get("module"), whole)
+                for name, (p, part) in parts.items():
+                    told = f"{name} of call {self._number}"
+                    self.cut.append((weakref.ref(p), told, part))
+                    self.whole[told] = whole[name]
                 mesh = options.get("mesh")
                 self._note(
                     list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist(), "fully_shard"
@@ -56,10 +83,28 @@ class _Sharded:
         return _pre_forward
 
 
+def _named(modules: Any) -> list[tuple[str, Any]]:
+    several = list(modules) if isinstance(modules, (list, tuple)) else [modules]
+    return [(f"{n}.{name}" if n else name, p) for n, m in enumerate(several) for name, p in m.named_parameters()]
+
+
+def _whole(modules: Any) -> dict[str, list[float]]:
+    """The parameters that are about to be cut, and have values."""
+    plain = [(n, p) for n, p in _named(modules) if not hasattr(p, "to_local") and p.device.type != "meta"]
+    return {name: sample(p) for name, p in plain[:_MOST] if p.layout is torch.strided and p.numel()}
+
+
+def _parts(modules: Any, whole: dict[str, list[float]]) -> dict[str, tuple[Any, list[float]]]:
+    """This process's parts of them; where they are too small for all, some have none."""
+    cut = [(name, p) for name, p in _named(modules) if name in whole and hasattr(p, "to_local")]
+    return {name: (p, sample(p.to_local())) for name, p in cut if p.to_local().numel()}
+
+
 def watch(book: Notebook) -> None:
     if not dist.is_available():
         return
     sharded = _Sharded(book)
+    register_optimizer_step_pre_hook(sharded.first)
 
     def composable(module: ModuleType) -> None:
         original = module.fully_shard

@@ -19,6 +19,7 @@ from paceline.doctor.watch.waiting import machine
 
 _MOST_MAGNITUDES = 120
 _MOST_COUNTED = 400  # backward passes
+_MOST_PARTS, _ALIKE = 24, 1e-4  # gradients that are cut over processes; of what multiplies them
 
 
 class Enough(SystemExit):
@@ -39,6 +40,9 @@ class _Training:
         self._gradient: float | None = None  # its magnitude after the last backward
         self._share: float | None = None  # of that, what there was when it was clipped
         self._magnitudes = 0
+        self._unsent = False  # was the last backward one under no_sync, and no step since?
+        self._dropped = 0
+        self._norms: dict[int, list[float]] = {}  # optimizer -> magnitudes of its parts of gradients, after a backward
         self._had: set[int] = set()  # id of each parameter that had a gradient after a backward, since its step
 
     # --- backward
@@ -80,6 +84,8 @@ class _Training:
                 self.replicas.backward(book.optimizers, lambda number: self._steps.get(number, 0))
                 self._gradient, self._share = self._magnitude(), None
                 self._had |= {id(p) for o in book.optimizers for p in parameters(o) if p.grad is not None}
+                self._unsent = bool(local and not synced) or models.unsent_gradients
+                self._norms = {o.__dict__["_paceline_doctor"]: self._parts(o) for o in book.optimizers}
             models.reduced.update(synced)
             reached = {number: models.reached(number) for number in synced}
             book.note(
@@ -92,10 +98,40 @@ class _Training:
                 unsent=models.unsent_gradients,
                 seconds=seconds,
                 reached=reached,
+                library=self.book.library(),
             )
             return result
 
         return backward
+
+    def _parts(self, optimizer: Any) -> list[float]:
+        """The magnitudes of this process's parts of some gradients that are cut over processes."""
+        some = [p.grad for p in parameters(optimizer) if hasattr(p.grad, "to_local")][:_MOST_PARTS]
+        few = self._backwards <= _MOST_COUNTED
+        return [float(g.to_local().detach().abs().sum()) for g in some] if few else []
+
+    def _shrunk(self, optimizer: Any) -> float | None:
+        """By what all of these have been multiplied since the backward, if it is one number."""
+        before, now = self._norms.get(optimizer.__dict__["_paceline_doctor"]), self._parts(optimizer)
+        pairs = [(b, n) for b, n in zip(before or [], now) if b > 0]
+        if not pairs or len(before or []) != len(now):
+            return None
+        factors = [n / b for b, n in pairs]
+        return factors[0] if max(factors) - min(factors) <= _ALIKE * max(factors) else None
+
+    def dropped(self, original: Any) -> Any:
+        """zero_grad, between a backward under no_sync and the step that it is made for."""
+
+        def zero_grad(thing: Any, /, *args: Any, **options: Any) -> Any:
+            if self._unsent and self.book.watching and self._dropped < _MOST_COUNTED:
+                with self.book.aside():
+                    mine = thing.parameters() if isinstance(thing, torch.nn.Module) else parameters(thing)
+                    if any(p.grad is not None for p in mine):
+                        self._dropped += 1
+                        self.book.note("dropped", backwards=self._backwards)
+            return original(thing, *args, **options)
+
+        return zero_grad
 
     def _magnitude(self) -> float:
         """Of some gradients, at the first backward passes: were they divided before the step?"""
@@ -158,7 +194,8 @@ class _Training:
             alike = self.replicas.before(optimizer, number, made)
             book.note(
                 "before", opt=number, step=made, lr=lrs, without=without, parameters=len(mine), rescaled=rescaled,
-                backwards=self._backwards, scale=self._loss_scale(), logged=self._logged(), **alike,
+                backwards=self._backwards, scale=self._loss_scale(), logged=self._logged(),
+                unwaited=book.collectives.left(), shrunk=self._shrunk(optimizer), **alike,
             )  # fmt: skip
 
     def _lacks(self, parameter: torch.Tensor) -> bool:
@@ -171,7 +208,7 @@ class _Training:
         if number is None or not self.book.watching:
             return
         made = self._steps[number] = self._steps.get(number, 0) + 1
-        self.book.clipped, self.book.fresh = set(), False
+        self.book.clipped, self.book.fresh, self._unsent = set(), False, False
         self._had -= {id(p) for p in parameters(optimizer)}
         self.book.collectives.stale()
         with self.book.aside():
@@ -216,6 +253,8 @@ class _Training:
                     original(scheduler, *args, **options)
                 finally:
                     self._inside -= 1
+                if first and not self._inside:
+                    self.book.note("sched_made", sched=scheduler.__dict__["_paceline_doctor"])
 
             return __init__
 
@@ -342,6 +381,8 @@ def watch(book: Notebook) -> None:
     put(torch.autograd, "backward", training.backward)
     put(Optimizer, "__init__", training.optimizer)
     put(Optimizer, "load_state_dict", training.restored)
+    put(Optimizer, "zero_grad", training.dropped)
+    put(torch.nn.Module, "zero_grad", training.dropped)
     register_optimizer_step_pre_hook(training.before)
     register_optimizer_step_post_hook(training.after)
     schedulers = [cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type)]
