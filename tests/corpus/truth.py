@@ -268,7 +268,9 @@ DOCTOR: dict[str, Fault] = {
     "forgot_ddp": Fault(
         "never synchronized", "The model is not wrapped: each rank trains its own.", ("weights_differ", "not_reduced")
     ),
-    "fsdp2_local_clip": Fault("clipped by a local norm", "Each rank clips by the norm of its own shards.", ()),
+    "fsdp2_local_clip": Fault(
+        "clipped by a local norm", "Each rank clips by the norm of its own shards.", ("clip_of_shards",)
+    ),
     "fsdp2_optimizer_before_shard": Fault(
         "optimizer of other parameters",
         "The optimizer holds the parameters from before sharding: nothing is trained.",
@@ -528,7 +530,9 @@ DOCTOR_SECOND: dict[str, Fault] = {
         ("same_examples", "examples_missed"),
     ),
     "zero_grad_per_micro": Fault(
-        "gradients lost", "Gradients are set to zero before each micro-batch, so that the last one alone counts.", ()
+        "gradients lost",
+        "Gradients are set to zero before each micro-batch, so that the last one alone counts.",
+        ("gradients_dropped",),
     ),
 }
 
