@@ -41,6 +41,7 @@ def verify(folder: Path, *args: str) -> tuple[subprocess.CompletedProcess[str], 
     return done, json.loads((folder.parent / "found.json").read_text())
 
 
+@pytest.mark.conformance
 def test_a_fault(folder: Path) -> None:
     done, found = verify(folder, "train.py", "buffer-not-synchronised")
     assert done.returncode == 1, done.stdout + done.stderr

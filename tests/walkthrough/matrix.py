@@ -117,13 +117,13 @@ def cut_of_strategies() -> list[Case]:
 
 
 def cut() -> list[Case]:
-    """On 1, 2 and 3 processes: of each job and variant two opposite ways, others on each number of processes; one way
-    on 3."""
+    """Of each job and variant two opposite ways on one process, and another one each on 2 and on 3."""
     cases = []
     for number, (job, variant) in enumerate(variants()):
         for world in (1, 2, 3):
             all_ways, k = ways(job, variant), (number + world) % 4
-            for way in (all_ways[k], all_ways[-1 - k])[: 2 if world < 3 else 1]:
+            both = (all_ways[k], all_ways[-1 - k])
+            for way in both if world == 1 or job == "f" else both[world - 2 : world - 1]:
                 if (job, variant) == ("f", "other"):
                     worlds = ((1, 2, 3), (3, 1))[world % 2]
                     if world < 3:
