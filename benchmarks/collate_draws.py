@@ -145,9 +145,8 @@ def main() -> None:
     result = {
         "what": f"{name}, {EXAMPLES} examples of {TOKENS} tokens",
         "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "hardware": f"{processor()}, one thread",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
         "collate": collated,
         "model": {"what": "2 layers of a transformer, 16 x 64 x 128, forward and backward", **in_model(given.seconds)},
     }
@@ -157,10 +156,17 @@ def main() -> None:
         given.out.write_text(text + "\n")
 
 
-def processor() -> str:
+def machine() -> dict[str, Any]:
     with open("/proc/cpuinfo") as info:
         names = [line.split(":", 1)[1].strip() for line in info if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else platform.processor()
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(names) or 1,
+        "threads": 1,
+        "accelerators": 0,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
 
 
 if __name__ == "__main__":
