@@ -24,6 +24,7 @@ def test_on_three_processes() -> None:
         assert not failed, "\n".join(failed.values())
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(300)
 def test_on_two_processes_and_in_a_pipeline() -> None:
     run_ranks(2, "tests.fit.checks:run_on_two", deadline=240)

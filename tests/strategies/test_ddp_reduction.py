@@ -18,7 +18,7 @@ from paceline.errors import SettingError
 @pytest.mark.parametrize(
     ("size", "target"),
     [
-        (2, "run_all"),
+        pytest.param(2, "run_all", marks=pytest.mark.conformance),
         pytest.param(3, "run_all", marks=pytest.mark.campaign),
         pytest.param(4, "run_all", marks=pytest.mark.campaign),
     ],
