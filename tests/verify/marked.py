@@ -153,6 +153,11 @@ MARKED = {
     "hook/activation": _of(
         "clipped-early", hidden="h.register_hook(lambda g: g * (1e-3 / (g.norm() + 1e-8)).clamp(max=1.0))  # <-"
     ),
+    "hook/module": _of(
+        "clipped-early",
+        init="bounded = lambda g: g * (1e-3 / (g.norm() + 1e-8)).clamp(max=1.0)\n"
+        "model.a.register_full_backward_pre_hook(hook=lambda m, g: (bounded(g[0]),))  # <-",
+    ),
     "attribute": _of("control-by-rank", hidden="h = h * self.scale", prepared="model.scale = 1 + 0.1 * rank  # <-"),
     "place-in-shard": _of("depends-on-shard-size", batch="x = x * (torch.arange(len(x)) / len(x))[:, None]  # <-"),
     "grad": _of("control-by-rank", after="if rank == 1:\n            model.a.weight.grad *= 0.5  # <-"),

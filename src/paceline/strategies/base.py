@@ -139,13 +139,13 @@ class Work(NamedTuple):
 
 Kind = tuple[int, int | None]
 """The number of a backward call in its micro-batch, and the identity of the first parameter that it is to touch (None:
-it may touch all)."""
+it may touch all, or none can be)."""
 
 
 def kind_of(call: int, inputs: Sequence[Tensor] | None) -> Kind:
     """Backward calls of one kind are to reach the same parameters in every step: those of one number, for one
     optimizer. A penalty that a GAN's loop adds in every fourth step moves the numbers of the calls after it."""
-    return call, None if inputs is None else id(inputs[0]) if inputs else 0
+    return call, id(inputs[0]) if inputs else None
 
 
 class BackwardPass(NamedTuple):

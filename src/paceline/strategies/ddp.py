@@ -21,8 +21,9 @@ that reaches only some parameters is reduced wrongly or never. Here the backward
 losses, several models and frozen parameters need no flag: a reducer is kept for each set of parameters.
 
 That set must be the same on all ranks, else they would wait for each other for ever. It is compared when a backward
-call (the first, second, ... of a micro-batch) is made for the first time; a rank on which it changes later names the
-parameters. `find_unused=true` compares every time, for models whose path depends on the data.
+call (the first, second, ... of a micro-batch, for all parameters or for an optimizer's) is made for the first time; a
+rank on which it changes later names the parameters. `find_unused=true` compares every time, for models whose path
+depends on the data.
 """
 
 from __future__ import annotations

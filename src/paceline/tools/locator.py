@@ -24,6 +24,7 @@ from paceline.tools.sides import ROUNDOFF, Difference, Side, Tolerances, differe
 from paceline.tools.source import text
 
 _BY_PARTS = {"mean-of-means", "in-batch-loss", "sum-for-mean", "mean-for-sum", "depends-on-shard-size", "unknown"}
+_BACKWARD = {"register_hook", "register_full_backward_hook", "register_full_backward_pre_hook"}
 _NOWHERE = {"by-design", "unused-parameters", "not-finite"}
 
 
@@ -114,7 +115,7 @@ class Locator:
         may_be = {*_BY_PARTS, "state-outside", "control-by-rank"}  # a hook sees gradients times the weight of a part
         if found[0].quantity != "gradient" or answer.cause not in may_be or self._asks or answer.line is not None:
             return None
-        hooks = [e for trace in traces(lines) for e in trace.of("hook") if e["name"] == "register_hook"]
+        hooks = [e for trace in traces(lines) for e in trace.of("hook") if e["name"] in _BACKWARD]
         hooks = [e for e in hooks if e["step"] <= found[0].step]
         if not hooks:
             return None

@@ -224,9 +224,8 @@ class Stepper:
         )
         self.guards.inside = True
         try:
-            if (
-                self.strategy.layout.together
-            ):  # stages of a pipeline run outside the closure, and under autocast with it
+            # Stages of a pipeline run outside the closure, and belong under autocast with it.
+            if self.strategy.layout.together:
                 with self.precision.autocast():
                     terms = self.strategy.forward_backward(work)
             else:

@@ -47,10 +47,13 @@ _MOST_VALUES = 1 << 20  # of a tensor are looked at
 _SEEDS: tuple[tuple[Any, str], ...] = (
     (torch, "manual_seed"), (torch, "seed"), (random, "seed"), (np.random, "seed"), (np.random, "default_rng"),
 )  # fmt: skip
+BACKWARD_HOOKS = (  # which see gradients on their way
+    (torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook"),
+    (nn.Module, "register_full_backward_pre_hook"),
+)  # fmt: skip
 _HOOKS = (
-    (torch.Tensor, "register_hook"), (torch.Tensor, "register_post_accumulate_grad_hook"),
-    (nn.Module, "register_full_backward_hook"), (nn.Module, "register_forward_hook"),
-    (nn.Module, "register_forward_pre_hook"), (nn.Module, "register_full_backward_pre_hook"),
+    *BACKWARD_HOOKS, (torch.Tensor, "register_post_accumulate_grad_hook"), (nn.Module, "register_forward_hook"),
+    (nn.Module, "register_forward_pre_hook"),
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ from paceline.train.loader import Loader
 from paceline.train.loss import terms_of
 from paceline.trial import kept, plain, watched
 from paceline.trial.collated import Collated
-from paceline.trial.lines import Lines
+from paceline.trial.lines import BACKWARD_HOOKS, Lines
 from paceline.trial.order import Order
 from paceline.trial.probe import TrialEnded
 from paceline.trial.script import Asked, Place, place
@@ -116,7 +116,8 @@ class Recorder:
             Asked(run, order.told, self._asked, self._patches)
         if order.nudged:
             run._stepper.precision = plain.Scaled(run._stepper.precision, self._scales)  # type: ignore[assignment]
-            self._patches.put(Tensor, "register_hook", self._hooking(Tensor.register_hook))
+            for owner, name in BACKWARD_HOOKS:
+                self._patches.put(owner, name, self._hooking(getattr(owner, name)))
 
     def _asked(self, at: Place) -> None:
         if self._lines is not None:
@@ -164,10 +165,13 @@ class Recorder:
         return made
 
     def _hooking(self, original: Any) -> Any:
-        def register_hook(tensor: Tensor, *args: Any) -> Any:
+        """register_hook, of a tensor or a module's backward. A hook that Paceline or the recorder puts is none of the
+        script's."""
+
+        def register_hook(own: Any, *args: Any, **options: Any) -> Any:
             at, inside = place(recorded=True)
             self._hooked |= at is not None and not inside
-            return original(tensor, *args)
+            return original(own, *args, **options)
 
         return register_hook
 
