@@ -36,7 +36,7 @@ corpus: $(READY)  ## what verify and doctor make of 171 scripts that were writte
 	    && $(BIN)/python -m tests.corpus.measure table build/corpus_$$tool.json || exit 1; done
 
 deepspeed: $(VENV)/.deepspeed  ## strategy deepspeed against plain PyTorch (installs DeepSpeed; needs a C++ compiler)
-	@$(PYTEST) tests/strategies/test_deepspeed.py
+	@$(PYTEST) tests/strategies/test_deepspeed.py tests/strategies/test_deepspeed_stages.py
 
 # The data of the examples: make examples TEXT=FILE CIFAR10=FILE. Each example says where to get it.
 TEXT    ?= data/tinyshakespeare/input.txt

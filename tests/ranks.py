@@ -7,8 +7,11 @@ calls `tests.comm.checks.run_all()` in each of 3 processes inside a gloo process
 
 Starting costs seconds, most of them torch's import. So `paceline run` starts a team once for each number of ranks, and
 the team stays until the tests end; for each call every rank forks a process (tests/rank.py). What a target does to its
-process ends with that process, as if it had been launched alone. `run_checks` runs many checks in one call.
+process ends with that process, as if it had been launched alone.
 `run_script` does the same for a script that plain python is to run.
+
+Tests marked `ranks` (tests/ranks_marker.py) come to the ranks through a `Session`: every rank forks one process, which
+then runs one test after the other.
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-START_SECONDS = 60.0  # for a team on a busy machine
+START_SECONDS = 90.0  # for a team on a busy machine
 MOST_TEAMS = 3  # a rank holds some 200 MB
+FOLLOW_SECONDS = 3.0  # how much longer a rank may go on when another has failed: it may have a story of its own
+GROUP_SECONDS = 1800.0  # that a collective of a session may take; a test has a deadline of its own
 END_SECONDS = 10.0  # after a deadline, for the ranks to end their processes and to say so
 
 
@@ -72,6 +75,7 @@ class Team:
 
     def __init__(self, size: int) -> None:
         self.size, self.jobs = max(size, 1), 0
+        self.session: Session | None = None  # that these ranks are in
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.environ = dict(os.environ)
         self._inputs = []
@@ -90,16 +94,26 @@ class Team:
                 stdin=subprocess.DEVNULL,
             )
 
-    def run(self, what: dict[str, Any], deadline: float) -> list[Any]:
-        """What the ranks wrote as their results. `what`: the target and its arguments, or a script (tests/rank.py)."""
+    def begin(self, what: dict[str, Any], job: Path) -> None:
+        """Have every rank fork a process for this job. The ranks do one job at a time, so a session ends before it."""
+        if self.session is not None:
+            self.session.end()
+        changed = {name: value for name, value in os.environ.items() if self.environ.get(name) != value}
+        changed |= dict.fromkeys(self.environ.keys() - os.environ.keys())
+        line = json.dumps({**what, "folder": str(job), "environ": changed}) + "\n"
+        for input in self._inputs:
+            os.write(input, line.encode())
+
+    def folder_of_next_job(self) -> Path:
         job = self.folder / str(self.jobs)
         self.jobs += 1
         job.mkdir()
-        changed = {name: value for name, value in os.environ.items() if self.environ.get(name) != value}
-        changed |= dict.fromkeys(self.environ.keys() - os.environ.keys())
-        line = json.dumps({**what, "folder": str(job), "seconds": deadline, "environ": changed}) + "\n"
-        for input in self._inputs:
-            os.write(input, line.encode())
+        return job
+
+    def run(self, what: dict[str, Any], deadline: float) -> list[Any]:
+        """What the ranks wrote as their results. `what`: the target and its arguments, or a script (tests/rank.py)."""
+        job = self.folder_of_next_job()
+        self.begin({**what, "seconds": deadline}, job)
         latest = time.monotonic() + deadline + START_SECONDS + END_SECONDS
         ends = [job / f"{rank}.end" for rank in range(self.size)]
         while not all(end.exists() for end in ends):
@@ -125,6 +139,8 @@ class Team:
 
     def close(self) -> None:
         """End the ranks, and forget what they left."""
+        if self.session is not None:
+            self.session.end()
         for input in self._inputs:
             with contextlib.suppress(OSError):
                 os.close(input)
@@ -136,6 +152,153 @@ class Team:
                 self.process.wait(END_SECONDS)
                 break
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Session:
+    """One forked process of each of `size` ranks, inside a gloo process group, which run one test after the other.
+
+    What a test does to its process is there for the next test. A test that fails ends the session: its ranks may have
+    missed each other. The next test then finds new processes. So does a test after another job of the same team.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.fault = ""  # how a session ended that did not end well, though no test had failed
+        self._team: Team | None = None  # while the processes are there
+        self._inputs: list[int] = []
+        self._tests = 0
+
+    def run(self, test: dict[str, Any], arguments: bytes, deadline: float) -> tuple[str, str]:
+        """Run one test (tests/rank.py, `run_test`) on all ranks: what they printed, and why they skipped it, if so.
+
+        Raises AssertionError, with what every rank did, where one failed, died, or had not finished after `deadline`
+        seconds; and where only some skipped it.
+        """
+        self.begin()
+        number, self._tests = self._tests, self._tests + 1
+        (self._job / f"{number}.arguments").write_bytes(arguments)
+        start = len(self._printed())
+        for input in self._inputs:
+            os.write(input, (json.dumps({**test, "number": number}) + "\n").encode())
+        answers = self._answers(f"{number}.json", deadline, f"{test['function']} on {self.size} ranks", start)
+        skips = {answer["skipped"] for answer in answers}
+        if len(skips) == 1:
+            return _decoded(self._printed()[start:]), skips.pop()
+        raise self._failure(answers, f"{test['function']} on {self.size} ranks", start, late=False)
+
+    def begin(self) -> None:
+        """Have the processes there, if they are not."""
+        if self._team is not None:
+            return
+        self._team = team = _team(self.size)
+        self._job = team.folder_of_next_job()
+        for rank in range(self.size):
+            path = self._job / f"tests.{rank}"
+            os.mkfifo(path)
+            self._inputs.append(os.open(path, os.O_RDWR))
+        team.begin({"seconds": GROUP_SECONDS}, self._job)
+        team.session = self
+        self._answers("joined", START_SECONDS, f"{self.size} ranks before their first test", 0)
+
+    def end(self) -> None:
+        """Have the processes end by themselves. `fault` says what went wrong with that."""
+        if self._team is None:
+            return
+        for input in self._inputs:
+            os.close(input)
+        self._inputs.clear()
+        if not self._ended():
+            self._kill()
+        ends = [_text(self._job / f"{rank}.end") for rank in range(self.size)]
+        if any(ends) and not self.fault:
+            told = "; ".join(f"rank {rank}: {end}" for rank, end in enumerate(ends) if end)
+            self.fault = f"after the last test its ranks did not end well: {told}\n{_decoded(self._printed())}"
+        self._forget()
+
+    def _answers(self, name: str, seconds: float, what: str, start: int) -> list[dict[str, Any]]:
+        """What the ranks have written into their files of this name; AssertionError where one has no good answer."""
+        try:
+            late = self._await(name, time.monotonic() + seconds)
+        except BaseException:  # Ctrl-C, or pytest's own deadline
+            self._kill()
+            self._forget()
+            raise
+        answers = [_read(self._job / f"{rank}.{name}") for rank in range(self.size)]
+        if late or not all("skipped" in answer for answer in answers):
+            raise self._failure(answers, what, start, late)
+        return answers
+
+    def _await(self, name: str, latest: float) -> bool:
+        """Wait until every rank has answered or ended. Whether one had done neither at `latest`."""
+        assert self._team is not None
+        waiting, failed = list(range(self.size)), False
+        while waiting:
+            time.sleep(0.003)
+            for rank in list(waiting):
+                ended = (self._job / f"{rank}.end").exists()
+                answer = _read(self._job / f"{rank}.{name}")
+                if answer or ended:
+                    waiting.remove(rank)
+                    if not failed and "skipped" not in answer:
+                        failed, latest = True, min(latest, time.monotonic() + FOLLOW_SECONDS)
+            if waiting and (time.monotonic() > latest or self._team.process.poll() is not None):
+                return True
+        return False
+
+    def _failure(self, answers: list[dict[str, Any]], what: str, start: int, late: bool) -> AssertionError:
+        """What each rank did, once none of them is left."""
+        assert self._team is not None
+        self._kill()
+        if self._team.process.poll() is not None:
+            why = "the launcher had ended"
+        elif late and not any("error" in answer for answer in answers):
+            why = "not done at the deadline"
+        else:
+            why = "still in it when another rank had failed"
+        lines = [what]
+        for rank, answer in enumerate(answers):
+            end, stood = _text(self._job / f"{rank}.end"), _text(self._job / f"{rank}.stood")
+            if not answer:
+                told = f"({end if 'exit code' in end else why}): {stood}"
+            elif "error" in answer:
+                told = f"failed: {answer['error']}"
+            else:
+                told = f"skipped it: {answer['skipped']}" if answer["skipped"] else "passed"
+            lines.append(f"--- rank {rank} {told}")
+        causes = [answer["error"].strip().splitlines()[-1] for answer in answers if "error" in answer]
+        lines[0] = f"{causes[0]} ({what})" if causes else what  # what pytest's summary has room for
+        lines += ["--- output", _decoded(self._printed()[start:])]
+        if self._team.process.poll() is not None:
+            lines.append(_text(self._team.folder / "output")[-2000:])
+        self._forget()
+        return AssertionError("\n".join(lines))
+
+    def _printed(self) -> bytes:
+        path = self._job / "output"
+        return path.read_bytes() if path.exists() else b""
+
+    def _kill(self) -> None:
+        (self._job / "kill").touch()
+        self._ended()
+
+    def _ended(self) -> bool:
+        """Wait until all processes have ended: whether they have."""
+        latest = time.monotonic() + END_SECONDS
+        ends = [self._job / f"{rank}.end" for rank in range(self.size)]
+        while not all(end.exists() for end in ends):
+            if time.monotonic() > latest or self._team is None or self._team.process.poll() is not None:
+                return False
+            time.sleep(0.003)
+        return True
+
+    def _forget(self) -> None:
+        for input in self._inputs:
+            os.close(input)
+        self._inputs.clear()
+        shutil.rmtree(self._job, ignore_errors=True)
+        if self._team is not None:
+            self._team.session = None
+        self._team, self._tests = None, 0
 
 
 _teams: dict[int, Team] = {}
@@ -169,26 +332,9 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def _decoded(output: bytes) -> str:
+    return output.decode(errors="replace")[-4000:]
+
+
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
-
-
-def run_checks(checks: Iterable[Callable[[], None]]) -> dict[str, str]:
-    """Run the checks one after the other on all ranks, and return the traceback of each that failed on this rank."""
-    from paceline.comm import collectives
-
-    failed = {}
-    for check in checks:
-        try:
-            check()
-        except Exception:
-            failed[check.__name__] = traceback.format_exc()
-            traceback.print_exc()  # also into the output, which is what remains when the ranks now miss each other
-        # Together, so that a rank that failed does not run into the next check while others are in this one.
-        collectives.gather_objects(None)
-    return failed
-
-
-def checks_in(namespace: dict[str, Any]) -> list[Callable[[], None]]:
-    """The functions of a module whose name starts with check_."""
-    return [value for name, value in namespace.items() if name.startswith("check_")]

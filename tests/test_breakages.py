@@ -30,18 +30,21 @@ class Breakage(NamedTuple):
 
 BREAKAGES = {
     "halved gradient": Breakage(
-        "train/gradients.py", "return examples / total\n", "return examples / total / 2\n", "a-sgd-whole-closure-w1"
+        "train/gradients.py",
+        "request.examples / request.mean_over",
+        "request.examples / request.mean_over / 2",
+        "a-sgd-whole-closure-w1",
     ),
     "an empty shard counted as one example": Breakage(
-        "train/order.py",
-        "    total = len(batch)\n",
-        "    total = max(len(batch), layout.shards)\n",
+        "strategies/batch_plan.py",
+        "        total, shards = len(batch), self.shards\n",
+        "        total, shards = max(len(batch), self.shards), self.shards\n",
         "e- and sgd and w3",
     ),
     "an example in two shards": Breakage(
-        "train/order.py",
-        "for i in batch[low:high])",
-        "for i in batch[max(low - 1, 0) : high])",
+        "strategies/batch_plan.py",
+        "for i in batch[low:high]]",
+        "for i in batch[max(low - 1, 0) : high]]",
         "a-sgd and w2",
     ),
     "batch norm by shard where global is asked for": Breakage(
@@ -64,9 +67,9 @@ BREAKAGES = {
         "strategies/ddp.py", "        if not work.final:\n", "        if True:\n", "g- and sgd and w2"
     ),
     "tokens counted on this process only": Breakage(
-        "train/step.py",
-        "collectives.all_reduce(self._counts.vector(keys, self.device), group=self.strategy.group)",
-        "self._counts.vector(keys, self.device)",
+        "train/gradients.py",
+        "collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)",
+        "self._vector(keys)",
         "b-mlm-sgd and w2",
     ),
     "clipping forgotten": Breakage(
@@ -86,14 +89,14 @@ BREAKAGES = {
         "tests/train/test_collating.py",
     ),
     "shards added in the order in which they came": Breakage(
-        "comm/canonical.py",
+        "comm/tree_sums.py",
         "        total = complete(root, held, torch.add)\n",
         "        total = torch.stack(list(held.values())).sum(0)\n",
         "one_hash_on_three",
         "tests/reproducible/test_reproducible.py",
     ),
     "batch norm's sums added by process first": Breakage(
-        "comm/canonical.py",
+        "comm/tree_sums.py",
         "        first = tensors[0]\n        return self._sums.numbers(",
         "        first = tensors[0]\n"
         "        tensors = [torch.stack(list(tensors)).sum(0), *[torch.zeros_like(first)] * (len(tensors) - 1)]\n"

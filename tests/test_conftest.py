@@ -21,7 +21,7 @@ LEAKS = {
 
 def test_every_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
     guard = Path(__file__).with_name("conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(guard.replace("GRACE_SECONDS = 2.0", "GRACE_SECONDS = 0.1"))
+    (tmp_path / "conftest.py").write_text(f"{guard}\nfrom tests import leaks\nleaks.GRACE_SECONDS = 0.1\n")
     lines = [
         "import os, signal, socket, subprocess, threading, time",
         "import torch, torch.distributed as dist",
@@ -36,6 +36,7 @@ def test_every_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "test_leaks.py").write_text("\n".join(lines))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(tmp_path)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"COLUMNS": "300"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])  # of the guard's own modules
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
 
     errors = re.findall(

@@ -33,7 +33,7 @@ def imported(path: Path) -> set[str]:
 
 EXTRAS = {  # module -> what it imports of an extra, and the extra; torch itself imports tensorboard
     "services.py": {"wandb": "wandb", "mlflow": "mlflow"},
-    "page.py": {"plotly": "compare"},
+    "html_page.py": {"plotly": "compare"},
     "deepspeed_engine.py": {"deepspeed": "deepspeed"},
 }
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from paceline.config import strategy
     from paceline.fitting.callbacks import Callback
     from paceline.fitting.evaluate import evaluate, predict
+    from paceline.fitting.fit_state import PerEpoch
     from paceline.fitting.history import Best, Checkpoints, History
     from paceline.fitting.loop import fit
-    from paceline.fitting.state import PerEpoch
+    from paceline.launching import launch
     from paceline.run import Run
     from paceline.session import start
-    from paceline.tools.launch import launch
     from paceline.train.learning_rate import scale_lr, warmup
     from paceline.train.loss import Total
     from paceline.world import World
@@ -59,13 +59,13 @@ _HOME = {
     "Callback": "paceline.fitting.callbacks",
     "Checkpoints": "paceline.fitting.history",
     "History": "paceline.fitting.history",
-    "PerEpoch": "paceline.fitting.state",
+    "PerEpoch": "paceline.fitting.fit_state",
     "Run": "paceline.run",
     "Total": "paceline.train.loss",
     "World": "paceline.world",
     "evaluate": "paceline.fitting.evaluate",
     "fit": "paceline.fitting.loop",
-    "launch": "paceline.tools.launch",
+    "launch": "paceline.launching",
     "predict": "paceline.fitting.evaluate",
     "scale_lr": "paceline.train.learning_rate",
     "start": "paceline.session",

@@ -155,13 +155,14 @@ def compare(context: click.Context, script: str, args: tuple[str, ...], module: 
 
     Trials write no checkpoint, log or export of the script's. All that follows SCRIPT is passed on to it, untouched.
     """
-    from paceline.tools import compare as tool
-    from paceline.tools.trials import Script
+    from paceline.compare import compare_command
+    from paceline.compare.cases import CompareOptions
+    from paceline.trials.start import Script
 
     shared = {name: options.pop(name) for name in ("device", "seed", "batch_norm", "config")}
     given = {name: value for name, value in shared.items() if value is not None}
     try:
-        context.exit(tool.compare(tool.Question(Script(script, args, module, given), **options)))
+        context.exit(compare_command.compare(CompareOptions(Script(script, args, module, given), **options)))
     except PacelineError as error:
         raise click.UsageError(str(error)) from None
 
@@ -209,14 +210,14 @@ def verify(context: click.Context, script: str, args: tuple[str, ...], module: b
 
     Exit code: 0 the same, 1 different, 2 could not tell. All that follows SCRIPT is passed on to it, untouched.
     """
-    from paceline.tools import verify as tool
-    from paceline.tools.runs import Question
-    from paceline.tools.trials import Script
+    from paceline.trials.start import Script
+    from paceline.verify import verify_command
+    from paceline.verify.runs import VerifyOptions
 
     shared = {name: options.pop(name) for name in ("device", "seed", "batch_norm", "config")}
     given = {name: value for name, value in shared.items() if value is not None}
     try:
-        context.exit(tool.verify(Question(Script(script, args, module, given), **options)))
+        context.exit(verify_command.verify(VerifyOptions(Script(script, args, module, given), **options)))
     except PacelineError as error:
         raise click.UsageError(str(error)) from None
 

@@ -12,29 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm import collectives, engine, replicas, shards
+from paceline.comm import collectives, mesh, transport
+from paceline.comm.replicas import ProcessReplicas
 from paceline.config import Settings
-from paceline.errors import UsageError
+from paceline.errors import ModelError, UsageError
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.strategies import make
-from paceline.strategies.base import Layout, Weight
+from paceline.strategies.base import Weight
+from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, randomness
 from paceline.train.elsewhere import of_run
 from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
-from paceline.train.handover import Handover
 from paceline.train.loader import Loader, current_examples
-from paceline.train.messages import SAVED_IN_MID_BATCH, under_no_grad
+from paceline.train.made_batches import Made, Places, Rows, check_batches
+from paceline.train.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
 from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
 from paceline.train.objective import step_by_closure
-from paceline.train.places import Made, Places, Rows, check_batches
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
 from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
 from paceline.train.progress import Epochs
+from paceline.train.run_position import Handover
 from paceline.train.sources import make_source
 from paceline.train.state import State, model_number
 from paceline.train.step import Stepper
@@ -55,7 +57,7 @@ class Run:
         self._noise = make_noise(settings, self._strategy)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
-        self._guards.watch_backward(lambda: self._stepper.accounts.parameters)
+        self._guards.watch_backward(lambda: self._strategy.store.parameters)
         skip = settings.nonfinite == "skip"
         self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
@@ -69,10 +71,8 @@ class Run:
         self._handover = Handover(*own, self._monitor.give_place, self._monitor.take_place)
         self.latest: Loader | None = None
         self._evaluations = 0
-        layout, group = self._strategy.layout, self._strategy.group
-        alone = world.size == 1 or layout.together or layout.local
-        self._before = replicas.set_default(replicas.Alone() if alone else replicas.ProcessReplicas(group))
-        shards.set_group(group)
+        self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.gradient)
+        mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self.closed = False
         self._put_backends_back = backends.apply(settings)
@@ -145,12 +145,15 @@ class Run:
         names = parameter_names(self._models)
         for optimizer in optimizers:
             self._add_optimizer(optimizer, names)
+        plan = self._strategy.plan
         self._strategy.setup(self._models, self._optimizers)
-        engine.hand_over_by(self._handover)
+        if self.latest is not None and self._strategy.plan is not plan:
+            raise ModelError(PREPARED_LATE)
+        transport.hand_over_by(self._handover)
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
-        self._stepper.names = self._stepper.accounts.of(names)
+        self._stepper.names = self._strategy.store.follow(names)
         made = with_loaders(objects, self.loader, bool(self._state.loaders))
         return made[0] if len(made) == 1 else made
 
@@ -212,13 +215,12 @@ class Run:
             name = "train" if train else f"evaluation {self._evaluations}"
         self._evaluations += not train
         options.setdefault("pin_memory", self.device.type == "cuda")
-        group = self._strategy.group
-        layout = self._strategy.layout if train else Layout(collectives.size_of(group), (collectives.rank_of(group),))
+        plan = (lambda: self._strategy.plan) if train else self._evaluation_plan
         own: dict[str, Any] = {"seed": self.seed, "name": name, "shuffle_buffer": shuffle_buffer, "options": options}
         own["collate"] = collate
         order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
-        source = make_source(dataset, layout=layout, **own, **order, **sizes)
+        source = make_source(dataset, plan=plan, **own, **order, **sizes)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end, "noise": self._noise}
         loader = Loader(source, name=name, train=train, device=self.device, **hooks)
         if train:
@@ -256,6 +258,11 @@ class Run:
         made = Made(fn, global_batch)
         return self.loader(Places(global_batch, steps), global_batch=global_batch, collate_fn=made, **own, **options)
 
+    def _evaluation_plan(self) -> BatchPlan:
+        """Evaluation is cut over the processes that have other examples, as many as live when a pass begins."""
+        data = self._strategy.mesh.data
+        return one_shard(collectives.size_of(data), collectives.rank_of(data))
+
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader
         if loader.train:
@@ -273,7 +280,7 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
         numbers = self._stepper.between_epochs(self._epochs.upto(count))
-        return self._monitor.epochs(numbers, count, self._stepper.settle)
+        return self._monitor.epochs(numbers, count, self._stepper.synchronize)
 
     # --- the step
 
@@ -466,7 +473,7 @@ class Run:
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
-        if engine.arriving():  # the others go on, and hand over where they are
+        if transport.arriving():  # the others go on, and hand over where they are
             return True
         found = self._state.restore(directory, missing_ok)
         if found is None:
@@ -510,5 +517,5 @@ class Run:
             self._noise.close()
         self._guards.close()
         self._strategy.close()
-        replicas.set_default(self._before)
-        shards.set_group(None)
+        self._strategy.mesh.close()
+        mesh.use(None)

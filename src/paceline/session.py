@@ -14,13 +14,13 @@ import torch
 
 from paceline import world as worlds
 from paceline.comm import process_group
+from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import SettingError, WorldError
 from paceline.run import Run
-from paceline.train.hooks import explain_uncaught
-from paceline.trial.order import Order
-from paceline.trial.probe import Probe
-from paceline.trial.recorder import Recorder
+from paceline.train.excepthook import explain_uncaught
+from paceline.trials.spec import TrialSpec
+from paceline.verify.worker.recorder import Recorder
 from paceline.world import World
 
 _open: list[Run] = []
@@ -113,8 +113,8 @@ def start(
     }
     settings, notes = _settings(given)
     world = _world(init_method, rank, world_size)
-    order = Order.from_env(os.environ)
-    settings = settings if order is None else order.quiet(settings)
+    spec = TrialSpec.from_env(os.environ)
+    settings = settings if spec is None else spec.quiet(settings)
     if world.rank == 0:
         for note in notes:
             print(f"paceline: {note}", file=sys.stderr)
@@ -124,8 +124,8 @@ def start(
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # before the process group ends, which was made earlier
     run = Run(world, settings, where)
-    if order is not None:
-        (Probe if order.records is None else Recorder)(run, order)
+    if spec is not None:
+        (Probe if spec.reference is None else Recorder)(run, spec)
     _open.append(run)
     return run
 

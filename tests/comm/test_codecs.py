@@ -10,10 +10,10 @@ import torch
 from tests.comm.test_reducers import in_threads
 from torch import Tensor
 
+from paceline.comm.codec_sums import ReducerSums
 from paceline.comm.codecs import PowerSGD, Rounding, State, TopK, orthonormal, parse
 from paceline.comm.endpoints import thread_endpoints
 from paceline.comm.reducers import REDUCERS
-from paceline.comm.sums import ReducerSums
 from paceline.errors import SettingError
 
 SHAPES = [(12, 10), (7,), (4, 3, 2, 2), (1, 5), ()]

@@ -8,25 +8,25 @@ import time
 
 import torch
 
-from paceline.comm import forks
+from paceline.comm import fork_safety
 
 
 def test_a_tensor_is_kept_while_somebody_else_holds_it() -> None:
     sent = torch.zeros(3)
     held = sent.view(3)  # a view holds its base
-    forks.keep(sent)
-    kept = [tensor for tensor in forks._kept if tensor is sent]
+    fork_safety.keep(sent)
+    kept = [tensor for tensor in fork_safety._kept if tensor is sent]
     assert len(kept) == 1
     del held, kept
-    forks.keep()
-    assert not any(tensor is sent for tensor in forks._kept)
+    fork_safety.keep()
+    assert not any(tensor is sent for tensor in fork_safety._kept)
 
 
 def test_a_large_one_is_waited_for_and_not_kept() -> None:
-    sent = torch.zeros(forks._LARGE + 1)
+    sent = torch.zeros(fork_safety._LARGE + 1)
     view = [sent.view(-1)]
     threading.Timer(0.005, view.clear).start()
     began = time.monotonic()
-    forks.keep(sent)
-    assert not view or time.monotonic() - began >= forks._WAIT_SECONDS
-    assert not any(tensor is sent for tensor in forks._kept)
+    fork_safety.keep(sent)
+    assert not view or time.monotonic() - began >= fork_safety._WAIT_SECONDS
+    assert not any(tensor is sent for tensor in fork_safety._kept)

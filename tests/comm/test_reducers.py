@@ -1,4 +1,5 @@
-"""Reducers between threads and between processes: the sum, the same bits on all, and the bytes of the formulas."""
+"""Reducers between threads: the sum, the same bits on all, and the bytes of the formulas. Between processes:
+test_reducers_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm import reducer_checks
-from tests.ranks import checks_in, run_ranks
 from torch import Tensor
 
 from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
@@ -136,15 +135,3 @@ def test_one_that_fails_frees_the_others(name: str) -> None:
     assert isinstance(done[2], ZeroDivisionError)
     assert isinstance(done[0], ReplicaStopped), "it waits for the sum of all"
     assert all(result is None or isinstance(result, ReplicaStopped) for result in (done[1], done[3]))
-
-
-@pytest.fixture(scope="module")
-def failures() -> list[dict[str, str]]:
-    return run_ranks(4, "tests.comm.reducer_checks:run_all", deadline=100)
-
-
-@pytest.mark.conformance
-@pytest.mark.parametrize("name", [check.__name__ for check in checks_in(vars(reducer_checks))])
-def test_on_four_processes(name: str, failures: list[dict[str, str]]) -> None:
-    for rank, failed in enumerate(failures):
-        assert name not in failed, f"rank {rank}:\n{failed.get(name)}"

@@ -1,4 +1,5 @@
-"""Replicas on threads: sums, order, turns, errors, and what a thread sees of its caller. Processes: see checks.py."""
+"""Replicas on threads: sums, order, turns, errors, and what a thread sees of its caller. Processes:
+test_collectives_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.comm.replicas import Alone, ProcessReplicas, current, differentiable_sum, set_default, use
+from paceline.comm import mesh
+from paceline.comm.replicas import OneReplica, ProcessReplicas, differentiable_sum
+from paceline.comm.replicas import replicas_here as current
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import ModelError, SettingError, UsageError
 
@@ -34,21 +37,17 @@ def test_alone_and_the_default() -> None:
     total = current().sum(tensor)
     assert total.data_ptr() != tensor.data_ptr()
     assert not total.requires_grad
-    one, other = Alone(), ProcessReplicas()
+    one, other = OneReplica(), ProcessReplicas()
     assert (other.size, other.rank) == (1, 0)
-    previous = set_default(one)
-    try:
-        assert current() is one
-        with use(other):
+    with mesh.current().computing(one):
+        with mesh.current().computing(other):
             assert current() is other
             seen = []
             thread = threading.Thread(target=lambda: seen.append(current()))
             thread.start()
             thread.join()
-            assert seen == [one], "use() is this thread's own"
+            assert seen == [other], "a thread that is no replica's sees what the process computes"
         assert current() is one
-    finally:
-        set_default(previous)
 
 
 def test_sums_in_the_order_of_the_replicas(team: ThreadTeam) -> None:

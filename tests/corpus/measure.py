@@ -3,9 +3,9 @@
     python -m tests.corpus.measure run verify RESULTS.json [NAME ...]     # or doctor; goes on where it was stopped
     python -m tests.corpus.measure table RESULTS.json                     # the rates and the misses, as in the docs
 
-Doctor runs as the command does. Of verify the judge and its runs are those of the command, but the processes are forked
-from ones that have imported torch already (tests/ranks.py): five runs of a script cost five imports otherwise. With
---command it runs as the command does.
+Doctor runs as the command does. Of verify the decision and its runs are those of the command, but the processes are
+forked from ones that have imported torch already (tests/ranks.py): five runs of a script cost five imports otherwise.
+With --command it runs as the command does.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ Result = dict[str, Any]
 
 def run_verify(script: Path) -> Result:
     """The answer's document, from runs in forked processes."""
-    from collections.abc import Mapping as Order
-
     from tests.ranks import run_ranks
 
     from paceline.errors import PacelineError
-    from paceline.tools.judge import judge
-    from paceline.tools.runs import Question, Runs
-    from paceline.tools.trials import Script, Start
+    from paceline.trials.spec import TrialSpec
+    from paceline.trials.start import Script, Start
+    from paceline.verify.decision import decide
+    from paceline.verify.runs import Runs, VerifyOptions
 
     class Forked(Runs):
-        def launched(self, name: str, start: Start, order: Order[str, Any]) -> str | None:
+        def launch_run(self, name: str, start: Start, spec: TrialSpec) -> str | None:
             given = {"strategy": start.strategy and str(start.strategy), "precision": start.precision}
             settings = {key: value for key, value in given.items() if value is not None} | {"device": "cpu"}
-            work = {"name": name, "script": str(script), "args": [], "settings": settings, "order": dict(order)}
+            work = {"name": name, "script": str(script), "args": [], "settings": settings, "spec": spec.to_json()}
             try:
                 found = run_ranks(start.processes, "tests.verify.job:run", json.dumps([work]), deadline=240)
             except AssertionError as error:  # its ranks went apart
@@ -57,9 +56,9 @@ def run_verify(script: Path) -> Result:
             return next((why for rank in found for why in rank.values()), None)
 
     with tempfile.TemporaryDirectory() as folder:
-        question = Question(Script(str(script), (), False, {"device": "cpu"}), PROCESSES)
+        options = VerifyOptions(Script(str(script), (), False, {"device": "cpu"}), PROCESSES)
         try:
-            document = judge(Forked(question, PROCESSES, folder, int)).document()
+            document = decide(Forked(options, PROCESSES, folder, int)).document()
         except PacelineError as error:
             return {"code": 2, "text": f"{type(error).__name__}: {error}", "cause": None}
     keep = ("code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes")
@@ -176,8 +175,8 @@ def judged(tool: str, name: str, result: Result) -> Result:
 def places(said: Mapping[str, Any]) -> list[tuple[str, int]]:
     """The lines that an answer shows: that of the fault, and the one that verify sets beside it."""
     beside, _, number = (said.get("beside") or "").rpartition(":")
-    shown = [(said.get("file") or "", said.get("line") or 0), (beside, int(number or 0))]
-    return [(Path(file).name, line) for file, line in shown if file]
+    claim_from = [(said.get("file") or "", said.get("line") or 0), (beside, int(number or 0))]
+    return [(Path(file).name, line) for file, line in claim_from if file]
 
 
 def summary(verdict: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ def test_each_script_is_faulty_with_marked_lines_or_healthy(script: Path) -> Non
 
 @pytest.mark.parametrize("tool", TRUTHS)
 def test_causes_that_count_as_right_are_names_of_the_tool(tool: str) -> None:
-    folder = ROOT / "src/paceline" / {"verify": "tools", "doctor": "doctor"}[tool]
+    folder = ROOT / "src/paceline" / tool
     names = {name for file in folder.rglob("*.py") for name in re.findall(r'"([a-z_-]+)"', file.read_text())}
     assert {cause for fault in TRUTHS[tool].values() for cause in fault.causes} - names == set()
     assert set(TRUTHS[tool]) == {script.stem for script in scripts(tool) if not script.stem.startswith("ok_")}

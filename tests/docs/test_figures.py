@@ -21,11 +21,10 @@ from typing import Any
 
 import pytest
 
+from paceline.compare.cases import Case
+from paceline.compare.figures import Figures, Row
+from paceline.compare.table import render_table
 from paceline.config import parse_strategy
-from paceline.tools.cases import Case
-from paceline.tools.results import Figures
-from paceline.tools.table import table
-from paceline.tools.verdict import Row
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -154,7 +153,7 @@ def test_a_number_is_looked_up_to_the_digits_that_are_shown() -> None:
 
 def compared(document: dict[str, Any]) -> str:
     """What `paceline compare` printed when it wrote the file."""
-    text = table([row(entry) for entry in document["rows"]])
+    text = render_table([row(entry) for entry in document["rows"]])
     return f"{text}\n{document['verdict']['sentence']}" if document["verdict"] else text.rstrip("\n")
 
 

@@ -1,4 +1,4 @@
-"""fit, evaluate and predict: on several processes (checks.py), under other strategies, and what they refuse."""
+"""fit, evaluate and predict under other strategies, and what they refuse. Several processes: test_fit_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -7,34 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fit import checks
-from tests.fit.checks import BATCH, EPOCHS, TEST, TRAIN, adamw, fitted, loss_fn, near, net, plainly, started
-from tests.ranks import run_ranks
+from tests.fit.problem import BATCH, EPOCHS, TEST, TRAIN, X, adamw, fitted, loss_fn, near, net, plainly, started
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import paceline
 from paceline.errors import SettingError, UsageError
-
-
-@pytest.mark.conformance
-@pytest.mark.timeout(300)
-def test_on_three_processes() -> None:
-    for failed in run_ranks(3, "tests.fit.checks:run_all", deadline=240):
-        assert not failed, "\n".join(failed.values())
-
-
-@pytest.mark.conformance
-@pytest.mark.timeout(300)
-def test_on_two_processes_and_in_a_pipeline() -> None:
-    run_ranks(2, "tests.fit.checks:run_on_two", deadline=240)
-
-
-@pytest.mark.parametrize(
-    "check", [check for check in vars(checks).values() if "check_" in getattr(check, "__name__", "")]
-)
-def test_on_one_process(check: Any) -> None:
-    check()
 
 
 def test_under_data_parallel() -> None:
@@ -134,12 +112,12 @@ def test_a_sampler_of_the_users_own_decides_the_order() -> None:
         model = net()
         options: dict[str, Any] = {"optimizer": adamw(model), "global_batch": 4, "epochs": 1, "run": run}
         paceline.fit(model, noting, TRAIN, sampler=order, **options)
-        assert seen == checks.X[order, 0].tolist()
+        assert seen == X[order, 0].tolist()
         seen.clear()
         batches = [order[:3], order[3:10], order[10:]]
         options["epochs"] = 2  # that of the first fit included
         paceline.fit(model, noting, TRAIN, batch_sampler=batches, name="second", evaluate_on=TEST, **options)
-        assert seen[: len(order)] == checks.X[order, 0].tolist()
+        assert seen[: len(order)] == X[order, 0].tolist()
 
 
 def test_modes_of_the_model() -> None:
@@ -253,7 +231,7 @@ def test_a_checkpoint_directory_beside_a_best_model_is_one_to_restore(tmp_path: 
 def test_a_step_of_fit_waits_no_more_than_a_step_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for the device reads a number from a tensor: counted from the first step of an epoch to its last, as
     on a device whose tensors are not read at once."""
-    monkeypatch.setattr("paceline.train.sums.readable", lambda tensor: False)
+    monkeypatch.setattr("paceline.train.weighted_sum.readable", lambda tensor: False)
     reads: list[int] = []
     for name in ("item", "tolist", "__float__", "__bool__"):
         own = getattr(Tensor, name)

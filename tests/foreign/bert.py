@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tests.foreign.functions import SEED, started
 from tests.foreign.scripts.bert_tokens import Sentences, make_model, make_tokenizer, masked_loss
 from transformers import DataCollatorForLanguageModeling
 
-from paceline.strategies.base import Layout
+from paceline.strategies.batch_plan import one_shard
 from paceline.train.loader import Loader
 from paceline.train.sources import make_source
 
@@ -44,7 +45,7 @@ def masks_of(loader: Loader, batch: Any) -> dict[str, Any]:
 def whole(collate: Any, dataset: Any) -> Loader:
     source = make_source(
         dataset,
-        layout=Layout(1, (0,)),
+        plan=partial(one_shard, 1, 0),
         seed=SEED,
         name="train",
         global_batch=BATCH,

@@ -11,6 +11,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import paceline
-from paceline.strategies.base import Layout
+from paceline.strategies.batch_plan import one_shard
 from paceline.train.draws import ExampleDraws
 from paceline.train.loader import Loader
-from paceline.train.places import Made, Places, Rows
+from paceline.train.made_batches import Made, Places, Rows
 from paceline.train.sources import make_source
 
 SEED, CLOSE = 5, 1e-8
@@ -32,7 +33,7 @@ def whole(fn: Callable[[Rows], Any], global_batch: int, steps: int | None) -> Lo
     """A loader of one process, for the plain original."""
     source = make_source(
         Places(global_batch, steps),
-        layout=Layout(1, (0,)),
+        plan=partial(one_shard, 1, 0),
         seed=SEED,
         name="train",
         global_batch=global_batch,

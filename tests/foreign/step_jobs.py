@@ -325,9 +325,6 @@ def stylegan(run: paceline.Run) -> State:
 Job = Callable[[paceline.Run], State]
 
 
-# --- on several ranks
-
-
 def compare(job: Job, expected: Callable[[], State], tolerance: float, **settings: Any) -> None:
     run = paceline.start(device="cpu", progress="off", **settings)
     try:
@@ -335,29 +332,3 @@ def compare(job: Job, expected: Callable[[], State], tolerance: float, **setting
     finally:
         run.close()
     assert found <= tolerance, f"{job.__name__}: {found:.1e}"
-
-
-def check_time_sequence() -> None:
-    compare(time_sequence, plain_time_sequence, 1e-8)
-
-
-def check_vae() -> None:
-    compare(vae, plain_vae, 1e-11)
-    compare(lambda run: vae(run, micro=1), plain_vae, 1e-11)
-    compare(lambda run: vae(run, closure=True), plain_vae, 1e-11)
-    compare(lambda run: vae(run, micro=2, closure=True), plain_vae, 1e-11)
-
-
-def check_stylegan() -> None:
-    compare(stylegan, plain_stylegan, 1e-10)
-
-
-def check_gan() -> None:
-    compare(gan, plain_gan, 1e-10)
-    compare(gan_in_closures, lambda: plain_gan(watch=False), 1e-10)
-
-
-def run_all() -> dict[str, str]:
-    from tests.ranks import checks_in, run_checks
-
-    return run_checks(checks_in(globals()))

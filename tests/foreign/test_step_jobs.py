@@ -1,23 +1,33 @@
-"""Jobs in the idiom of pytorch/examples, each against its plain original."""
+"""Jobs in the idiom of pytorch/examples, each against its plain original, on one process and on several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from tests.foreign import step_jobs as jobs
-from tests.ranks import checks_in, run_ranks
 
 
-@pytest.mark.parametrize("check", checks_in(vars(jobs)), ids=lambda check: check.__name__)
-def test_on_one_process(check: Callable[[], None]) -> None:
-    check()
+@pytest.mark.ranks(1, 2, conformance=3)
+def test_lbfgs_of_the_time_sequence_example_is_its_plain_original() -> None:
+    jobs.compare(jobs.time_sequence, jobs.plain_time_sequence, 1e-8)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.conformance)])
-def test_on_several(size: int) -> None:
-    for failed in run_ranks(size, "tests.foreign.step_jobs:run_all", deadline=120):
-        assert not failed, "\n".join(failed.values())
+@pytest.mark.ranks(1, 2, conformance=3)
+def test_a_sum_over_the_batch_of_the_vae_example_is_its_plain_original() -> None:
+    jobs.compare(jobs.vae, jobs.plain_vae, 1e-11)
+    jobs.compare(lambda run: jobs.vae(run, micro=1), jobs.plain_vae, 1e-11)
+    jobs.compare(lambda run: jobs.vae(run, closure=True), jobs.plain_vae, 1e-11)
+    jobs.compare(lambda run: jobs.vae(run, micro=2, closure=True), jobs.plain_vae, 1e-11)
+
+
+@pytest.mark.ranks(1, 2, conformance=3)
+def test_a_lazy_penalty_of_stylegan_is_its_plain_original() -> None:
+    jobs.compare(jobs.stylegan, jobs.plain_stylegan, 1e-10)
+
+
+@pytest.mark.ranks(1, 2, conformance=3)
+def test_a_gan_in_a_loop_and_in_closures_is_its_plain_original() -> None:
+    jobs.compare(jobs.gan, jobs.plain_gan, 1e-10)
+    jobs.compare(jobs.gan_in_closures, lambda: jobs.plain_gan(watch=False), 1e-10)
 
 
 @pytest.mark.parametrize(

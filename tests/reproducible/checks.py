@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.comm import canonical, collectives
+from paceline.comm import collectives, tree_sums
 from paceline.errors import ModelError, SettingError
 
 EXAMPLES, BATCH, TOKENS, WORDS = 37, 10, 6, 11  # the last global batch has 7
@@ -298,7 +298,7 @@ class Sometimes(nn.Module):
 def changing() -> str:
     """The hash of a model of which each shard reaches other parameters, in each step others; of two dtypes, in many
     small messages."""
-    canonical.MESSAGE_BYTES = 70
+    tree_sums.MESSAGE_BYTES = 70
     run = paceline.start(reproducible=4, device="cpu", progress="off")
     model: nn.Module = Sometimes()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -310,7 +310,7 @@ def changing() -> str:
         run.step()
     found = digest(model, optimizer)
     run.close()
-    canonical.MESSAGE_BYTES = 2**25
+    tree_sums.MESSAGE_BYTES = 2**25
     return found
 
 

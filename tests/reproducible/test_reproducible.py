@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import paceline
-from paceline.comm.canonical import MISSING, Tree, complete, ranges, subtrees
+from paceline.comm.tree_sums import MISSING, Tree, complete, ranges, subtrees
 from paceline.errors import CheckpointError, ModelError, SettingError, UsageError
 
 
@@ -92,7 +92,7 @@ def test_four_then_one_then_three_processes(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_bytes_sent_are_the_formulas(three: list[list[Any]]) -> None:
-    """comm/canonical.py: s (n - 1) / n of the gradient's bytes, and as much once more with s = 1."""
+    """comm/tree_sums.py: s (n - 1) / n of the gradient's bytes, and as much once more with s = 1."""
     size = 4 * (LINEAR[0] + 1) * LINEAR[1]
     for place, (shards, subtrees_of_each) in enumerate(((4, [1, 1, 1]), (6, [2, 2, 1]))):
         assert [len(subtrees(own, (0, shards))) for own in ranges(shards, 3)] == subtrees_of_each

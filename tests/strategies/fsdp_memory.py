@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.data import TensorDataset
 
-from paceline.comm import forks
+from paceline.comm import fork_safety
 
 WIDTH, DEPTH = 300, 8
 PARAMETERS = DEPTH * WIDTH * WIDTH
@@ -41,8 +41,8 @@ def kinds(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 def everything() -> int:
     """Bytes of all tensors that Python knows of, without what is kept for gloo until it has let go of it."""
-    forks._before_fork()
-    forks.keep()
+    fork_safety._before_fork()
+    fork_safety.keep()
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated objects that are only looked at
@@ -94,7 +94,7 @@ def buckets_of(run: Any) -> int:
     inner = getattr(run._stepper.strategy, "_inner", run._stepper.strategy)
     reducers = [own._ddp.reducer for own in getattr(inner, "_reducers", {}).values()]
     size = sum(bucket.buffer().nbytes for reducer in reducers for bucket in reducer._get_zeros_like_grad_buckets())
-    return 0 if run._stepper.strategy.views else size  # a view tells Python
+    return 0 if run._stepper.strategy.store.aliased else size  # a view tells Python
 
 
 def all_stages() -> dict[str, Any]:

@@ -1,33 +1,17 @@
-"""local_sgd and diloco: replicas that train apart, against their algorithms in plain PyTorch."""
+"""local_sgd and diloco on one process, their options, their fragments. On several: test_local_sgd_and_diloco.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.ranks import run_ranks
 from tests.strategies import checks
 
 import paceline
 from paceline.config import parse_strategy
 from paceline.errors import SettingError
 from paceline.strategies import make
-from paceline.strategies.apart import split
+from paceline.strategies.periodic_averaging import split
 from paceline.world import World
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("size", "which"),
-    [
-        (2, "run_few"),
-        pytest.param(2, "run_all", marks=pytest.mark.campaign),
-        pytest.param(3, "run_all", marks=pytest.mark.conformance),  # with empty shards
-        pytest.param(4, "run_all", marks=pytest.mark.campaign),
-    ],
-)
-def test_on_several_processes(size: int, which: str) -> None:
-    for failed in run_ranks(size, f"tests.strategies.apart_checks:{which}", deadline=280):
-        assert not failed, "\n".join(failed.values())
 
 
 def test_local_sgd_on_one_process_is_plain_pytorch() -> None:

@@ -1,4 +1,4 @@
-"""ddp with reducers and codecs: on several processes (reduction_checks.py), on one, and what it refuses."""
+"""ddp with reducers and codecs: on one process, and what it refuses. On several: test_ddp_reducers_and_codecs.py."""
 
 from __future__ import annotations
 
@@ -7,25 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.strategies import checks, reduction_checks
-from tests.strategies.reduction_checks import BATCH, CODECS, Linear, balanced, rows, started, train_and_save
+from tests.strategies import checks, codec_jobs
+from tests.strategies.codec_jobs import BATCH, CODECS, Linear, balanced, rows, started, train_and_save
 
 import paceline
 from paceline.errors import SettingError
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("size", "target"),
-    [
-        pytest.param(2, "run_all", marks=pytest.mark.conformance),
-        pytest.param(3, "run_all", marks=pytest.mark.campaign),
-        pytest.param(4, "run_all", marks=pytest.mark.campaign),
-    ],
-)
-def test_on_several_processes(size: int, target: str) -> None:
-    for failed in run_ranks(size, f"tests.strategies.reduction_checks:{target}", deadline=240):
-        assert not failed, "\n".join(failed.values())
 
 
 def prepared(strategy: str) -> tuple[paceline.Run, Linear, torch.optim.Optimizer]:
@@ -41,7 +27,7 @@ def prepared(strategy: str) -> tuple[paceline.Run, Linear, torch.optim.Optimizer
 def test_a_checkpoint_with_residuals_is_read_on_another_number_of_processes(tmp_path: Path) -> None:
     """Written on 3 processes with top-k; read on one: with a codec nothing is lost, without one that is said, and
     another strategy takes what it knows."""
-    where = Path(run_ranks(3, "tests.strategies.reduction_checks:save_for_others", deadline=60)[0])
+    where = Path(run_ranks(3, "tests.strategies.codec_jobs:save_for_others", deadline=60)[0])
     for codec in ("topk:ratio=0.1", "powersgd:rank=1"):
         run, model, optimizer = prepared(f"ddp:codec={codec}")
         run.restore(where)
@@ -77,7 +63,7 @@ def test_codecs_on_one_process(capsys: pytest.CaptureFixture[str]) -> None:
         run, model, optimizer = prepared(f"ddp:codec={codec}")
         for _ in run.epochs(2):
             for batch in run.loader(rows(), global_batch=BATCH, name=f"{run.steps}"):
-                run.backward(reduction_checks.loss_of(model, batch))
+                run.backward(codec_jobs.loss_of(model, batch))
                 run.step(optimizer)
         balanced(run, model, [1.0] * 8)
         run.close()

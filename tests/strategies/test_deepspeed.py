@@ -1,4 +1,4 @@
-"""deepspeed: each stage against plain PyTorch, where DeepSpeed is installed; and what is refused, everywhere."""
+"""deepspeed: what is refused and how a config is merged, also without the library. Stages: test_deepspeed_stages.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import run_ranks
 
 from paceline.config import StrategySpec, parse_strategy
 from paceline.errors import SettingError
@@ -17,26 +16,7 @@ from paceline.strategies import check, make
 from paceline.strategies.deepspeed_config import merged
 from paceline.world import World
 
-HERE = importlib.util.find_spec("deepspeed") is not None
-installed = pytest.mark.skipif(not HERE, reason='DeepSpeed is not installed: pip install "paceline[deepspeed]"')
 TWO = World(0, 2, 0, 2, 0, 1, "start()")
-
-
-# On a CPU DeepSpeed compiles an extension at its first use, hence the deadlines.
-@installed
-@pytest.mark.timeout(400)
-def test_on_two_processes() -> None:
-    for failed in run_ranks(2, "tests.strategies.deepspeed_checks:run_some", deadline=380):
-        assert not failed, "\n".join(failed.values())
-
-
-@installed
-@pytest.mark.conformance
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize("size", [2, 3])
-def test_everything_on_several_processes(size: int) -> None:
-    for failed in run_ranks(size, "tests.strategies.deepspeed_checks:run_all", deadline=680):
-        assert not failed, "\n".join(failed.values())
 
 
 def start(text: str, world: World = TWO) -> None:

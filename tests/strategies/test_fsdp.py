@@ -1,4 +1,4 @@
-"""fsdp: each stage against plain PyTorch, and its memory against ZeRO's formulas."""
+"""fsdp: its memory against ZeRO's formulas, its layers, what it refuses. Its stages: test_fsdp_stages.py."""
 
 from __future__ import annotations
 
@@ -12,28 +12,8 @@ from tests.strategies.fsdp_memory import PARAMETERS
 from paceline.config import parse_strategy
 from paceline.errors import SettingError
 from paceline.strategies import make
-from paceline.strategies.entering import layers_of
+from paceline.strategies.fsdp_wrapping import layers_of
 from paceline.world import World
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("size", "checks"), [(2, "run_most"), pytest.param(3, "run_some", marks=pytest.mark.conformance)]
-)
-def test_on_several_processes(size: int, checks: str) -> None:
-    for failed in run_ranks(size, f"tests.strategies.fsdp_checks:{checks}", deadline=240):
-        assert not failed, "\n".join(failed.values())
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(2, marks=pytest.mark.conformance), *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 4))],
-)
-def test_everything_on_several_processes(size: int) -> None:
-    for failed in run_ranks(size, "tests.strategies.fsdp_checks:run_all", deadline=800):
-        assert not failed, "\n".join(failed.values())
-
 
 # Bytes per parameter in fp32 with Adam, of n replicas: after an update; and with the gradients of a whole batch there.
 # Stage 1's gradients lie in its buckets, which stay; stage 2's parameters are in slices while nothing is computed.

@@ -17,9 +17,9 @@ from tests.strategies import checks
 from torch import Tensor, nn
 
 import paceline
-from paceline.comm.canonical import ranges
+from paceline.comm.tree_sums import ranges
 from paceline.errors import ModelError, SettingError, UsageError
-from paceline.strategies.devices import devices_of
+from paceline.strategies.local_devices import devices_of
 from paceline.train.randomness import mix, tag
 
 ONE = "data_parallel:devices=cpu,cpu,cpu"
@@ -364,7 +364,7 @@ def test_an_error_in_one_replica_is_told_once_and_nothing_hangs(strategy: str) -
         with pytest.raises(KeyError, match="planted") as caught:
             run.forward_backward(loss_fn, model, next(batches))
         if sys.version_info >= (3, 11):
-            last = run._strategy.layout.shards - 1
+            last = run._strategy.plan.shards - 1
             assert caught.value.__notes__ == [f"(in replica {last}, which computes on cpu)"]
         rows.clear()
         run.forward_backward(loss_fn, model, next(batches))
@@ -586,6 +586,8 @@ def test_the_shards_of_a_reproducible_run_are_spread_over_the_devices(strategy: 
     model = nn.Linear(2, 1)
     with started(f"{strategy}:devices=cpu,cpu,cpu reproducible=5") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        places = [weight.data_ptr() for weight in (model.weight, *(c[model.weight] for c in run._strategy.copies))]
+        places = [
+            weight.data_ptr() for weight in (model.weight, *(c[model.weight] for c in run._strategy.store.replicas))
+        ]
     assert [places.count(place) for place in dict.fromkeys(places)] == [hi - lo for lo, hi in ranges(5, 3)]
     assert len(places) == 5

@@ -1,5 +1,5 @@
-"""parameter_server: its parts by themselves, on several processes against plain PyTorch, and with workers that are
-killed."""
+"""parameter_server: its parts by themselves, and with workers that are killed. Against plain PyTorch:
+test_parameter_server_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import ROOT, run_ranks
+from tests.ranks import ROOT
 from tests.strategies import checks
 from tests.strategies.server_script import LINEAR_BATCH, LINEAR_EPOCHS, LINEAR_N, RATE
 
@@ -25,9 +25,10 @@ from paceline.comm.sockets import Gone, Line, Listening, new_keys
 from paceline.config import parse_strategy
 from paceline.errors import SettingError, WorldError
 from paceline.strategies import make
+from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import joining
 from paceline.strategies.servers.dealing import Deals, Exchanges
-from paceline.train.order import cut, permutation
+from paceline.train.order import permutation
 from paceline.world import World
 
 SCRIPT = Path(__file__).parent / "server_script.py"
@@ -192,14 +193,6 @@ def test_options_that_cannot_be(options: str, size: int, told: str) -> None:
 
 
 # --- several processes
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.conformance)])
-def test_in_step_it_is_plain_pytorch(size: int) -> None:
-    """2 workers; 1 server, or 2."""
-    for failed in run_ranks(size, "tests.strategies.server_checks:run_all", deadline=150):
-        assert not failed, "\n".join(failed.values())
 
 
 LAUNCHER = """

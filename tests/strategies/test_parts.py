@@ -1,4 +1,4 @@
-"""Strategies whose processes hold parts of one model, tensor and pipeline, against plain PyTorch on one device."""
+"""How tensor and pipeline find what to cut, and what a closure may not do in a pipeline: on one process."""
 
 from __future__ import annotations
 
@@ -8,37 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ModelError, UsageError
-from paceline.strategies import pipeline_cut, tensor_plan, tensor_surroundings
+from paceline.strategies import dtensor_context, pipeline_cut, tensor_plan
 from paceline.strategies.base import Term
 from paceline.strategies.pipeline_loss import Stand, terms_from
-
-
-@pytest.mark.timeout(300)
-def test_on_two_processes() -> None:
-    for failed in run_ranks(2, "tests.strategies.two_by_two_checks:run_daily", deadline=240):
-        assert not failed, "\n".join(failed.values())
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.conformance), pytest.param(4, marks=pytest.mark.campaign)]
-)
-def test_all_checks(size: int) -> None:
-    for failed in run_ranks(size, "tests.strategies.two_by_two_checks:run_both", deadline=280):
-        assert not failed, "\n".join(failed.values())
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.conformance
-def test_two_by_two() -> None:
-    """Rows of two processes with a part of the model each, and two of them beside each other."""
-    for failed in run_ranks(4, "tests.strategies.two_by_two_checks:run_all", deadline=150):
-        assert not failed, "\n".join(failed.values())
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -110,13 +86,13 @@ def test_a_plan_is_read(plan: object, pairs: dict[str, str]) -> None:
 
 def test_dropout_in_fused_attention_is_refused() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    refusing = tensor_surroundings.refusing_dropout(op, lambda schema: "as torch does")
+    refusing = dtensor_context.refusing_dropout(op, lambda schema: "as torch does")
     assert refusing(SimpleNamespace(args_schema=(None, None, None))) == "as torch does"
     assert refusing(SimpleNamespace(args_schema=(None, None, None, 0.0, True))) == "as torch does"
     with pytest.raises(ModelError, match="dropout in a fused attention kernel"):
         refusing(SimpleNamespace(args_schema=(None, None, None, 0.1, True)))
     known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    assert all(getattr(torch.ops.aten, name).default in known for name in tensor_surroundings._FUSED)
+    assert all(getattr(torch.ops.aten, name).default in known for name in dtensor_context._FUSED)
 
 
 def test_blocks_are_found() -> None:
@@ -158,7 +134,7 @@ def test_blocks_are_found() -> None:
     shared["a"].up_proj.weight = shared["b"].up_proj.weight
     assert not tensor_plan.found(shared, 2)[0]
     with pytest.raises(ModelError, match="share a parameter"):
-        tensor_plan.matched(shared, {"a.up_proj": "column"}, 2)
+        tensor_plan.matched(shared, {"a.up_proj": "column", "b.up_proj": "row"}, 2)
 
 
 def test_a_closure_that_calls_the_model_twice_is_refused_in_a_pipeline() -> None:

@@ -1,4 +1,4 @@
-"""Strategies against plain PyTorch: ddp and pipeline on several processes, data_parallel on several logical devices."""
+"""Strategies of one process against plain PyTorch: single, and data_parallel on several logical devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ranks import run_ranks
 from tests.strategies import checks
 from torch import Tensor, nn
 
@@ -16,13 +15,6 @@ import paceline
 from paceline.errors import SettingError
 from paceline.strategies import STRATEGIES
 from paceline.world import World
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.conformance)])
-def test_on_several_processes(size: int) -> None:
-    for failed in run_ranks(size, "tests.strategies.data_checks:run_all", deadline=240):
-        assert not failed, "\n".join(failed.values())
 
 
 def with_norm() -> nn.Module:
@@ -171,6 +163,7 @@ def test_strategies_of_one_process_refuse_several() -> None:
         "fsdp",
         "pipeline",
         "tensor",
+        "fsdp+tensor",
         "local_sgd",
         "diloco",
         "parameter_server",

@@ -1,4 +1,5 @@
-"""Batch norm over replicas: the same cases on threads and on processes, and what `convert` changes and refuses."""
+"""Batch norm over replicas: the cases on threads, and what `convert` changes and refuses. On processes:
+test_batchnorm_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -9,11 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.ranks import checks_in, run_ranks
-from tests.train import batchnorm_checks as checks
+from tests.train import batchnorm_cases as cases
 from torch import Tensor, nn
 
-from paceline.comm.replicas import Replicas, use
+from paceline.comm.mesh import Replicas, current
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import ModelError
 from paceline.train import batchnorm
@@ -28,35 +28,18 @@ def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
         yield team
 
 
-@pytest.mark.parametrize("case", checks.CASES, ids=lambda case: case.name)
-def test_case_on_threads(case: checks.Case, team: ThreadTeam) -> None:
-    team.run([lambda: checks.run_case(case)] * 3)
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_case_on_threads(case: cases.Case, team: ThreadTeam) -> None:
+    team.run([lambda: cases.run_case(case)] * 3)
 
 
 @pytest.mark.parametrize(
     "function",
-    [checks.same_examples_case, checks.float32_case, checks.pure_half_case, checks.refusals_case, checks.synced_case],
+    [cases.same_examples_case, cases.float32_case, cases.pure_half_case, cases.refusals_case, cases.synced_case],
     ids=lambda function: function.__name__,
 )
 def test_on_threads(function: Callable[[], None], team: ThreadTeam) -> None:
     team.run([function] * 3)
-
-
-# ---- on processes ----
-
-
-@pytest.fixture(scope="module")
-def failures() -> list[dict[str, str]]:
-    return run_ranks(3, "tests.train.batchnorm_checks:run_all", deadline=100)
-
-
-NAMES = [case.name for case in checks.CASES] + [check.__name__ for check in checks_in(vars(checks))]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_processes(name: str, failures: list[dict[str, str]]) -> None:
-    for rank, failed in enumerate(failures):
-        assert name not in failed, f"rank {rank}:\n{failed.get(name)}"
 
 
 # ---- alone ----
@@ -90,7 +73,7 @@ def test_eval_does_not_communicate() -> None:
     layer = nn.BatchNorm1d(4)
     convert(layer)
     layer.eval()
-    with use(Untouched()):
+    with current().computing(Untouched()):
         layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
         layer.train()
         with pytest.raises(AssertionError, match="no communication"):
@@ -108,14 +91,14 @@ class Counting(Replicas):
 
 
 def test_the_backward_is_of_the_forwards_replicas() -> None:
-    """On CUDA it runs in a thread of autograd's, where current() is something else. It communicates once, if at all."""
+    """On CUDA it runs in a thread of autograd's, which knows of no replicas. It communicates once, if at all."""
     layer, x = nn.BatchNorm1d(4), torch.randn(3, 4, requires_grad=True)
     convert(layer)
     replicas = Counting()
-    with use(replicas):
+    with current().computing(replicas):
         outputs = [layer(x), layer(x), layer(x.detach())]
     assert replicas.sums == 3
-    with use(Untouched()):
+    with current().computing(Untouched()):
         outputs[0].sum().backward()
         assert replicas.sums == 4
         torch.autograd.grad(outputs[1].sum(), x, create_graph=True)[0].sum().backward()

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import run_ranks
-from tests.train import biases_checks as checks
+from tests.train import biases
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -214,7 +213,7 @@ def test_the_bits_of_a_layer_whose_output_no_norm_takes_do_not_depend_on_how_lon
 
 def test_one_process_says_once_which_biases_have_no_effect(capfd: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
-    checks.same_as_plain(checks.under(4, progress="lines"), checks.plain(4).state_dict())
+    biases.same_as_plain(biases.under(4, progress="lines"), biases.plain(4).state_dict())
     said = capfd.readouterr().err
     assert said.count("the bias of 0, 3 has no effect, since batch norm follows") == 1
     assert "Write bias=False." in said
@@ -222,19 +221,14 @@ def test_one_process_says_once_which_biases_have_no_effect(capfd: pytest.Capture
 
 def test_weight_decay_still_acts_on_them() -> None:
     torch.set_default_dtype(torch.float32)
-    model = checks.network()
+    model = biases.network()
     model[0].bias.data.fill_(1.0)
-    state = checks.under(2, model, decay=0.5)
+    state = biases.under(2, model, decay=0.5)
     torch.testing.assert_close(state["0.bias"], torch.full((32,), (1 - 0.01 * 0.5) ** 6), rtol=1e-6, atol=0)
 
 
 def test_on_devices_of_one_process() -> None:
     torch.set_default_dtype(torch.float32)
-    expected = checks.plain(4).state_dict()
+    expected = biases.plain(4).state_dict()
     for strategy in ("data_parallel:devices=cpu+cpu", "mirrored:devices=cpu+cpu", "single"):
-        checks.same_as_plain(checks.under(4, strategy=strategy), expected)
-
-
-def test_on_two_processes() -> None:
-    for failed in run_ranks(2, "tests.train.biases_checks:run_all", deadline=100):
-        assert not failed, "\n".join(failed.values())
+        biases.same_as_plain(biases.under(4, strategy=strategy), expected)

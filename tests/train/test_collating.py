@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, default_collate
 
 from paceline.errors import SettingError, UsageError
-from paceline.strategies.base import Layout
+from paceline.strategies.batch_plan import one_shard
 from paceline.train.loader import Loader
 from paceline.train.sources import make_source
 
@@ -89,7 +90,7 @@ def loaders(size: int, micro_batch: int | None = None, workers: int = 0, **chang
     for rank in range(size):
         source = make_source(
             given["dataset"],
-            layout=Layout(size, (rank,)),
+            plan=partial(one_shard, size, rank),
             micro_batch=micro_batch,
             options=dict(options),
             **{key: value for key, value in given.items() if key != "dataset"},

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import paceline
 from paceline.errors import EmptyShardError, SettingError, UsageError
-from paceline.strategies.base import Layout
+from paceline.strategies.batch_plan import one_shard
 from paceline.train.loader import Loader
 from paceline.train.sources import make_source
 
@@ -36,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 
 def loader(dataset: Any, rank: int = 0, size: int = 1, train: bool = True, **changed: Any) -> Loader:
     keys = {key: changed.pop(key, value) for key, value in {**SETTINGS, "global_batch": None}.items()}
-    source = make_source(dataset, layout=Layout(size, (rank,)), options=changed, **keys)
+    source = make_source(dataset, plan=partial(one_shard, size, rank), options=changed, **keys)
     return Loader(source, name=keys["name"], train=train, device=torch.device("cpu"), on_yield=lambda _: None)
 
 

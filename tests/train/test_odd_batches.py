@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import EmptyShardError, SettingError
-from paceline.strategies.base import Layout
+from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.placement import move
 from paceline.train.empty import empty_batch
 from paceline.train.sources import make_source
@@ -130,4 +131,4 @@ def test_the_order_of_a_loader_is_keyed_by_the_seed() -> None:
     with pytest.raises(
         SettingError, match=r"run\.loader\(generator=.*keyed by the seed.*paceline\.start\(seed=.*sampler"
     ):
-        make_source([1, 2], layout=Layout(1, (0,)), options={"generator": torch.Generator()}, **keys)
+        make_source([1, 2], plan=partial(one_shard, 1, 0), options={"generator": torch.Generator()}, **keys)

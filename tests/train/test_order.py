@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ranks import run_ranks
 
-from paceline.strategies.base import Layout
-from paceline.train.order import cut, permutation, requests
+from paceline.strategies.batch_plan import AllMicroBatches, AllShards, cut, one_shard
+from paceline.train.order import permutation
 
 
 def test_an_epoch_is_a_permutation_that_seed_name_and_epoch_change() -> None:
@@ -47,7 +46,8 @@ def test_a_global_batch_is_cut_without_loss_and_equally_often(
     total: int, shards: int, micro: int | None, together: bool
 ) -> None:
     batch = list(range(100, 100 + total))
-    per_shard = [list(requests(batch, 0, 0, Layout(shards, (s,), together), micro)) for s in range(shards)]
+    plans = [AllMicroBatches(shards, (s,)) if together else one_shard(shards, s) for s in range(shards)]
+    per_shard = [list(plan.requests(batch, 0, 0, micro)) for plan in plans]
     assert len({len(own) for own in per_shard}) == 1, "the ranks' loaders yield unequally often"
     assert [i for own in per_shard for r in own for i in r.indices] == batch, "lost, doubled, or out of order"
     sizes = [sum(r.examples for r in own) for own in per_shard]
@@ -72,11 +72,6 @@ def test_parts_are_adjacent_and_cover(count: int, parts: int) -> None:
 @pytest.mark.parametrize("shards", [2, 3])
 def test_one_process_that_computes_all_shards_has_the_same_parts(shards: int) -> None:
     batch = list(range(23))
-    alone = [list(requests(batch, 1, 2, Layout(shards, (s,)), 4)) for s in range(shards)]
-    for number, request in enumerate(requests(batch, 1, 2, Layout(shards, tuple(range(shards))), 4)):
+    alone = [list(one_shard(shards, s).requests(batch, 1, 2, 4)) for s in range(shards)]
+    for number, request in enumerate(AllShards(shards, tuple(range(shards))).requests(batch, 1, 2, 4)):
         assert list(request.parts) == [own[number].parts[0] for own in alone]
-
-
-def test_uneven_ends_on_two_processes() -> None:
-    for failed in run_ranks(2, "tests.train.uneven_checks:run_all", deadline=60):
-        assert not failed, "\n".join(failed.values())

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -66,7 +65,8 @@ def train(directory: Path, stops: set[int]) -> dict[str, Any]:
     return found
 
 
-def check_resume() -> None:
+@pytest.mark.ranks(1, 2)
+def test_a_resumed_fp16_run_is_the_undisturbed_one() -> None:
     run = paceline.start(device="cpu", progress="off")
     base = Path(collectives.broadcast_object(tempfile.mkdtemp() if run.main else None))
     whole = train(base / "whole", set())
@@ -81,8 +81,3 @@ def check_resume() -> None:
             assert all(torch.equal(a, b) for a, b in zip(whole[name], parts[name], strict=True)), (stops, name)
         for name in ("scaler", "schedule", "counts", "scales"):
             assert whole[name] == parts[name], (stops, name)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_resumed_fp16_run_is_the_undisturbed_one(size: int) -> None:
-    run_ranks(size, "tests.train.test_resume_fp16:check_resume", deadline=60)

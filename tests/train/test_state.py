@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +169,14 @@ def test_torchs_own_samplers_with_a_generator_go_on(tmp_path: Path) -> None:
         def __len__(self) -> int:
             return 5
 
-    from paceline.strategies.base import Layout
+    from paceline.strategies.batch_plan import one_shard
     from paceline.train.loader import Loader
     from paceline.train.sources import make_source
 
     def indices(start: int) -> list[list[int]]:
         keys: dict[str, Any] = {"seed": 0, "name": "a", "global_batch": None, "micro_batch": None, "shuffle": False}
         keys |= {"sampler": None, "drop_last": False, "shuffle_buffer": None, "options": {}}
-        source = make_source(DATA, layout=Layout(1, (0,)), batch_sampler=Batches(), **keys)
+        source = make_source(DATA, plan=partial(one_shard, 1, 0), batch_sampler=Batches(), **keys)
         made = Loader(source, name="a", train=True, device=torch.device("cpu"), on_yield=lambda _: None)
         made.load_state_dict({"epoch": 1, "step": start, **source.identity()})
         return [list(made.indices) for _ in made]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.train.sums import FOLD_AT, WeightedSum
+from paceline.train.weighted_sum import FOLD_AT, WeightedSum
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def later(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether tensors are read later, as those of an accelerator."""
     if not request.param:
-        monkeypatch.setattr("paceline.train.sums.readable", lambda tensor: False)
+        monkeypatch.setattr("paceline.train.weighted_sum.readable", lambda tensor: False)
     return not request.param
 
 
@@ -30,7 +30,7 @@ def result(sums: WeightedSum) -> list[float]:
 
 
 def test_a_tensor_that_changes_before_it_is_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.train.sums.readable", lambda tensor: False)
+    monkeypatch.setattr("paceline.train.weighted_sum.readable", lambda tensor: False)
     sums, value = WeightedSum(CPU, "x was changed"), torch.ones(())
     sums.add(value, 1)
     value += 1

@@ -1,4 +1,4 @@
-"""What the ranks of test_verify.py run: sides of `paceline verify`, one after the other, in processes that wait."""
+"""What the ranks of test_verify.py run: runs of `paceline verify`, one after the other, in processes that wait."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import session, world
-from paceline.trial.probe import TrialEnded
+from paceline.compare.worker.probe import TrialEnded
 
 
 def run(work: str) -> dict[str, str]:
-    """work: a JSON list of {"name", "script", "args", "settings", "order"}. Returns what failed, by name."""
+    """work: a JSON list of {"name", "script", "args", "settings", "spec"}. Returns what failed, by name."""
     return {one["name"]: failed for one in json.loads(work) if (failed := _run(**one)) is not None}
 
 
-def _run(name: str, script: str, args: Sequence[str], settings: dict[str, Any], order: dict[str, Any]) -> str | None:
-    os.environ[world.SETTINGS], os.environ[world.TRIAL] = json.dumps(settings), json.dumps(order)
+def _run(name: str, script: str, args: Sequence[str], settings: dict[str, Any], spec: str) -> str | None:
+    os.environ[world.SETTINGS], os.environ[world.TRIAL] = json.dumps(settings), spec
     sys.argv = [script, *args]
     try:
         runpy.run_path(script, run_name="__main__")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.ranks import run_ranks
 
 from paceline.config import StrategySpec, parse_strategy
-from paceline.tools.judge import judge
-from paceline.tools.runs import Answer, Question, Runs
-from paceline.tools.trials import Script, Start
+from paceline.trials.spec import TrialSpec
+from paceline.trials.start import Script, Start
+from paceline.verify.answer import Answer
+from paceline.verify.decision import decide
+from paceline.verify.runs import Runs, VerifyOptions
 
 PLANTED = Path(__file__).with_name("planted.py")
 Case = tuple[str, str]  # fault and twin
@@ -32,9 +34,9 @@ class Prepared(Runs):
         path: Path = PLANTED,
     ):
         script = Script(str(path), case, False, {"device": "cpu"})
-        super().__init__(Question(script, processes, strategy, precision, steps), processes, str(folder), int)
+        super().__init__(VerifyOptions(script, processes, strategy, precision, steps), processes, str(folder), int)
         self.made: dict[str, str | None] = {}
-        self.lines = False  # two runs more for each fault
+        self.may_trace = False  # two runs more for each fault
         self.planned: list[tuple[int, dict[str, Any]]] | None = None
 
     def run(self, name: str, strategy: StrategySpec | None = None, **how: bool) -> str | None:
@@ -47,11 +49,17 @@ class Prepared(Runs):
         self.planned = None
         return planned
 
-    def launched(self, name: str, start: Start, order: Mapping[str, Any]) -> str | None:
+    def launch_run(self, name: str, start: Start, spec: TrialSpec) -> str | None:
         given = {"strategy": start.strategy and str(start.strategy), "precision": start.precision}
-        settings = self.question.script.settings | {key: value for key, value in given.items() if value is not None}
-        script, called = self.question.script, self.folder(name)
-        work = {"name": called, "script": script.path, "args": script.args, "settings": settings, "order": order}
+        settings = self.options.script.settings | {key: value for key, value in given.items() if value is not None}
+        script, called = self.options.script, self.folder(name)
+        work = {
+            "name": called,
+            "script": script.path,
+            "args": script.args,
+            "settings": settings,
+            "spec": spec.to_json(),
+        }
         if self.planned is not None:
             self.planned.append((start.processes, work))
             return None
@@ -68,7 +76,7 @@ def together(work: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, str]:
 
 
 def answers(folder: Path, cases: Sequence[Case], processes: int, precision: str, steps: int = 4) -> dict[Case, Answer]:
-    return {case: judge(runs) for case, runs in begun(folder, cases, processes, precision, steps).items()}
+    return {case: decide(runs) for case, runs in begun(folder, cases, processes, precision, steps).items()}
 
 
 def begun(folder: Path, cases: Sequence[Case], processes: int, precision: str, steps: int = 4) -> dict[Case, Prepared]:
@@ -81,7 +89,7 @@ def begun(folder: Path, cases: Sequence[Case], processes: int, precision: str, s
         runs for (fault, _), runs in asked.items() if fault not in ("control-by-rank/later", "control-by-rank/skip")
     ]  # its ranks end in an error
     for kind in ("A",), ("C", "C2", "B"):
-        work = [one for runs in alike for name in kind for one in runs.plan(name, **_as_judged(name, runs))]
+        work = [one for runs in alike for name in kind for one in runs.plan(name, **_as_decided(name, runs))]
         failed = together(work) if work else {}
         for runs in alike:
             runs.made |= {name: failed.get(runs.folder(name)) for name in kind}
@@ -92,8 +100,8 @@ class Left(Prepared):
     """A question that is asked again, of the records that another one has left, but for some runs that now fail."""
 
     def __init__(self, other: Prepared, absent: Collection[str]) -> None:
-        case, spec = other.question.script.args, other.question.strategy
-        steps, precision = other.question.steps, str(other.question.precision)
+        case, spec = other.options.script.args, other.options.strategy
+        steps, precision = other.options.steps, str(other.options.precision)
         super().__init__(Path(other._folder), (case[0], case[1]), other.nproc, spec, precision, steps)
         self._absent = absent
 
@@ -102,15 +110,15 @@ class Left(Prepared):
         return None if there else "it is not made"
 
 
-def _as_judged(name: str, runs: Prepared) -> dict[str, Any]:
-    """As judge.py asks for it."""
+def _as_decided(name: str, runs: Prepared) -> dict[str, Any]:
+    """As decision.py asks for it."""
     if name == "A":
         return {}
     if name == "B":
-        of_all = runs.question.script.args[0] == "mean-of-means/batch-norm"
-        of_all |= tuple(runs.question.script.args) == ("batch-norm-per-shard", "healthy")
+        of_all = runs.options.script.args[0] == "mean-of-means/batch-norm"
+        of_all |= tuple(runs.options.script.args) == ("batch-norm-per-shard", "healthy")
         devices = ",".join(["cpu"] * runs.nproc)
-        shards = 4 if runs.question.script.args[0].endswith("/reproducible") else runs.nproc
+        shards = 4 if runs.options.script.args[0].endswith("/reproducible") else runs.nproc
         return {"strategy": parse_strategy(f"data_parallel:devices={devices}" if of_all else f"single:shards={shards}")}
-    twice = {"backwards": True, "nudged": True} if name == "C2" else {}
-    return {"strategy": StrategySpec("single"), "plain": True, "whole": True, **twice}
+    twice = {"reversed_batches": True, "perturbed": True} if name == "C2" else {}
+    return {"strategy": StrategySpec("single"), "dropout_off": True, "whole_batches": True, **twice}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.verify.prepared import Prepared
 
-from paceline.tools.judge import judge
-from paceline.tools.runs import DIFFERENT, SAME, UNKNOWN, Answer
+from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer
+from paceline.verify.decision import decide
 
 JOB = """
 import torch
@@ -69,7 +69,7 @@ QUICK = ("by hand/lr", "ahead")
 def asked(folder: Path, loop: str, lr: str, steps: int = 3) -> Answer:
     path = folder / "train.py"
     path.write_text(JOB.format(loop=loop, lr=lr))
-    return judge(Prepared(folder, (), 2, None, "fp32", steps, path))
+    return decide(Prepared(folder, (), 2, None, "fp32", steps, path))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.conformance) for n in CASES])

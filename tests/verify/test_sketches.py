@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.verify.prepared import Prepared
 
-from paceline.tools.evidence import span
-from paceline.tools.judge import judge
-from paceline.tools.runs import SAME
-from paceline.trial.sketches import ROWS, WHOLE, sketch
+from paceline.verify.answer import SAME
+from paceline.verify.decision import decide
+from paceline.verify.evidence import linear_combination
+from paceline.verify.worker.sketches import ROWS, WHOLE, sketch
 
 
 def test_a_sketch_keeps_norms_of_differences_and_linear_relations() -> None:
@@ -27,7 +27,7 @@ def test_a_sketch_keeps_norms_of_differences_and_linear_relations() -> None:
     exact = float((one_column - first).norm())
     assert float((sketch(one_column) - sketch(first)).norm()) == pytest.approx(exact, rel=0.2)
     whole = {"w": sketch(0.3 * first + 0.9 * second)}
-    found_shares = span(whole, [{"w": sketch(first)}, {"w": sketch(second)}])
+    found_shares = linear_combination(whole, [{"w": sketch(first)}, {"w": sketch(second)}])
     assert found_shares is not None
     assert found_shares[0] == pytest.approx([0.3, 0.9])
 
@@ -42,7 +42,7 @@ def test_the_disk_holds_sixteen_bytes_a_parameter_and_step(tmp_path: Path) -> No
     """Of fp32 and Adam: weights and two averages, and the gradient. It was 53."""
     steps, parameters = 4, 2 * 64 * 8192 + 8192 + 64
     runs = Prepared(tmp_path, ("", ""), 2, None, "fp32", steps, Path(__file__).with_name("large.py"))
-    assert judge(runs).code == SAME
+    assert decide(runs).code == SAME
     held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert held / parameters / steps < 17
 
@@ -56,7 +56,7 @@ def test_where_the_disk_has_no_room_for_more_steps_fewer_are_compared_and_that_i
         pytest.skip("only root may mount a disk of that size")
     try:
         runs = Prepared(disk, ("", ""), 2, None, "fp32", 4, Path(__file__).with_name("large.py"))
-        answer = judge(runs)
+        answer = decide(runs)
         assert answer.code == SAME, answer.text
         assert 2 <= answer.steps < 4
         assert any(f"only {answer.steps} steps were compared" in note.text for note in answer.notes)

@@ -11,9 +11,9 @@ from tests.verify.prepared import Prepared
 
 from paceline.monitor.window import Window
 from paceline.strategies.base import Term
-from paceline.tools.judge import judge
-from paceline.tools.runs import DIFFERENT, SAME, Answer
 from paceline.train.loss import local_loss, losses_of
+from paceline.verify.answer import DIFFERENT, SAME, Answer
+from paceline.verify.decision import decide
 
 JOB = """
 import torch
@@ -66,7 +66,7 @@ HEALTHY = {
 def asked(folder: Path, returned: str, step: str, loader: str, steps: int = 3) -> Answer:
     path = folder / "train.py"
     path.write_text(JOB.format(returned=returned, step=step, loader=loader))
-    return judge(Prepared(folder, (), 2, None, "fp32", steps, path))
+    return decide(Prepared(folder, (), 2, None, "fp32", steps, path))
 
 
 @pytest.mark.parametrize(

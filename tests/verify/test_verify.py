@@ -12,11 +12,12 @@ import pytest
 import torch
 from tests.verify.prepared import PLANTED, Case, Left, Prepared, answers, begun
 
-from paceline.tools.claims import Claim
-from paceline.tools.evidence import multiple, span
-from paceline.tools.judge import but_kinks, judge
-from paceline.tools.runs import DIFFERENT, SAME, UNKNOWN, Answer
-from paceline.tools.sides import Difference, Tolerances
+from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer
+from paceline.verify.claims import Claim
+from paceline.verify.comparison import without_kinks
+from paceline.verify.decision import decide
+from paceline.verify.evidence import linear_combination, scalar_multiple
+from paceline.verify.tolerances import Difference, Tolerances
 
 FAULTS = [line.split()[0] for line in PLANTED.read_text().split('"""')[1].splitlines() if " | " in line]
 TWINS = ("bad", "healthy")
@@ -54,7 +55,7 @@ def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_faults_are_named_and_healthy_twins_are_the_same(asked: dict[Case, Prepared]) -> None:
     assert {*QUICK, *MORE} <= set(FAULTS)
-    found = {case: judge(runs) for case, runs in asked.items() if case[0] != "noise/loop"}
+    found = {case: decide(runs) for case, runs in asked.items() if case[0] != "noise/loop"}
     assert wrong(found) == {}
     answer = found["mean-of-means", "bad"]
     assert (answer.quantity, answer.step) == ("loss", 0)
@@ -94,12 +95,12 @@ def test_no_sentence_speaks_of_a_run_that_was_not_made(asked: dict[Case, Prepare
         made = [path.parent.name for path in Path(runs._folder).glob("*/rank-0.json")]
         for absent in [(), *((name,) for name in made if name != "A"), ("C", "B"), ("B", "D"), ("B", "B1", "C", "D")]:
             left = Left(runs, absent)
-            answer = judge(left)  # which checks that a claim's runs have left records
-            assert not left.left & set(absent)
+            answer = decide(left)  # which checks that a claim's runs have left records
+            assert not left.recorded & set(absent)
             for claim in (*answer.claims, *answer.notes):
-                assert set(claim.runs) <= left.left, claim
-                assert not set(claim.without) & left.left, claim
-                assert not unfounded(claim), (runs.question.script.args, absent, claim)
+                assert set(claim.runs) <= left.recorded, claim
+                assert not set(claim.without) & left.recorded, claim
+                assert not unfounded(claim), (runs.options.script.args, absent, claim)
             judged += 1
     assert judged > 5 * len(asked)
 
@@ -117,8 +118,8 @@ def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_sh
     asked: dict[Case, Prepared],
 ) -> None:
     """In a loop with batch norm and noise, where it was said that distribution changes nothing."""
-    assert wrong({("control-by-rank", "bad"): judge(asked["noise/loop", "bad"])}) == {}
-    answer = judge(asked["noise/loop", "healthy"])
+    assert wrong({("control-by-rank", "bad"): decide(asked["noise/loop", "bad"])}) == {}
+    answer = decide(asked["noise/loop", "healthy"])
     assert (answer.code, answer.cause) == (UNKNOWN, None)
     assert "told that it is the only one" in answer.text
 
@@ -134,7 +135,7 @@ def test_every_fault(processes: int, precision: str, tmp_path: Path) -> None:
 
 def ask(folder: Path, strategy: str, case: Case = ("mean-of-means", "healthy"), steps: int = 2) -> Answer:
     folder.mkdir()
-    return judge(Prepared(folder, case, 2, strategy, "fp32", steps))
+    return decide(Prepared(folder, case, 2, strategy, "fp32", steps))
 
 
 def test_what_changes_the_mathematics_on_purpose_is_no_fault(tmp_path: Path) -> None:
@@ -201,11 +202,11 @@ def test_rounding_at_a_kink_is_rare_and_small() -> None:
         return [Difference(0, "gradient", "w", difference, 1e-7, 1.0)]
 
     tolerances = Tolerances(None, None, "fp32")
-    assert tolerances.of_kinks(gradient(1e-4))
-    assert not tolerances.of_kinks(gradient(1e-3))
-    assert not tolerances.of_kinks([*gradient(1e-4), Difference(0, "loss", None, 1e-4, 1e-7)])
-    assert but_kinks([[], gradient(1e-4), [], []], tolerances) == ([[], [], []], 1)
-    assert but_kinks([gradient(1e-4), [], gradient(1e-4), []], tolerances) == (
+    assert tolerances.may_be_kinks(gradient(1e-4))
+    assert not tolerances.may_be_kinks(gradient(1e-3))
+    assert not tolerances.may_be_kinks([*gradient(1e-4), Difference(0, "loss", None, 1e-4, 1e-7)])
+    assert without_kinks([[], gradient(1e-4), [], []], tolerances) == ([[], [], []], 1)
+    assert without_kinks([gradient(1e-4), [], gradient(1e-4), []], tolerances) == (
         [gradient(1e-4), [], gradient(1e-4), []],
         0,
     )
@@ -213,10 +214,10 @@ def test_rounding_at_a_kink_is_rare_and_small() -> None:
 
 def test_evidence_from_gradients() -> None:
     first, second = ({"w": torch.randn(3, 4, dtype=torch.float64)} for _ in range(2))
-    assert multiple({"w": 2 * first["w"]}, first) == pytest.approx(2)
-    assert multiple(second, first) is None
-    found = span({"w": 0.3 * first["w"] + 0.9 * second["w"]}, [first, second])
+    assert scalar_multiple({"w": 2 * first["w"]}, first) == pytest.approx(2)
+    assert scalar_multiple(second, first) is None
+    found = linear_combination({"w": 0.3 * first["w"] + 0.9 * second["w"]}, [first, second])
     assert found is not None
     assert found[0] == pytest.approx([0.3, 0.9])
     assert found[1] < 1e-12
-    assert span({"w": torch.randn(3, 4, dtype=torch.float64)}, [first, second]) is None
+    assert linear_combination({"w": torch.randn(3, 4, dtype=torch.float64)}, [first, second]) is None

@@ -53,11 +53,16 @@ WAYS = {
     "fsdp-1": Way("fsdp:stage=1", sgd=1e-8),
     "fsdp-2": Way("fsdp:stage=2", sgd=1e-8, jobs="abcegh", refused=("separate",), refuses=_SLICES),
     "fsdp-3": Way("fsdp:stage=3", sgd=1e-8, jobs="abcegh", refused=("separate",), refuses=_SLICES),
+    "hsdp": Way(
+        "fsdp:replicate=2", sgd=1e-10, jobs="abcegh", refused=("separate",), worlds=(4,), refuses=_SLICES, daily=False
+    ),
+    "hsdp-1": Way("fsdp:replicate=2,stage=1", sgd=1e-10, worlds=(4,), daily=False),
     "pipeline": Way("pipeline", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2, 3), refuses=_STAGES),
     "pipeline-2": Way(
         "pipeline:stages=2,schedule=1f1b", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2,), factor=2
     ),
     "tensor": Way("tensor:size=2", jobs="bg", sgd=1e-8, worlds=(1, 2), factor=2, refuses=_BLOCKS),
+    "fsdp-tensor": Way("fsdp+tensor:size=2", jobs="bg", sgd=1e-10, worlds=(2,), factor=2, refuses=_BLOCKS, daily=False),
     # Not refused, and another model: b clips by the norm of the whole gradient, the shards of g are of two sizes, batch
     # norm is by shard. diloco is the same as local_sgd where its outer step is a plain one of rate 1.
     "local_sgd-1": Way(

@@ -15,6 +15,7 @@ import torch
 from .common import Case
 from .harness import Outcome, plain, problems, run_cases
 from .matrix import MODULES, cut, cut_of_strategies, refused, under_strategies, whole
+from .strategies import WAYS
 
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for all launches
 CUT = {case.name: case for case in (*cut(), *cut_of_strategies())}
@@ -30,7 +31,7 @@ def params(cases: list[Case]) -> list[Any]:
 def marks(case: Case) -> Any:
     if case.name in CUT:
         return []
-    large = bool(case.strategy) and case.worlds[0] > 3
+    large = bool(case.strategy) and case.worlds[0] > max(3, WAYS[case.strategy].worlds[0])
     return pytest.mark.campaign if large else pytest.mark.conformance
 
 

@@ -1,8 +1,8 @@
 """What collectives go through where processes may come and go, in place of torch.distributed, whose groups cannot lose
 a member.
 
-A channel is installed by the strategy that has one (`collectives.use`), and counts only members that live. Its members
-are those that took part in the last exchange: so all that live see the same, and change their view at the same place in
+The strategy that has a channel sets it on its mesh (`Mesh.channel`). A channel counts only members that live: those
+that took part in the last exchange. So all that live see the same members, and change their view at the same place in
 the program.
 
 A member may also come while the others are under way. It makes everything ready, and waits in `arrive`, which the run

@@ -40,7 +40,7 @@ State = dict[str, Tensor]
 
 
 class Sums(Protocol):
-    """What codecs need of the replicas (comm/sums.py)."""
+    """What codecs need of the replicas (comm/codec_sums.py)."""
 
     size: int
 

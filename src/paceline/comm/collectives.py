@@ -1,4 +1,4 @@
-"""Communication between processes: what everyone calls. (torch.distributed itself is called here and in engine.py.)
+"""Communication between processes: what everyone calls. (torch.distributed itself is called here and in transport.py.)
 
 All processes call a function here in the same order. In a world of one only the communication is left out.
 
@@ -13,21 +13,19 @@ Three facts about the backends shape this file:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import engine, forks
+from paceline.comm import fork_safety, transport
 from paceline.comm.digests import digest
-from paceline.comm.engine import among as among
-from paceline.comm.engine import rank_of as rank_of
-from paceline.comm.engine import size_of as size_of
+from paceline.comm.mesh import Group, current, replicas_here
+from paceline.comm.transport import rank_of as rank_of
+from paceline.comm.transport import size_of as size_of
 from paceline.errors import SettingError, UsageError, WorldError, suggest
 
 T = TypeVar("T")
@@ -52,7 +50,7 @@ _ADDED_AS = {
 }
 
 
-def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None = None) -> torch.device:
+def device_of(group: Group = None, like: torch.device | None = None) -> torch.device:
     """The device from which the group can send a tensor that lies on `like` (default: the CPU).
 
     `like` itself where the group has a backend for it; else the CPU; else the current device of the backend's own type
@@ -62,7 +60,7 @@ def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None 
     like = torch.device("cpu") if like is None else like
     if size_of(group) == 1:
         return like
-    pairs = (item.split(":") for item in engine.backends_of(group).split(","))
+    pairs = (item.split(":") for item in transport.backends_of(group).split(","))
     types = {device for device, backend in pairs if backend != "gloo" or device == "cpu"}
     if like.type in types:
         return like
@@ -72,27 +70,22 @@ def device_of(group: dist.ProcessGroup | None = None, like: torch.device | None 
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def of_one_replica() -> Iterator[None]:
-    """In this thread, within the block, what goes over the whole world raises UsageError: the thread computes one of
-    several replicas of this process, or one stage, so that it would be silently wrong, or wait for ever."""
-    _thread.of_one_replica = True
-    try:
-        yield
-    finally:
-        _thread.of_one_replica = False
-
-
-def _check_place(group: dist.ProcessGroup | None = None) -> None:
-    if group is None and getattr(_thread, "of_one_replica", False):
+def check_everywhere() -> None:
+    """Raises UsageError in a computation that not all members of the run make, such as one replica of several in a
+    process: a sum over all of them would be silently wrong, or wait for ever."""
+    if not (current().everywhere and replicas_here().everywhere):
         raise UsageError(
             "run.gather, run.sum, run.mean or run.ratio (or another sum over all processes) was called in the loss "
             "function, which the chosen strategy calls for one of several replicas in a process, or on one stage: it "
             "would see that one's examples alone. Call it elsewhere, or use one replica a process (--strategy ddp)."
         )
+
+
+def data_group() -> Group:
+    """The processes of the open run that have other examples, over which numbers of examples are added and joined.
+    Raises UsageError in a computation that not all of them make."""
+    check_everywhere()
+    return current().data
 
 
 class Pending:
@@ -108,7 +101,7 @@ class Pending:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            forks.keep(self._sent)
+            fork_safety.keep(self._sent)
         if self._sent is not self._tensor:
             self._tensor.copy_(self._sent)
             self._sent = self._tensor
@@ -116,21 +109,16 @@ class Pending:
 
 
 @overload
-def all_reduce(
-    tensor: Tensor, op: str = ..., group: dist.ProcessGroup | None = ..., async_op: Literal[False] = ...
-) -> Tensor: ...
+def all_reduce(tensor: Tensor, op: str = ..., group: Group = ..., async_op: Literal[False] = ...) -> Tensor: ...
 @overload
-def all_reduce(
-    tensor: Tensor, op: str = ..., group: dist.ProcessGroup | None = ..., *, async_op: Literal[True]
-) -> Pending: ...
-def all_reduce(
-    tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> Tensor | Pending:
+def all_reduce(tensor: Tensor, op: str = ..., group: Group = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, async_op: bool = False) -> Tensor | Pending:
     """Replace `tensor` by the sum (min, max, product) of all ranks' tensors, and return it. Not differentiable.
 
     All ranks' tensors have one shape and dtype. With `async_op` a `Pending` is returned at once.
     """
-    _check_place(group)
+    if group is None:
+        check_everywhere()
     if op not in _OPERATIONS:
         raise SettingError(f"all_reduce(op={op!r}) is none of the operations. {suggest(op, _OPERATIONS)}")
     tensor = tensor.detach()
@@ -138,7 +126,7 @@ def all_reduce(
         pending = Pending(None, tensor, tensor)
     else:
         sent = tensor.to(device_of(group, tensor.device), _ADDED_AS.get(tensor.dtype, tensor.dtype)).contiguous()
-        pending = Pending(engine.all_reduce(sent, _OPERATIONS[op], group), tensor, sent)
+        pending = Pending(transport.all_reduce(sent, _OPERATIONS[op], group), tensor, sent)
     return pending if async_op else pending.wait()
 
 
@@ -177,22 +165,22 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 _MOST_DIMS = 28
 
 
-def _gather_rows(row: Tensor) -> list[Tensor]:
+def _gather_rows(row: Tensor, group: Group) -> list[Tensor]:
     """All ranks' 1-d tensors of one size and dtype (one that backends know) in rank order, on `row`'s device."""
-    if size_of() == 1:
+    if size_of(group) == 1:
         return [row]
-    sent = row.to(device_of(None, row.device)).contiguous()
-    return [received.to(row.device) for received in engine.gather(sent)]
+    sent = row.to(device_of(group, row.device)).contiguous()
+    return [received.to(row.device) for received in transport.gather(sent, group)]
 
 
-def _gather_heads(tensor: Tensor) -> list[_Head]:
+def _gather_heads(tensor: Tensor, group: Group) -> list[_Head]:
     needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
     if tensor.dim() > _MOST_DIMS:
         raise UsageError(f"gather takes tensors of up to {_MOST_DIMS} dimensions, not {tensor.dim()}: flatten some.")
     own = [_DTYPES.index(tensor.dtype), int(needs_gradient), tensor.dim(), *tensor.shape]
     row = torch.tensor(own + [0] * (3 + _MOST_DIMS - len(own)), dtype=torch.int64)
     heads = []
-    for values in (received.tolist() for received in _gather_rows(row)):
+    for values in (received.tolist() for received in _gather_rows(row, group)):
         dtype, needs_gradient, dims = values[:3]
         heads.append(_Head(_DTYPES[dtype], bool(needs_gradient), tuple(values[3 : 3 + dims])))
     return heads
@@ -222,13 +210,13 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _gather_bytes(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
+def _gather_bytes(tensor: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
     """(sum of lengths, ...): all ranks' tensors joined, each padded on the way to the longest."""
     own = _as_bytes(tensor)
     row_bytes = tensor.element_size() * tensor.shape[1:].numel()
     padded = own.new_zeros(max(lengths) * row_bytes)
     padded[: own.numel()] = own
-    received = _gather_rows(padded) if padded.numel() else [padded] * len(lengths)
+    received = _gather_rows(padded, group) if padded.numel() else [padded] * len(lengths)
     joined = torch.cat([part[: length * row_bytes] for part, length in zip(received, lengths)])
     return joined.view(tensor.dtype).reshape(sum(lengths), *tensor.shape[1:])
 
@@ -237,17 +225,18 @@ class _Gather(torch.autograd.Function):
     """The joined tensor is the same on every rank. A rank's gradient: its slice of all ranks' gradients, summed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, lengths: Sequence[int]) -> Tensor:
-        ctx.start, ctx.length, group = sum(lengths[: rank_of()]), lengths[rank_of()], engine.group_here()
+    def forward(ctx: Any, tensor: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
+        rank = rank_of(group)
+        ctx.start, ctx.length = sum(lengths[:rank]), lengths[rank]
         ctx.total = lambda t: all_reduce(t.clone(memory_format=torch.contiguous_format), group=group)
-        return _gather_bytes(tensor, lengths)
+        return _gather_bytes(tensor, lengths, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(gradients[0], ctx.total).narrow(0, ctx.start, ctx.length), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(gradients[0], ctx.total).narrow(0, ctx.start, ctx.length), None, None
 
 
-def gather_uneven(tensor: Tensor) -> Tensor:
+def gather_uneven(tensor: Tensor, group: Group = None) -> Tensor:
     """All ranks' tensors joined along dimension 0 in rank order: (sum of the ranks' lengths, ...), the same everywhere.
 
     Lengths may differ and may be 0; any dtype. Differentiable any number of times, and a backward through it
@@ -255,47 +244,49 @@ def gather_uneven(tensor: Tensor) -> Tensor:
     rank, so that all run the backward. Raises UsageError, on every rank, where the other dimensions or the dtypes do
     not agree.
     """
-    _check_place()
-    heads = _gather_heads(tensor)
+    if group is None:
+        check_everywhere()
+    heads = _gather_heads(tensor, group)
     _check_heads(heads)
     if len(heads) == 1:
         return tensor.clone()  # a new tensor, as with several ranks: what a script then does to it must not differ
     if not tensor.requires_grad and any(head.needs_gradient for head in heads):
         tensor = tensor.detach().requires_grad_()
-    joined = _Gather.apply(tensor, [head.shape[0] for head in heads])
-    if size_of() < len(heads):
+    joined = _Gather.apply(tensor, [head.shape[0] for head in heads], group)
+    if size_of(group) < len(heads):
         raise WorldError("a process died while tensors were gathered: lengths and tensors no longer fit together.")
     return joined
 
 
-def gather_objects(obj: T) -> list[T]:
+def gather_objects(obj: T, group: Group = None) -> list[T]:
     """Every rank's object, in rank order. They travel by pickle, between processes of one run only."""
-    _check_place()
-    return [obj] if size_of() == 1 else engine.gather_objects(obj)
+    if group is None:
+        check_everywhere()
+    return [obj] if size_of(group) == 1 else transport.gather_objects(obj, group)
 
 
 # ---- from one rank to all ----
 
 
-def broadcast_object(obj: T, src: int = 0) -> T:
+def broadcast_object(obj: T, src: int = 0, group: Group = None) -> T:
     """Rank `src`'s object (its number in the world) on every rank; what others pass is not looked at. By pickle."""
-    return obj if size_of() == 1 else engine.broadcast_object(obj, src, device_of())
+    return obj if size_of(group) == 1 else transport.broadcast_object(obj, src, device_of(group), group)
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0, group: Group = None) -> None:
     """Overwrite each tensor in place with rank `src`'s, bit for bit, about 25 MB at a time.
 
     Every rank passes as many tensors, of the same shapes and dtypes; otherwise UsageError on every rank.
     """
     listed = [tensor.detach() for tensor in tensors]
-    if size_of() == 1 or not _agree([(str(tensor.dtype), tuple(tensor.shape)) for tensor in listed]):
+    if size_of(group) == 1 or not _agree([(str(tensor.dtype), tuple(tensor.shape)) for tensor in listed], group):
         return
     for bucket in buckets(listed):
         first = bucket[0]
         parts = [_as_bytes(tensor) for tensor in bucket]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        sent = joined.to(device_of(None, first.device))
-        engine.broadcast(sent, src)
+        sent = joined.to(device_of(group, first.device))
+        transport.broadcast(sent, src, group)
         values = sent.to(first.device).view(first.dtype)
         for tensor, part in zip(bucket, values.split([tensor.numel() for tensor in bucket])):
             tensor.copy_(part.view(tensor.shape))
@@ -317,36 +308,52 @@ def buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     yield from filling.values()
 
 
+def sum_all(tensors: Sequence[Tensor], group: Group = None) -> None:
+    """Replaces each tensor by the sum of all ranks', about 25 MB at a time, each on its way while the next is joined.
+
+    All ranks have tensors of the same shapes and dtypes.
+    """
+    if size_of(group) == 1:
+        return
+    flying = []
+    for bucket in buckets(tensors):
+        joined = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        flying.append((bucket, all_reduce(joined, group=group, async_op=True)))
+    for bucket, pending in flying:
+        parts = pending.wait().split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_([t.detach() for t in bucket], [p.view(t.shape) for p, t in zip(parts, bucket)])
+
+
 def barrier() -> None:
     """Return when every process of the world has come here."""
     if size_of() > 1:
-        engine.barrier(device_of())
+        transport.barrier(device_of())
 
 
 # ---- do the ranks agree? ----
 
 
-def digest_mismatch(named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+def digest_mismatch(named_tensors: Iterable[tuple[str, Tensor]], group: Group = None) -> list[str]:
     """The names of the tensors whose bits are not the same on all ranks, in order.
 
     Each tensor is reduced to 64 bits where it lies, and only those travel. Raises UsageError where the ranks do not
     pass the same names, dtypes and shapes.
     """
     named = list(named_tensors)
-    if size_of() == 1 or not _agree([(name, str(t.dtype), tuple(t.shape)) for name, t in named]):
+    if size_of(group) == 1 or not _agree([(name, str(t.dtype), tuple(t.shape)) for name, t in named], group):
         return []
     own = torch.stack([digest(tensor).cpu() for _, tensor in named])
-    rows = torch.stack(_gather_rows(own))
+    rows = torch.stack(_gather_rows(own, group))
     differs = (rows != rows[0]).any(dim=0).tolist()
     return [name for (name, _), different in zip(named, differs) if different]
 
 
-def _agree(items: list[Any]) -> bool:
+def _agree(items: list[Any], group: Group) -> bool:
     """True where all ranks pass the same non-empty list, False where they pass an empty one; else UsageError on all."""
     digest_bytes = hashlib.sha256(repr(items).encode()).digest()[:8]
-    rows = _gather_rows(torch.tensor([int.from_bytes(digest_bytes, "big", signed=True)]))
+    rows = _gather_rows(torch.tensor([int.from_bytes(digest_bytes, "big", signed=True)]), group)
     if any(not torch.equal(row, rows[0]) for row in rows):
-        lists = gather_objects(items)
+        lists = gather_objects(items, group)
         counts = ", ".join(f"rank {rank}: {len(own)}" for rank, own in enumerate(lists))
         first = next((at for at in range(min(map(len, lists))) if any(own[at] != lists[0][at] for own in lists)), None)
         seen = "" if first is None else "; ".join(f"rank {rank}: {own[first]}" for rank, own in enumerate(lists))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from paceline.comm import collectives, grid
+from paceline.comm import collectives, mesh
 from paceline.errors import WorldError
 from paceline.world import World
 
@@ -133,6 +133,6 @@ def leave() -> None:
     does that in one of some ten exits). Destroying the group joins them, once nothing else holds it.
     """
     if dist.is_available() and dist.is_initialized():
-        grid.forget()
+        mesh.forget()
         gc.collect()
         dist.destroy_process_group()

@@ -26,8 +26,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, generators
-from paceline.comm.replicas import Replicas, set_default, use
+from paceline.comm import generators, mesh
+from paceline.comm.mesh import Replicas, ReplicaThread
 from paceline.errors import ModelError, SettingError, UsageError
 
 T = TypeVar("T")
@@ -39,6 +39,8 @@ class ThreadReplicas(Replicas):
     On CUDA autograd has one thread a device, which would wait for itself where several replicas of a device meet in a
     backward: each then runs its own within `torch.autograd.set_multithreading_enabled(False)`.
     """
+
+    everywhere = False
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
@@ -254,7 +256,7 @@ def _stop(queues: Sequence[queue.SimpleQueue[Task | None]]) -> None:
 class ThreadTeam:
     """Threads that compute as replicas of one global batch. They are started once, and end with `close`.
 
-    `replicas[i]` is what `current()` gives in thread i. `take_turns`: only one runs at any time (see the module's
+    `replicas[i]` is what `replicas_here()` gives in thread i. `take_turns`: only one runs at any time (see the module's
     docstring); needed where replicas share a device, or what they draw on the host must be the same in every run. On
     several GPUs what is launched still overlaps, as long as nobody waits for a result. devices: of each replica, where
     it has a generator that is to be kept too. member: makes a replica for the thread of that number.
@@ -276,15 +278,16 @@ class ThreadTeam:
         self._busy = threading.Lock()
         self._queues: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(size)]
         self._threads = [
-            threading.Thread(target=_work, args=(tasks,), name=f"paceline-replica-{rank}", daemon=True)
+            ReplicaThread(target=_work, args=(tasks,), name=f"paceline-replica-{rank}", daemon=True)
             for rank, tasks in enumerate(self._queues)
         ]
-        for thread in self._threads:
+        for thread, replicas in zip(self._threads, self.replicas, strict=True):
+            thread.replicas = replicas
             thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._queues)
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Call function i in thread i, where `current()` is replica i, and return what they return.
+        """Call function i in thread i, where `replicas_here()` is replica i, and return what they return.
 
         The threads see the caller's grad mode, inference mode, autocast and context variables. When one raises, the
         others raise at their next sum, and the first error is raised here. With `take_turns` every replica begins with
@@ -302,15 +305,12 @@ class ThreadTeam:
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         surroundings = _Surroundings.here()
         self._meeting.begin()
-        previous = set_default(_Nobody())
-        try:
+        with mesh.current().computing(_Nobody()):
             for rank, function in enumerate(functions):
                 context = contextvars.copy_context()
                 one = functools.partial(self._one, rank, function, surroundings, results, done)
                 self._queues[rank].put(functools.partial(context.run, one))
             interruption = self._wait_for_all(done)
-        finally:
-            set_default(previous)
         failure = self._meeting.end()
         error = failure if interruption is None else interruption
         self._busy.release()  # not where a second Ctrl-C broke off the waiting: threads still run then
@@ -330,7 +330,7 @@ class ThreadTeam:
         done: queue.SimpleQueue[None],
     ) -> None:
         try:
-            with use(self.replicas[rank]), collectives.of_one_replica(), surroundings.entered():
+            with surroundings.entered():
                 self._meeting.enter(rank)
                 results[rank] = function()
                 self._meeting.leave(rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.fitting.state import Fitting
+    from paceline.fitting.fit_state import Fitting
 
 
 class Callback:

@@ -1,4 +1,4 @@
-"""fit: the ready-made loop. Read `fit` itself; what it is told and holds is in state.py.
+"""fit: the ready-made loop. Read `fit` itself; what it is told and holds is in fit_state.py.
 
 The mean loss of an epoch is exact and costs no wait for the device: losses are kept as tensors, added up on the device,
 and summed over the processes once, at the end of the epoch or when a checkpoint is written in the middle of it.
@@ -19,8 +19,8 @@ from paceline import session
 from paceline.errors import SettingError, suggest
 from paceline.fitting.callbacks import Callback
 from paceline.fitting.evaluate import LossFn, Metrics, check_metrics, evaluation_loader, whole
+from paceline.fitting.fit_state import Fitting, PerEpoch, Plan
 from paceline.fitting.history import Best, Checkpoints, History
-from paceline.fitting.state import Fitting, PerEpoch, Plan
 from paceline.run import Run
 from paceline.train.messages import wrong_closure
 from paceline.train.sources import DATALOADER_OPTIONS, OWN_ARGUMENTS

@@ -1,4 +1,4 @@
-"""A function in several processes, started by the same agent as a script: for paceline.launch (tools/launch.py)."""
+"""A function in several processes, started by the same agent as a script: for paceline.launch (launching.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def call(
     tee: str,
     check_strategy: StrategyCheck,
 ) -> list[Any]:
-    """What `paceline.launch` does; tools/launch.py says it."""
+    """What `paceline.launch` does; launching.py says it."""
     from paceline.launcher.interrupts import Interrupts, Stopped
     from paceline.launcher.output import Output
 

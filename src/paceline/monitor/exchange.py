@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, engine
+from paceline.comm import collectives, transport
 from paceline.comm.channel import Channel
 from paceline.errors import UsageError
 from paceline.monitor.window import LOSS, Window
-from paceline.train.sums import upload, wide_dtype
+from paceline.train.weighted_sum import upload, wide_dtype
 
 _DONE = "\0done"  # no name of a user's has a zero byte
 
@@ -59,7 +59,7 @@ class Exchange:
     def send(self, window: Window, elapsed: float, occasion: str, note: Any) -> None:
         """Enqueues the sums of a window. occasion: a text that must be alike on all ranks, as the keys must be."""
         assert self._flight is None, "the last result was not taken"
-        channel = engine.channel()
+        channel = transport.channel()
         if channel is not None and not channel.in_step:
             if not occasion.startswith(NOW):
                 self._pooled = self._pool(channel, window, elapsed, note, self.done)
@@ -106,7 +106,7 @@ class Exchange:
         """What was sent last; None where nothing was. Raises UsageError, on all ranks, where the keys differ."""
         pooled, self._pooled = self._pooled, None
         if pooled is not None:
-            channel = engine.channel()
+            channel = transport.channel()
             if channel is None or channel.rank:
                 return pooled
             sums = channel.pool({}, take=True)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline.comm import collectives, engine
+from paceline.comm import collectives, transport
 from paceline.config import Settings
 from paceline.errors import UsageError
 from paceline.monitor import summary
@@ -36,7 +36,7 @@ from paceline.monitor.window import Window, checked, means
 from paceline.train.loader import Loader
 from paceline.train.loss import parts_of
 from paceline.train.step import Stepper
-from paceline.train.sums import FOLD_AT
+from paceline.train.weighted_sum import FOLD_AT
 from paceline.world import World
 
 INTERVAL_SECONDS = 1.0
@@ -148,7 +148,7 @@ class Monitor:
         self._unwritten = True
         if self._main:
             self._learning_rate = self._rate()
-        if self._stepper.strategy.layout.dealt:  # other ranks are somewhere else: they tell with their sums
+        if not self._stepper.strategy.plan.in_step:  # other ranks are somewhere else: they tell with their sums
             self._exchange.done += examples
         else:
             self.totals.examples += examples
@@ -188,7 +188,7 @@ class Monitor:
                 self._write_now(self._pass)
                 self._pass = Window(self._device)
             return
-        if loader is not self._loader and not self._stepper.strategy.layout.dealt:
+        if loader is not self._loader and self._stepper.strategy.plan.in_step:
             return  # but where parts are dealt, this rank may have had none of this pass
         if whole and not self._local:
             if self._facts is not None:
@@ -197,7 +197,7 @@ class Monitor:
                 write = not self._recorded or steps // every != self._steps // every
                 self._send(write, steps, loader.fetched_at, ends=True)
                 self._steps = steps
-            engine.enter("between", meet=True)  # all have sent, also where they are not in step
+            transport.enter("between", meet=True)  # all have sent, also where they are not in step
             self._receive()
         if loader is not self._loader:
             return

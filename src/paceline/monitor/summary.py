@@ -16,7 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.config import Settings
 from paceline.strategies import default
 from paceline.train.loader import Loader
-from paceline.train.order import micros_of_a_shard
 from paceline.train.step import Stepper
 from paceline.world import World
 
@@ -71,7 +70,7 @@ def facts(
     """Gathered when the loader has yielded for the first time."""
     request = loader.current
     assert request is not None
-    layout = stepper.strategy.layout
+    plan = stepper.strategy.plan
     return Facts(
         world=world,
         settings=settings,
@@ -79,9 +78,9 @@ def facts(
         backend=_backend(device) if world.size > 1 else "",
         strategy=str(settings.strategy or default(world.size)),
         global_batch=loader.global_batch or request.total,
-        filled=request.total if request.step == 0 and not layout.dealt else None,
-        shards=layout.dealt or layout.shards,
-        micro_batches=micros_of_a_shard(request, layout),
+        filled=request.total if request.step == 0 and plan.in_step else None,
+        shards=plan.shards,
+        micro_batches=request.micro_batches,
         batch_norm=any(isinstance(module, _BatchNorm) for model in models for module in model.modules()),
         threads=torch.get_num_threads(),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 from paceline.train.loss import Seen
-from paceline.train.sums import WeightedSum
+from paceline.train.weighted_sum import WeightedSum
 
 LOSS = "\0loss"  # followed by the number of the backward call, and of a further term; no key of a user's begins so
 CALLS = 8  # backward calls of a micro-batch that are told apart; later ones count as the last of these

@@ -3,8 +3,8 @@
 Beside its class a strategy's module has a function `check(size, *, option, ...)`, which raises SettingError for what
 cannot work with so many processes (None: not known), before there are any. The class begins with it.
 
-With `reproducible=V` the strategies `single` and `ddp` become one that is not in the table (canonical.py). A strategy
-that can add in that order on several devices of one process has an argument `sums`.
+With `reproducible=V` the strategies `single` and `ddp` become one that is not in the table (reproducible.py). One that
+can add in that order on several devices of one process has an argument `sums`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, get_type_hints
 
 import torch
 
-from paceline.comm.canonical import CanonicalSums
+from paceline.comm.tree_sums import TreeSums
 from paceline.config import StrategySpec
 from paceline.errors import SettingError, suggest
-from paceline.strategies.base import Layout, Piece, Strategy, Term, Work
+from paceline.strategies.base import Piece, Strategy, Term, Work
 from paceline.world import World
 
-__all__ = ["STRATEGIES", "Layout", "Piece", "Strategy", "Term", "Work", "check", "default", "make"]
+__all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "check", "default", "make"]
 
 STRATEGIES = {
     "single": "paceline.strategies.single:Single",
@@ -33,13 +33,14 @@ STRATEGIES = {
     "mirrored": "paceline.strategies.mirrored:Mirrored",
     "central_storage": "paceline.strategies.central_storage:CentralStorage",
     "tensor": "paceline.strategies.tensor:TensorParallel",
+    "fsdp+tensor": "paceline.strategies.fsdp_tensor:FSDPTensor",
     "pipeline": "paceline.strategies.pipeline:Pipeline",
     "local_sgd": "paceline.strategies.local_sgd:LocalSGD",
     "diloco": "paceline.strategies.diloco:DiLoCo",
     "parameter_server": "paceline.strategies.parameter_server:ParameterServer",
 }
 
-_CANONICAL = "paceline.strategies.canonical:Canonical"
+_REPRODUCIBLE = "paceline.strategies.reproducible:Reproducible"
 _PLACE = ("world", "device", "sums")  # of the classes' arguments those that are no options
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -65,10 +66,10 @@ def make(spec: StrategySpec | None, world: World, device: torch.device, reproduc
         return cls(world, device, **_options(spec, cls))
     if _adds_in_order(cls):
         of_devices: Any = cls
-        spread: Strategy = of_devices(world, device, CanonicalSums(reproducible), **_options(spec, cls))
+        spread: Strategy = of_devices(world, device, TreeSums(reproducible), **_options(spec, cls))
         return spread
-    module, _ = _load(_CANONICAL)
-    found: Strategy = module.Canonical(world, device, shards=reproducible)
+    module, _ = _load(_REPRODUCIBLE)
+    found: Strategy = module.Reproducible(world, device, shards=reproducible)
     return found
 
 
@@ -91,8 +92,23 @@ def check(spec: StrategySpec | None, size: int | None, reproducible: int | None 
 
 def _find(spec: StrategySpec) -> tuple[ModuleType, type[Strategy]]:
     if spec.name not in STRATEGIES:
-        raise SettingError(f"strategy={spec.name!r} is not known. {suggest(spec.name, STRATEGIES)}")
+        raise SettingError(_unknown(spec.name))
     return _load(STRATEGIES[spec.name])
+
+
+def _unknown(name: str) -> str:
+    parts = [part.strip() for part in name.split("+")]
+    wrong = next((part for part in parts if part not in STRATEGIES), None)
+    if len(parts) == 1 or wrong is not None:
+        return f"strategy={name!r} is not known. {suggest(wrong or name, STRATEGIES)}"
+    products = [known for known in STRATEGIES if "+" in known]
+    fits = next((known for known in products if sorted(known.split("+")) == sorted(parts)), None)
+    if fits is not None:
+        return f"strategy={name!r}: say {fits!r}, with the outer dimension first."
+    return (
+        f"strategy={name!r}: {' and '.join(parts)} cannot be combined. What can be is {' or '.join(products)} (as in "
+        f"{products[0]}:size=2), and replicas of fsdp's slices (fsdp:replicate=2). Take one of {' or '.join(parts)}."
+    )
 
 
 def _load(place: str) -> tuple[ModuleType, type[Strategy]]:
@@ -114,7 +130,7 @@ def _check_reproducible(spec: StrategySpec | None, size: int | None, shards: int
             )
         if spec.name == "single":
             check(spec, size)
-    module, _ = _load(_CANONICAL)
+    module, _ = _load(_REPRODUCIBLE)
     module.check(size, shards=shards)
 
 

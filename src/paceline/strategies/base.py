@@ -1,9 +1,11 @@
 """What every strategy is: where model state lives, and how gradients are combined. Nothing else.
 
-Phases of one global batch, as `Run` drives them:
+A strategy is a mesh (comm/mesh.py), a plan (batch_plan.py), a gradient store (gradient_store.py) and a few methods. It
+is a LoopStrategy, for which the step runs the user's code and hands over losses; or a ClosureStrategy, which runs the
+user's closure itself, on several replicas or stages. Phases of one global batch, as the step drives them:
 
-  1. for each micro-batch, `forward_backward` (a closure) or `backward` (the loop); the last one completes the
-     reduction, so that `.grad` of the user's own parameters holds the sum over all shards;
+  1. for each micro-batch, `backward` or `forward_backward`; the last one completes the reduction, so that the store
+     holds the sum over all shards;
   2. `finish`, once before an update: whatever must be complete for it;
   3. `step`, the update itself.
 
@@ -14,83 +16,21 @@ over the global batch. A strategy whose engine averages instead of adding undoes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.canonical import CanonicalSums
+from paceline.comm.mesh import Mesh
+from paceline.strategies.batch_plan import BatchPlan
+from paceline.strategies.gradient_store import GradientStore
 from paceline.world import World
 
 Weight = float | Tensor
 """How much of the global batch a loss stands for: a number, or a 0-dim tensor on the loss's device."""
-
-
-class Dealer(ABC):
-    """Hands out parts of global batches to processes that are not in step: an update is of one part."""
-
-    @abstractmethod
-    def begin(self, loader: str, epoch: int, first: int, steps: int) -> None:
-        """A pass over the steps from `first` to `steps` - 1 begins; all processes call it, alike."""
-
-    @abstractmethod
-    def take(self, loader: str, epoch: int, wait: bool) -> tuple[int, int] | None:
-        """The next (step, shard) for this process. None: there is none now; with `wait`, all have been computed."""
-
-    @abstractmethod
-    def enter(self, loader: str, epoch: int, part: tuple[int, int]) -> None:
-        """The computation of a part begins."""
-
-    @abstractmethod
-    def done(self, loader: str, epoch: int, part: tuple[int, int], empty: bool = False) -> None:
-        """It has ended. empty: there was nothing to compute."""
-
-    @abstractmethod
-    def leave(self, loader: str, epoch: int) -> None:
-        """The pass is left before its end; the parts that this process still has are for others."""
-
-    @abstractmethod
-    def forward(self, optimizer: torch.optim.Optimizer) -> int:
-        """By how many steps, as large as a global batch, all processes together have come forward since it was asked
-        last."""
-
-
-@dataclass
-class Layout:
-    """How a global batch is laid over the run.
-
-    shards: how many shards a global batch is cut into. mine: those that this process computes. together: whether a
-    yield of the loader holds all micro-batches of a shard at once (a pipeline) or one (everything else). turns: in how
-    many turns a process yields its shards, one after the other; a process with fewer shards yields zero-length batches
-    in their place, so that all yield equally often. 0: a yield holds a micro-batch of each of them. bundled: whether
-    it does so also on a process that has one, so that a script is the same on all. local:
-    whether replicas train apart: a gradient is then the mean over the process's own shard, batch norm sees that shard
-    alone, a gradient that is not finite stops or skips one replica, and nothing is asked of the others for any of it.
-    dealt, dealer: into how many parts a global batch is cut, and who hands them out, where it is not known beforehand
-    who computes which; a part is then a global batch of its own (shards, mine: 1, (0,); local).
-
-    A strategy may change shards and mine when replicas are lost or come, and then adds 1 to `version`: loaders begin
-    the global batch at hand once more, in the new cut.
-    """
-
-    shards: int
-    mine: tuple[int, ...]
-    together: bool = False
-    turns: int = 0
-    bundled: bool = False
-    local: bool = False
-    dealt: int = 0
-    dealer: Dealer | None = None
-    version: int = 0
-
-    @property
-    def opaque(self) -> bool:
-        """Whether a yield holds several collated batches, so that only a closure can compute it."""
-        return self.together or self.bundled or (len(self.mine) != 1 and not self.turns)
 
 
 @dataclass(slots=True)
@@ -99,96 +39,69 @@ class Piece:
 
     shard: int
     micro: int
-    count: int
-    batch: Any
+    count: int  # of its examples
+    batch: Any  # as collate made it
 
 
 @dataclass(slots=True)
 class Term:
-    """One addend of a loss. value: a scalar. count: None for a mean over the piece's examples; else value is a sum
-    over `count` things, whose total over the global batch it is to be divided by."""
+    """One addend of a loss."""
 
-    value: Tensor
+    value: Tensor  # a scalar
+    # None: value is a mean over the piece's examples. Else it is a sum over `count` things, to be divided by their
+    # number in the global batch.
     count: Weight | None
 
 
 Weights = list[list[Weight | None]]
 """For each piece, a weight for each of its terms; None leaves the term out of this pass."""
 
-
-class Work(NamedTuple):
-    """A micro-batch to compute with a closure.
-
-    compute(model, piece, device) runs the user's closure there and returns its terms. passes(terms of each piece)
-    yields, for each backward pass that is needed, its weights and whether the graph must be kept for the next one. It
-    is called once, between the forwards and the backwards, may communicate, and must be exhausted. final: the last
-    micro-batch of the global batch, whose backward completes the reduction. call: the number of the backward call in
-    this micro-batch.
-    inputs: the only parameters to touch, or None. total: examples in the whole global batch.
-    """
-
-    model: Any
-    pieces: Sequence[Piece]
-    compute: Callable[[Any, Piece, torch.device], list[Term]]
-    passes: Callable[[list[list[Term]]], Iterator[tuple[Weights, bool]]]
-    final: bool
-    call: int
-    inputs: Sequence[Tensor] | None
-    total: int
-
-
 Kind = tuple[int, int | None]
-"""The number of a backward call in its micro-batch, and the identity of the first parameter that it is to touch (None:
-it may touch all, or none can be)."""
+"""Which backward call of a step one is: its number in the micro-batch, and the identity of the first parameter that it
+is to touch (None: it may touch all). Calls of one kind are to reach the same parameters in every step. A penalty that a
+GAN's loop adds in every fourth step moves the numbers of the calls after it, but not the optimizers that they name."""
 
 
 def kind_of(call: int, inputs: Sequence[Tensor] | None) -> Kind:
-    """Backward calls of one kind are to reach the same parameters in every step: those of one number, for one
-    optimizer. A penalty that a GAN's loop adds in every fourth step moves the numbers of the calls after it."""
+    """The kind of the backward call of this number, which is to touch these parameters only (None: all)."""
     return call, id(inputs[0]) if inputs else None
 
 
-class BackwardPass(NamedTuple):
-    """What `backward` is to do: for each root, a scalar, its gradients times a weight. final, call, inputs: see Work.
-    retain_graph: whether another pass over the same graphs follows."""
+class Backward(NamedTuple):
+    """A backward pass: of several losses, each with its weight."""
 
-    roots: Sequence[Tensor]
+    losses: Sequence[Tensor]  # scalars
     weights: Sequence[Weight]
-    final: bool
-    call: int
-    inputs: Sequence[Tensor] | None = None
-    retain_graph: bool = False
+    final: bool  # whether it is of the last micro-batch, and completes the reduction
+    kind: Kind
+    number: int = 0  # of this pass in its call, which makes several where a loss has several denominators
+    inputs: Sequence[Tensor] | None = None  # the only parameters to touch (None: all)
+    retain_graph: bool = False  # whether another pass over the same graphs follows
 
-    @property
-    def pairs(self) -> Iterator[tuple[Tensor, Weight]]:
-        return zip(self.roots, self.weights, strict=True)
 
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.call, self.inputs)
+class Work(NamedTuple):
+    """A micro-batch for a strategy that runs the user's closure itself."""
+
+    model: Any  # what the closure is called with: a model, or a tuple, list or dict of models
+    pieces: Sequence[Piece]
+    compute: Callable[[Any, Piece, torch.device], list[Term]]  # runs the closure there
+    # For each backward pass that the terms of each piece need: its weights, and whether the graph must be kept. It is
+    # called once, between the forwards and the backwards, may communicate, and must be exhausted.
+    passes: Callable[[list[list[Term]]], Iterator[tuple[Weights, bool]]]
+    autocast: Callable[[], AbstractContextManager[Any]]  # the run's precision, for what runs outside of the closure
+    final: bool  # whether it is the last micro-batch of the global batch, whose backward completes the reduction
+    call: int  # number of the backward call in this micro-batch
+    inputs: Sequence[Tensor] | None  # the only parameters to touch (None: all)
+    total: int  # examples in the whole global batch
 
 
 class Strategy(ABC):
-    """At most eight methods. What is not a method is a plain attribute that its constructor sets."""
+    """What both kinds share. The constructor's arguments are the world, the device, and options."""
 
-    layout: Layout
+    mesh: Mesh
+    plan: BatchPlan  # another one when processes are lost or come
+    store: GradientStore
     device: torch.device  # on which the user's own models are
-    closure_only: bool = False
-    views: bool = False  # whether `.grad` may share memory that the next backward writes to
-    loss_scale: float = 1.0  # fp16: a factor of all weights of this global batch, taken out after the reduction
-    seen: Weight = 0.0  # with layout.local: how many examples (or tokens) `.grad` is a mean over; set before `finish`
-    settle: Callable[[], None] | None = None  # with layout.local: makes the replicas' models one. Collective
-    apart: Callable[[], bool] | None = None  # with layout.local: whether the replicas' models differ; asks nobody
-    reduces_each: bool = False  # whether every micro-batch's gradients are summed over the shards, not the last's alone
-    # For each further replica of this process, the user's parameter -> its own: what is done to the gradient of the one
-    # (put aside, scaled, clipped, cleared) is done to that of the other. The same object always.
-    copies: Sequence[Mapping[Tensor, Tensor]] = ()
-    # The user's parameter -> the tensor whose `.grad` is this process's part of its gradient, where it has none itself.
-    held: Mapping[Tensor, Tensor] = MappingProxyType({})
-    parts: dist.ProcessGroup | None = None  # processes with gradients of other parameters: a norm is over all of them
-    # What adds gradients up in one order, whichever process computes which shard; `backward` then does not.
-    sums: CanonicalSums | None = None
-    group: dist.ProcessGroup | None = None  # processes that have each shard once (None: all; others see the same data)
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
@@ -198,22 +111,6 @@ class Strategy(ABC):
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Takes charge of these models and optimizers, alike on every replica. Called again when some are added."""
 
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        """Runs the closure on every piece, and its backward. Returns the terms, detached, of each piece. This one is
-        for a process that computes one shard at a time: the closure, then `backward`."""
-        (piece,) = work.pieces
-        terms = work.compute(work.model, piece, self.device)
-        for (weights,), retain_graph in work.passes([terms]):
-            pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
-            roots, shares = [value for value, _ in pairs], [weight for _, weight in pairs]
-            self.backward(BackwardPass(roots, shares, work.final, work.call, work.inputs, retain_graph))
-        return [[Term(term.value.detach(), term.count) for term in terms]]
-
-    def backward(self, work: BackwardPass) -> None:
-        """Adds the gradients of weight x root to `.grad`, summed over all shards when `final` (or always, with
-        `reduces_each`). This one adds those of this process. Not called with `closure_only`."""
-        run_here(work)
-
     def finish(self) -> None:
         """The global batch is complete: called before its updates. Gradients are final when it returns."""
         return None
@@ -221,6 +118,29 @@ class Strategy(ABC):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """One update."""
         optimizer.step()
+
+    def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
+        """One update of an optimizer that evaluates loss and gradient itself, several times. False, with nothing done,
+        where that would not be exact."""
+        return False
+
+    def explain(self, error: Exception) -> Exception | None:
+        """What to raise in place of an error of the user's forward, a backward or an update, where this strategy knows
+        what it means."""
+        return None
+
+    def completed(self, optimizer: torch.optim.Optimizer, updated: bool) -> int:
+        """How many steps, as large as a global batch, all processes together have made since the last call. updated:
+        whether `step` was called since."""
+        return int(updated)
+
+    def synchronize(self) -> None:
+        """Makes the models of independent replicas one, before somebody looks at them. Collective."""
+        return None
+
+    def synchronized(self) -> bool:
+        """Whether the models of all replicas are the same now. Asks nobody."""
+        return True
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -237,26 +157,46 @@ class Strategy(ABC):
         return None
 
 
+class LoopStrategy(Strategy):
+    """A strategy to which losses are handed. The step runs the user's closure, or the user their loop."""
+
+    @abstractmethod
+    def backward(self, work: Backward) -> None:
+        """Adds the gradients of weight x loss, summed over all shards when `final` (or always, where the store says
+        so)."""
+
+
+class ClosureStrategy(Strategy):
+    """A strategy that runs the user's closure itself. Its plan is bundled; the loop form is refused."""
+
+    @abstractmethod
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        """Runs the closure on every piece, and its backward. Returns the terms, detached, of each piece."""
+
+
 _backward = torch.autograd.backward  # as it is before a run watches direct calls of it (train/guards.py)
 _gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 
-def as_gradient(weight: Weight, root: Tensor) -> Tensor:
-    """The weight as the gradient that `backward` starts from: a tensor of the root's shape, dtype and device."""
+def as_gradient(weight: Weight, loss: Tensor) -> Tensor:
+    """The weight as the gradient that `backward` starts from: a tensor of the loss's shape, dtype and device."""
     if isinstance(weight, Tensor):
-        return weight.to(device=root.device, dtype=root.dtype).reshape(root.shape)
-    if root.dim():
-        return torch.full_like(root, weight, requires_grad=False)
-    key = (weight, root.dtype, root.device)
+        return weight.to(device=loss.device, dtype=loss.dtype).reshape(loss.shape)
+    if loss.dim():
+        return torch.full_like(loss, weight, requires_grad=False)
+    key = (weight, loss.dtype, loss.device)
     gradient = _gradients.get(key)
     if gradient is None:  # the weights of a run are few: making such a tensor costs a tenth of a small backward
         if len(_gradients) >= 64:
             _gradients.clear()
-        gradient = _gradients[key] = torch.full((), weight, dtype=root.dtype, device=root.device)
+        gradient = _gradients[key] = torch.full((), weight, dtype=loss.dtype, device=loss.device)
     return gradient
 
 
-def run_here(work: BackwardPass, factor: float = 1) -> None:
+def backward_here(work: Backward, factor: float = 1) -> None:
     """torch's backward, in this process: adds the gradients, times a factor, to `.grad`."""
-    gradients = [as_gradient(weight * factor, root) for root, weight in work.pairs]
-    _backward(work.roots, gradients, inputs=work.inputs, retain_graph=work.retain_graph)
+    if len(work.losses) == 1:  # what most are, without the list
+        gradients = [as_gradient(work.weights[0] * factor, work.losses[0])]
+    else:
+        gradients = [as_gradient(weight * factor, loss) for loss, weight in zip(work.losses, work.weights, strict=True)]
+    _backward(work.losses, gradients, inputs=work.inputs, retain_graph=work.retain_graph)

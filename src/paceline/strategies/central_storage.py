@@ -1,6 +1,6 @@
 """central_storage: parameters and optimizer state live on the CPU, and are computed with on one or more devices.
 
-Phase 1, forward and backward on every device, as data_parallel does it (replicas.py): the gradients come together on
+Phase 1, forward and backward on every device, as data_parallel does it (replica_set.py): the gradients come together on
   the first device, in the script's own model, where they can be clipped and looked at.
 Phase 2, step, in: gradients go to the CPU.
 Phase 3, step, update: the optimizer updates the masters there (masters.py); its state is there too.
@@ -29,12 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.devices import buckets, flatten, unflatten
-from paceline.strategies.base import Layout, Strategy, Term, Work
-from paceline.strategies.devices import check_devices, devices_of
+from paceline.comm.mesh import Mesh
+from paceline.strategies.base import Backward, ClosureStrategy, LoopStrategy, Term, Work, backward_here
+from paceline.strategies.batch_plan import one_shard
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.local_devices import check_devices, devices_of
 from paceline.strategies.masters import in_place_of
-from paceline.strategies.replicas import ReplicaSet, Stamp, norms_of, stamp_of
+from paceline.strategies.optimizer_hooks import carried, step_between_hooks
+from paceline.strategies.replica_set import ReplicaSet, Stamp, norms_of, stamp_of
 from paceline.strategies.replicated import load_replicated, replicated_state
-from paceline.strategies.updates import carried, step_between_hooks
 from paceline.world import World
 
 _HOST = torch.device("cpu")
@@ -45,7 +48,7 @@ def check(size: int | None, *, devices: str) -> None:
     check_devices("central_storage", size, devices, least=1)
 
 
-class CentralStorage(Strategy):
+class CentralStorage(LoopStrategy, ClosureStrategy):
     """devices: such as "cuda:0" or "cuda:0,cuda:1"; all accelerators of this machine if not given."""
 
     def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
@@ -53,9 +56,9 @@ class CentralStorage(Strategy):
         found = devices_of("central_storage", devices, device, least=1)
         self.device = found[0]
         self._replicas = ReplicaSet(found) if len(found) > 1 else None
-        self.layout = Layout(1, (0,)) if self._replicas is None else self._replicas.layout
-        self.closure_only = self._replicas is not None
-        self.copies = () if self._replicas is None else self._replicas.copies
+        self.mesh = Mesh(device, world.rank)
+        self.plan = one_shard(1, 0) if self._replicas is None else self._replicas.plan
+        self.store = GradientStore(replicas=() if self._replicas is None else self._replicas.copies)
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._masters: dict[Tensor, Tensor] = {}
@@ -73,9 +76,11 @@ class CentralStorage(Strategy):
         for optimizer in optimizers:
             self._take_over(optimizer)
 
+    def backward(self, work: Backward) -> None:
+        backward_here(work)
+
     def forward_backward(self, work: Work) -> list[list[Term]]:
-        if self._replicas is None:
-            return super().forward_backward(work)
+        assert self._replicas is not None
         self._replicas.follow(work.call)
         return self._replicas.forward_backward(work, self._replicas.gather)
 

@@ -1,4 +1,4 @@
-"""Copies of the user's models on further devices, and what is followed in them (replicas.py).
+"""Copies of the user's models on further devices, and what is followed in them (replica_set.py).
 
 A copy is copy.deepcopy's, with its parameters and buffers made directly on its device. Pairs are found as deepcopy goes
 along, so that tied parameters and models that share layers stay so. A copy's parameters may share the memory of those

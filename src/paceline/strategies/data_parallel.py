@@ -14,7 +14,7 @@ Memory: parameters and gradients once per device, optimizer state once; a bucket
 Follows torch.nn.DataParallel, with the loss on the replicas (as PyTorch-Encoding's DataParallelCriterion has it), and
 with copies that are kept instead of made for each forward.
 
-What the replicas share is in replicas.py.
+What the replicas share is in replica_set.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.canonical import CanonicalSums
-from paceline.strategies.base import Strategy, Term, Work
-from paceline.strategies.devices import check_devices, check_shards, devices_of
-from paceline.strategies.replicas import ReplicaSet
+from paceline.comm.mesh import Mesh
+from paceline.comm.tree_sums import TreeSums
+from paceline.strategies.base import ClosureStrategy, Term, Work
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.local_devices import check_devices, check_shards, devices_of
+from paceline.strategies.replica_set import ReplicaSet
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
@@ -38,20 +40,17 @@ def check(size: int | None, *, devices: str, shards: int | None = None) -> None:
     check_devices("data_parallel", size, devices, least=2, shards=shards)
 
 
-class DataParallel(Strategy):
+class DataParallel(ClosureStrategy):
     """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; all accelerators of this machine if not given."""
 
-    closure_only = True
-
-    def __init__(
-        self, world: World, device: torch.device, sums: CanonicalSums | None = None, *, devices: str = ""
-    ) -> None:
+    def __init__(self, world: World, device: torch.device, sums: TreeSums | None = None, *, devices: str = "") -> None:
         check(world.size, devices=devices)
         found = devices_of("data_parallel", devices, device, least=2)
         check_shards("data_parallel", found, None if sums is None else sums.shards)
         self._replicas = ReplicaSet(found, sums=sums)
-        self.device, self.layout, self.sums = device, self._replicas.layout, sums
-        self.copies = self._replicas.copies
+        self.device, self.plan = device, self._replicas.plan
+        self.mesh = Mesh(device, world.rank)
+        self.store = GradientStore(replicas=self._replicas.copies, sums=sums)
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
 

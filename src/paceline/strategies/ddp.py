@@ -38,11 +38,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives, slices
+from paceline.comm import collectives, dtensor
+from paceline.comm.mesh import Mesh
 from paceline.errors import ModelError, SettingError, UnusedParameterError
 from paceline.strategies import ddp_hook
-from paceline.strategies.base import BackwardPass, Kind, Layout, Strategy, run_here
+from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
+from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.ddp_reducer import Reducer, fire
+from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import (
     load_replicated,
     parameter_names,
@@ -65,7 +68,7 @@ def check(
     ddp_hook.check(reducer, codec)
 
 
-class DDP(Strategy):
+class DDP(LoopStrategy):
     """bucket_mb: size of a bucket in MB (2**20 bytes). static_graph, gradient_as_bucket_view: as in torch's DDP.
     find_unused: the parameters that a loss reaches may differ between steps and ranks. reducer: "native", "ring",
     "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16", "powersgd:rank=4" or "topk:ratio=0.01"."""
@@ -94,9 +97,11 @@ class DDP(Strategy):
         # torch's reducer averages over replicas: the world's size in the weights turns that into the sum.
         self._factor = world.size if self._reduction is None else 1
         self.world, self.device = world, device
-        self.layout = Layout(shards=world.size, mine=(world.rank,))
+        self.mesh = Mesh(device, world.rank, {"replicate": world.size})
+        self.plan: BatchPlan = one_shard(world.size, world.rank)
         self.bucket_mb, self.static_graph = bucket_mb, static_graph
-        self.views, self.find_unused = gradient_as_bucket_view, find_unused
+        self.find_unused = find_unused
+        self.store = GradientStore(aliased=gradient_as_bucket_view)
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._sent: set[Tensor] = set()  # parameters and buffers that were made alike
@@ -120,23 +125,23 @@ class DDP(Strategy):
             self._reduction.names = self._names
         self._flags = ()
 
-    def backward(self, work: BackwardPass) -> None:
+    def backward(self, work: Backward) -> None:
         if not work.final:
-            run_here(work, self._factor)
+            backward_here(work, self._factor)
             return
         if self.world.size == 1:
-            run_here(work, self._factor)
+            backward_here(work, self._factor)
             if self._reduction is not None:
                 self._reduction.alone()
             return
         self._follow_requires_grad()
-        run, call = partial(run_here, work, self._factor), work.kind
+        run, call = partial(backward_here, work, self._factor), work.kind
         if call not in self._expected and not self.find_unused:
             self._backward_first(run, call)
             return
         expected = self._expected.get(call)
         if expected is None or self.find_unused or expected not in self._reducers:
-            self._backward_compared(work.roots, run, call)
+            self._backward_compared(work.losses, run, call)
             return
         reducer = self._reducers[expected]
         reducer.arm()
@@ -154,14 +159,14 @@ class DDP(Strategy):
         if any(reached):  # else everything that this loss depends on is frozen
             self._first_time(reached, order)
 
-    def _backward_compared(self, roots: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
+    def _backward_compared(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """What this backward reaches may differ between steps and ranks: a hook at its root, before any gradient,
         looks it up and compares it with the other ranks'."""
         found: list[Reached] = []
         expected: list[Tensor] = []
 
         def look(_: Tensor) -> None:
-            if found:  # with several roots, only the first that autograd comes to
+            if found:  # with several losses, only the first that autograd comes to
                 return
             mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
             found.append(self._compare(call, mine))
@@ -174,7 +179,7 @@ class DDP(Strategy):
                 if missing:  # other ranks reach these: this rank adds zeros, so that its buckets fill up too
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
-        hooks: list[Any] = [root.register_hook(look) for root in roots]
+        hooks: list[Any] = [loss.register_hook(look) for loss in losses]
         try:
             with self._listening() as order:
                 run()
@@ -213,7 +218,7 @@ class DDP(Strategy):
             [p for p in self.trainable if p not in chosen],
             self._reduction,
             bucket_mb=self.bucket_mb,
-            views=self.views,
+            views=self.store.aliased,
             static_graph=self.static_graph,
         )
         reducer.arm()
@@ -254,7 +259,7 @@ class DDP(Strategy):
                 named += [
                     (f"{key} of {self._names.get(p, '?')} in optimizer {number}", value)
                     for key, value in sorted(state.items())
-                    if isinstance(value, Tensor) and not slices.is_sharded(value)
+                    if isinstance(value, Tensor) and not dtensor.is_sharded(value)
                 ]
         differing = collectives.digest_mismatch(named)
         if differing:
@@ -310,6 +315,10 @@ class DDP(Strategy):
             "After each update they were the same, so that something changed them beside run.backward and run.step "
             "(loss.backward(), a gradient or weight written to, another learning rate, batches left out), on some",
         )
+
+    def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
+        optimizer.step(closure)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         self._check_at_checkpoint()

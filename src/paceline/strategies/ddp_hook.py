@@ -36,7 +36,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from paceline.comm import codecs, collectives, sums
+from paceline.comm import codec_sums, codecs, collectives
 from paceline.comm.codecs import Codec, State
 from paceline.comm.reducers import REDUCERS
 from paceline.errors import SettingError, suggest
@@ -103,7 +103,7 @@ class Reduction:
     ) -> None:
         self.codec, self.names, self.idle = codec, dict[Tensor, str](), False
         self._strategy, self._world, self._device = strategy, world, device
-        self._sums = sums.make(reducer, world.node, device)
+        self._sums = codec_sums.make(reducer, world.node, device)
         self._states: dict[Tensor, State] = {}
         self._next: list[tuple[State, State]] = []  # of this backward: states, and what they are to be
         self._finite: list[Tensor] = []  # for each of its buckets, whether its sum is
@@ -165,7 +165,7 @@ class Reduction:
 
     def _encode(self, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         assert self.codec is not None
-        scale = self._strategy.loss_scale
+        scale = self._strategy.store.loss_scale
         values = flat.float() if flat.element_size() < 4 else flat
         shapes = [_memory_shape(p) for p in parameters]
         states = [self._state(p, shape, values) for p, shape in zip(parameters, shapes, strict=True)]

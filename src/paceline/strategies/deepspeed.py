@@ -4,7 +4,7 @@ Phase 1, forward: the script's own model computes. Stage 3 gathers a module's pa
   after it, by hooks that DeepSpeed puts on modules.
 Phase 2, backward: `engine.backward` of the loss times its weight and the number of replicas, since DeepSpeed averages.
   It reduces the gradients and leaves each rank its slice. Every micro-batch is reduced, in stage 1 too. The slices are
-  added up here, beside DeepSpeed, in tensors of their own (`Strategy.held`).
+  added up here, beside DeepSpeed, in tensors of their own.
 Phase 3, step: clipped and looked at by then, the slices go back to DeepSpeed, and `engine.step` updates the rank's
   slice of the parameters and gathers them (stages 1 and 2), or leaves them in slices (stage 3).
 
@@ -28,24 +28,25 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm import collectives
+from paceline.comm.mesh import Mesh
 from paceline.errors import ModelError, SettingError, UnusedParameterError, UsageError
-from paceline.strategies.base import BackwardPass, Layout, Strategy, Term, Work, as_gradient
+from paceline.strategies.base import Backward, LoopStrategy, as_gradient
+from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.deepspeed_config import merged
+from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import (
     load_replicated,
     parameter_names,
     replicated_state,
 )
-from paceline.strategies.slices import check_dense
+from paceline.strategies.sliced_state import check_dense
 from paceline.world import World
 
 
@@ -64,19 +65,18 @@ def check(size: int | None, *, stage: int, config: str) -> None:
         )
 
 
-class DeepSpeed(Strategy):
+class DeepSpeed(LoopStrategy):
     """stage: 1, 2 or 3; 0 for what the config says, or 2. config: the path of a DeepSpeed JSON."""
-
-    reduces_each = True
 
     def __init__(self, world: World, device: torch.device, *, stage: int = 0, config: str = "") -> None:
         check(world.size, stage=stage, config=config)
         self._config = merged(config, stage)
         self.world, self.device = world, device
-        self.layout = Layout(shards=world.size, mine=(world.rank,))
+        self.mesh = Mesh(device, world.rank, {"shard": world.size})
+        self.plan = one_shard(world.size, world.rank)
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.held: dict[Tensor, Tensor] = {}
+        self.store = GradientStore(reduces_each=True)
         self._engine: Any = None
         self._names: dict[Tensor, str] = {}
         self._trainable: list[Tensor] = []
@@ -120,45 +120,37 @@ class DeepSpeed(Strategy):
         if before["state"]:
             self._engine.load_optimizer(before)
         for p in self._trainable:
-            self.held[p] = self._engine.place(p)
-        self.parts = dist.group.WORLD
+            self.store.places[p] = self._engine.place(p)
+        self.store.others = self.mesh.model
 
     # --- computing
 
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        with self._naming_empty_parameters():
-            return super().forward_backward(work)
-
-    def backward(self, work: BackwardPass) -> None:
+    def backward(self, work: Backward) -> None:
         if self._engine is None:
             raise UsageError("strategy deepspeed: prepare the optimizer together with its model, before a backward.")
         self._check_frozen()
-        shares = [as_gradient(weight * self.world.size, root.detach()) for root, weight in work.pairs]
-        parts = [(root * share).sum().float() for root, share in zip(work.roots, shares, strict=True)]
+        pairs = zip(work.losses, work.weights, strict=True)
+        parts = [(loss * as_gradient(w * self.world.size, loss.detach())).sum().float() for loss, w in pairs]
         total = torch.stack(parts).sum()
         total.register_hook(self._check_reached)
-        with self._naming_empty_parameters():
-            self._engine.backward(total, work.retain_graph)
+        self._engine.backward(total, work.retain_graph)
         for p in self._trainable:
-            place, part = self.held[p], self._engine.gradient(p)
+            place, part = self.store.places[p], self._engine.gradient(p)
             place.grad = part if place.grad is None else place.grad.add_(part)
 
-    @contextmanager
-    def _naming_empty_parameters(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if self._engine is None or not self._engine.partitioned or not re.search(r"\(0\)|\[0\]", str(error)):
-                raise
-            raise UsageError(
-                "strategy deepspeed: a loss uses parameters where stage 3 has put them away: outside of the forward of "
-                "the module that they belong to (as sum(p.square().sum() for p in model.parameters())), or in the "
-                "gradient of a gradient. Use strategy='deepspeed:stage=2', where parameters are whole; or, of weight "
-                f"decay, let the optimizer do it. (torch: {error})"
-            ) from error
+    def explain(self, error: Exception) -> Exception | None:
+        partitioned = self._engine is not None and self._engine.partitioned
+        if not isinstance(error, RuntimeError) or not partitioned or not re.search(r"\(0\)|\[0\]", str(error)):
+            return None
+        return UsageError(
+            "strategy deepspeed: a loss uses parameters where stage 3 has put them away: outside of the forward of "
+            "the module that they belong to (as sum(p.square().sum() for p in model.parameters())), or in the "
+            "gradient of a gradient. Use strategy='deepspeed:stage=2', where parameters are whole; or, of weight "
+            f"decay, let the optimizer do it. (torch: {error})"
+        )
 
     def _check_frozen(self) -> None:
-        thawed = [name for p, name in self._names.items() if p.requires_grad is not (p in self.held)]
+        thawed = [name for p, name in self._names.items() if p.requires_grad is not (p in self.store.places)]
         if thawed:
             raise UsageError(
                 f"strategy deepspeed: requires_grad of {', '.join(thawed[:5])} was changed after `prepare`, where "
@@ -183,7 +175,7 @@ class DeepSpeed(Strategy):
             )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._engine.step({p: self.held[p].grad for p in self._trainable})
+        self._engine.step({p: self.store.places[p].grad for p in self._trainable})
 
     # --- state
 

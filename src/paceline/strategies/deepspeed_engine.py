@@ -4,7 +4,7 @@ A slice here is what ZeRO keeps of a parameter on this rank: a stretch of its el
 the flat tensor of a parameter group into equal stretches), or a chunk of it, padded at its end (stage 3). Everything
 that is asked of DeepSpeed is in this file. What its documentation does not name: `engine.optimizer`, the flat tensors
 there (`single_partition_of_fp32_groups`, `fp32_partitioned_groups_flat`) with the parameters of each, and `_hp_mapping`
-of a parameter in stages 1 and 2. A new version of DeepSpeed needs the tests of tests/strategies/test_deepspeed.py.
+of a parameter in stages 1 and 2. A new version of DeepSpeed needs `make deepspeed`.
 """
 
 from __future__ import annotations

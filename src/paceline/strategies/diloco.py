@@ -32,10 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.mesh import Mesh
 from paceline.errors import SettingError
-from paceline.strategies.apart import Apart, Item, Part
-from paceline.strategies.base import Layout, Strategy
+from paceline.strategies.base import Backward, LoopStrategy, backward_here
+from paceline.strategies.batch_plan import one_shard
+from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_sgd import check_whole, load_steps, say
+from paceline.strategies.periodic_averaging import Item, Part, PeriodicAveraging
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.world import World
 
@@ -55,7 +58,7 @@ def check(size: int | None, *, every: int, outer_lr: float, outer_momentum: floa
         raise SettingError(f"strategy diloco: outer_momentum={outer_momentum!r}: from 0 to below 1 is needed.")
 
 
-class DiLoCo(Strategy):
+class DiLoCo(LoopStrategy):
     """every: inner steps from one outer step to the next. outer_lr, outer_momentum: of the outer SGD. fragments: into
     how many the parameters are cut, which have their outer steps one after the other. average_state: average the inner
     optimizers' state too, with the last fragment."""
@@ -73,15 +76,16 @@ class DiLoCo(Strategy):
     ) -> None:
         check(world.size, every=every, outer_lr=outer_lr, outer_momentum=outer_momentum, fragments=fragments)
         self.world, self.device = world, device
-        self.layout = Layout(shards=world.size, mine=(world.rank,), local=True)
+        self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
+        self.plan = one_shard(world.size, world.rank, independent=True)
         self.every, self.fragments, self.average_state = every, fragments, average_state
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.store = GradientStore()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._apart = Apart(device, fragments)
+        self._apart = PeriodicAveraging(device, fragments)
         self._shared: dict[Tensor, Tensor] = {}  # parameter -> the shared weights, since its first training step
         self._outer: torch.optim.SGD | None = None  # over the shared weights
-        self.settle, self.apart = self._apart.settle, self._apart.differ
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not self.models:
@@ -94,11 +98,14 @@ class DiLoCo(Strategy):
         self.models, self.optimizers = list(models), list(optimizers)
         self._apart.setup(models, optimizers)
 
+    def backward(self, work: Backward) -> None:
+        backward_here(work)
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         parts = self._apart.follow(optimizer)
         new = [p for part in parts for p in part.parameters if p.requires_grad and p not in self._shared]
         self._share({p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in new})
-        self._apart.update(optimizer, self.seen)
+        self._apart.update(optimizer, self.store.samples)
         for number, part in enumerate(parts, start=1):
             if (self._apart.steps[optimizer] - self.every * number // self.fragments) % self.every == 0:
                 last = number == self.fragments
@@ -134,6 +141,12 @@ class DiLoCo(Strategy):
             for p in trained:
                 p.copy_(self._shared[p])
                 self._shared[p].grad = None
+
+    def synchronize(self) -> None:
+        self._apart.synchronize()
+
+    def synchronized(self) -> bool:
+        return not self._apart.differ()
 
     def state_dict(self) -> dict[str, Any]:
         """{"apart": {"steps": of each optimizer, "shared": weights by name, "momentum": outer momentum by name}} beside

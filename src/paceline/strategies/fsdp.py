@@ -1,7 +1,7 @@
 """fsdp: what ddp keeps whole on every replica, in slices: optimizer state; gradients too; parameters too.
 
-Stage 1 (sliced.py): ddp whose optimizer updates a slice of each parameter; the slices are then put together.
-Stage 2, 3 (sharded.py): a layer's parameters are gathered before it computes, its gradients reduced and sliced as soon
+Stage 1 (zero1.py): ddp whose optimizer updates a slice of each parameter; the slices are then put together.
+Stage 2, 3 (fsdp2.py): a layer's parameters are gathered before it computes, its gradients reduced and sliced as soon
   as they are there. Stage 2 gathers a layer once for forward and backward, stage 3 once for each.
 
 With n replicas and P parameters; memory for fp32 with Adam, at its fullest within the step, beside activations and the
@@ -31,31 +31,43 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from paceline.comm.mesh import Mesh
 from paceline.errors import SettingError, suggest
-from paceline.strategies.base import BackwardPass, Strategy, Term, Work
+from paceline.strategies.base import Backward, LoopStrategy
+from paceline.strategies.fsdp2 import FSDP2
 from paceline.strategies.pickling import NoPickles
-from paceline.strategies.sharded import Sharded
-from paceline.strategies.sliced import SlicedUpdate
+from paceline.strategies.zero1 import ZeRO1
 from paceline.world import World
 
-_MIXED = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIXED = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check(size: int | None, *, stage: int, min_params: int, mixed: str, offload: bool) -> None:
-    """Raises SettingError for what cannot work."""
+def check(
+    size: int | None,
+    strategy: str = "fsdp",
+    *,
+    stage: int,
+    min_params: int,
+    mixed: str,
+    offload: bool,
+    replicate: int,
+) -> None:
+    """Raises SettingError for what cannot work. strategy: for messages."""
     if stage not in (1, 2, 3):
         raise SettingError(
-            f"strategy fsdp: stage={stage}: 1 (optimizer state in slices), 2 (gradients too) or 3 (parameters too) is "
-            "needed."
+            f"strategy {strategy}: stage={stage}: 1 (optimizer state in slices), 2 (gradients too) or 3 (parameters "
+            "too) is needed."
         )
-    if mixed not in _MIXED:
-        raise SettingError(f"strategy fsdp: mixed={mixed!r} is not known. {suggest(str(mixed), _MIXED)}")
+    if mixed not in MIXED:
+        raise SettingError(f"strategy {strategy}: mixed={mixed!r} is not known. {suggest(str(mixed), MIXED)}")
     if min_params < 0:
-        raise SettingError(f"strategy fsdp: min_params={min_params}: a number of parameters, at least 0, is needed.")
+        raise SettingError(
+            f"strategy {strategy}: min_params={min_params}: a number of parameters, at least 0, is needed."
+        )
     if stage == 1 and (mixed != "none" or offload):
         name = f"mixed={mixed}" if mixed != "none" else "offload=true"
         raise SettingError(
-            f"strategy fsdp: {name} needs stage=2 or stage=3; in stage 1 parameters stay whole, as they are. "
+            f"strategy {strategy}: {name} needs stage=2 or stage=3; in stage 1 parameters stay whole, as they are. "
             "(precision='bf16' works with every stage.)"
         )
     if size == 1:
@@ -63,9 +75,26 @@ def check(size: int | None, *, stage: int, min_params: int, mixed: str, offload:
             "strategy fsdp needs at least two processes to slice over: paceline run --nproc 2 --strategy fsdp ... With "
             "one, leave the strategy out."
         )
+    if replicate != 1:
+        check_replicas(replicate, size, strategy)
 
 
-class FSDP(Strategy):
+def check_replicas(replicate: int, size: int | None, strategy: str) -> None:
+    """Raises SettingError where so many processes (None: not known) cannot be `replicate` replicas, each in slices over
+    at least two processes."""
+    if replicate >= 1 and (size is None or (size % replicate == 0 and size // replicate >= 2)):
+        return
+    where = f"strategy {strategy}: replicate={replicate}"
+    if size is None:
+        raise SettingError(f"{where}: a number of replicas, at least 1, is needed.")
+    fits = [n for n in range(1, size // 2 + 1) if size % n == 0]
+    raise SettingError(
+        f"{where}: each replica is in slices over at least two processes, and there are {size}. Here replicate may be "
+        f"{' or '.join(map(str, fits))}; or start {2 * max(replicate, 1)} processes."
+    )
+
+
+class FSDP(LoopStrategy):
     """stage: 1, 2 or 3.
 
     wrap: the layers that travel together, and that checkpointing recomputes: "auto" (entries of lists of layers),
@@ -74,6 +103,8 @@ class FSDP(Strategy):
     mixed: "bf16" or "fp16": stages 2 and 3 gather parameters and compute in it; what is updated stays as it is, and
     gradients are summed in fp32. offload: stages 2 and 3 keep slices on the CPU, and update them there.
     find_unused: the parameters that a loss reaches may differ between steps; in stage 1 between ranks too.
+    replicate: how many replicas there are, each in slices over the other processes (HSDP): with a replica on each
+    machine, what is gathered and scattered stays on it, and between machines only gradients travel.
     """
 
     def __init__(
@@ -88,8 +119,9 @@ class FSDP(Strategy):
         mixed: str = "none",
         offload: bool = False,
         find_unused: bool = False,
+        replicate: int = 1,
     ) -> None:
-        check(world.size, stage=stage, min_params=min_params, mixed=mixed, offload=offload)
+        check(world.size, stage=stage, min_params=min_params, mixed=mixed, offload=offload, replicate=replicate)
         if mixed != "none" and world.rank == 0:
             warnings.warn(
                 f"strategy fsdp: mixed={mixed} computes in {mixed}, so that the model is near to that of other "
@@ -98,22 +130,25 @@ class FSDP(Strategy):
             )
         layers = {"wrap": wrap, "min_params": min_params, "checkpointing": checkpointing}
         options: dict[str, Any] = {**layers, "find_unused": find_unused}
-        self._inner: Strategy = (
-            SlicedUpdate(world, device, **options)
+        sizes = {"replicate": replicate, "shard": world.size // replicate}
+        self.mesh = Mesh(device, world.rank, sizes if replicate > 1 else {"shard": world.size})
+        self._inner: LoopStrategy = (
+            ZeRO1(world, device, self.mesh, **options)
             if stage == 1
-            else Sharded(world, device, keep=stage == 2, mixed=_MIXED[mixed], offload=offload, **options)
+            else FSDP2(world, device, self.mesh, keep=stage == 2, mixed=MIXED[mixed], offload=offload, **options)
         )
         self._no_pickles = NoPickles("fsdp")
-        self.layout, self.views, self.reduces_each = self._inner.layout, self._inner.views, self._inner.reduces_each
+        self.plan = self._inner.plan
+        self.store = self._inner.store
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._inner.setup(models, optimizers)
         self._no_pickles.guard(m for model in models for m in model.modules() if isinstance(m, FSDPModule))
 
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        return self._inner.forward_backward(work)
+    def explain(self, error: Exception) -> Exception | None:
+        return self._inner.explain(error)
 
-    def backward(self, work: BackwardPass) -> None:
+    def backward(self, work: Backward) -> None:
         self._inner.backward(work)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -33,9 +33,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.comm.mesh import Mesh
 from paceline.errors import SettingError
-from paceline.strategies.apart import Apart
-from paceline.strategies.base import Layout, Strategy
+from paceline.strategies.base import Backward, LoopStrategy, backward_here
+from paceline.strategies.batch_plan import one_shard
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.periodic_averaging import PeriodicAveraging
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
@@ -46,7 +49,7 @@ def check(size: int | None, *, every: int, warmup: int) -> None:
     check_whole("local_sgd", "warmup", warmup, 0)
 
 
-class LocalSGD(Strategy):
+class LocalSGD(LoopStrategy):
     """every: steps of an optimizer from one averaging of its weights to the next. warmup: steps that average gradients
     first. average_state: average the optimizers' state (momentum) with the weights."""
 
@@ -61,12 +64,13 @@ class LocalSGD(Strategy):
     ) -> None:
         check(world.size, every=every, warmup=warmup)
         self.world, self.device = world, device
-        self.layout = Layout(shards=world.size, mine=(world.rank,), local=True)
+        self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
+        self.plan = one_shard(world.size, world.rank, independent=True)
         self.every, self.warmup, self.average_state = every, warmup, average_state
+        self.store = GradientStore()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._apart = Apart(device)
-        self.settle, self.apart = self._apart.settle, self._apart.differ
+        self._apart = PeriodicAveraging(device)
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if not self.models and self.world.size > 1:
@@ -80,18 +84,27 @@ class LocalSGD(Strategy):
         self.models, self.optimizers = list(models), list(optimizers)
         self._apart.setup(models, optimizers)
 
+    def backward(self, work: Backward) -> None:
+        backward_here(work)
+
     def finish(self) -> None:
         warm = [optimizer for optimizer in self.optimizers if self._apart.steps[optimizer] < self.warmup]
         if warm:
-            self._apart.average_gradients(warm, self.seen)
+            self._apart.average_gradients(warm, self.store.samples)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         local = self._apart.steps[optimizer] - self.warmup  # before this one
-        parts = self._apart.update(optimizer, self.seen, together=local < 0)
+        parts = self._apart.update(optimizer, self.store.samples, together=local < 0)
         if local < 0:
             self._apart.average((), buffers=True)
         elif (local + 1) % self.every == 0:
             self._apart.average(parts, buffers=True, states=[optimizer] if self.average_state else [])
+
+    def synchronize(self) -> None:
+        self._apart.synchronize()
+
+    def synchronized(self) -> bool:
+        return not self._apart.differ()
 
     def state_dict(self) -> dict[str, Any]:
         """{"apart": {"steps": of each optimizer}} beside what every strategy has. The replicas go on from it."""
@@ -106,7 +119,7 @@ class LocalSGD(Strategy):
         load_steps(self._apart, self.optimizers, state)
 
 
-def load_steps(apart: Apart, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+def load_steps(apart: PeriodicAveraging, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
     """Where in its round each optimizer is; at the beginning, where the checkpoint is of another strategy."""
     steps = [*state.get("apart", {}).get("steps", []), *[0] * len(optimizers)]
     apart.steps = dict(zip(optimizers, map(int, steps), strict=False))

@@ -1,6 +1,6 @@
 """mirrored: one process, several devices, every variable mirrored; all replicas make the same update.
 
-Phase 1, forward and backward on every device, each its own shard (replicas.py), into its own gradients, over all
+Phase 1, forward and backward on every device, each its own shard (replica_set.py), into its own gradients, over all
   micro-batches.
 Phase 2, all-reduce, in the last micro-batch: the replicas' gradients, laid side by side in buckets of 25 MB, become
   their sum on every device, by `reduction`:
@@ -8,7 +8,7 @@ Phase 2, all-reduce, in the last micro-batch: the replicas' gradients, laid side
     ring           in pieces around a ring, twice (comm/reducers.py)
     hierarchical   within groups of devices that reach each other directly, the ring between the groups, and back
     reduce_to_one  to the first by a tree, and back
-  With reproducible=V they are added in one order instead (canonical.py), and sent to all devices before an update.
+  With reproducible=V they are added in one order instead (reproducible.py), and sent to all devices before an update.
 Phase 3, step: each replica updates its own weights with an optimizer of its own, which has the class and state of the
   script's, and takes its learning rate and all other options before each update. What an update draws is alike.
 
@@ -32,17 +32,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.canonical import CanonicalSums
 from paceline.comm.devices import buckets, copy_tensors, flatten, sum_on_first, unflatten
 from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
+from paceline.comm.mesh import Mesh
 from paceline.comm.reducers import REDUCERS
 from paceline.comm.threads import ThreadTeam
+from paceline.comm.tree_sums import TreeSums
 from paceline.errors import ModelError, SettingError, suggest
-from paceline.strategies.base import Strategy, Term, Work
-from paceline.strategies.devices import check_devices, check_shards, devices_of
-from paceline.strategies.replicas import ReplicaSet, norms_of, on_device
+from paceline.strategies.base import ClosureStrategy, Term, Work
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.local_devices import check_devices, check_shards, devices_of
+from paceline.strategies.optimizer_hooks import Draws, follow_groups, optimizer_like, step_between_hooks
+from paceline.strategies.replica_set import ReplicaSet, norms_of, on_device
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
-from paceline.strategies.updates import Draws, follow_groups, optimizer_like, step_between_hooks
 from paceline.world import World
 
 REDUCTIONS = ("native", *REDUCERS)
@@ -63,17 +65,15 @@ def check(size: int | None, *, devices: str, reduction: str, shards: int | None 
     check_devices("mirrored", size, devices, least=2, shards=shards)
 
 
-class Mirrored(Strategy):
+class Mirrored(ClosureStrategy):
     """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; all accelerators of this machine if not given. reduction: native,
     ring, hierarchical or reduce_to_one."""
-
-    closure_only = True
 
     def __init__(
         self,
         world: World,
         device: torch.device,
-        sums: CanonicalSums | None = None,
+        sums: TreeSums | None = None,
         *,
         devices: str = "",
         reduction: str = "native",
@@ -83,8 +83,9 @@ class Mirrored(Strategy):
         self.devices = devices_of("mirrored", devices, device, least=2)
         check_shards("mirrored", self.devices, shards)
         self._replicas = ReplicaSet(self.devices, keep_weights=True, sums=sums)
-        self.device, self.layout, self.sums = device, self._replicas.layout, sums
-        self.copies = self._replicas.copies
+        self.device, self.plan = device, self._replicas.plan
+        self.mesh = Mesh(device, world.rank)
+        self.store = GradientStore(replicas=self._replicas.copies, sums=sums)
         self._mirrored = self._replicas.holders
         self._reduction = reduction
         # Replicas on CPUs take turns in the replicas' team; where they hand tensors to each other they must not.
@@ -114,10 +115,10 @@ class Mirrored(Strategy):
         if self._replicas.follow(work.call):
             self._drift.look(self._mirrored)
         terms = self._replicas.forward_backward(work, self._all_reduce)
-        if work.final and self.sums is None:
-            self._reduced.note(self.copies[0])
+        if work.final and self.store.sums is None:
+            self._reduced.note(self._replicas.copies[0])
         elif work.final:
-            self._reduced.note_none(self.copies[0])
+            self._reduced.note_none(self._replicas.copies[0])
         return terms
 
     # --- phase 2
@@ -125,8 +126,8 @@ class Mirrored(Strategy):
     @torch.no_grad()
     def _all_reduce(self) -> None:
         dense = []
-        for p in self.copies[0]:
-            everywhere = [p, *(copies[p] for copies in self.copies)]
+        for p in self._replicas.copies[0]:
+            everywhere = [p, *(copies[p] for copies in self._replicas.copies)]
             reached = [q.grad for q in everywhere if q.grad is not None]
             if any(grad.is_sparse for grad in reached):
                 _add_up(everywhere)
@@ -160,7 +161,7 @@ class Mirrored(Strategy):
         self._reduced.send_changes(self._mirrored)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.copies[0]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._replicas.copies[0]]
         self._reduced.note(parameters)  # clipped by now, on all replicas
         step_between_hooks(optimizer, partial(self._update, optimizer, parameters))
         self._reduced.forget(parameters)

@@ -39,21 +39,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives, engine
+from paceline.comm import collectives
+from paceline.comm.mesh import Mesh
 from paceline.comm.sockets import Keys, Listening, address_towards, new_keys
 from paceline.errors import UsageError
-from paceline.strategies.base import BackwardPass, Layout, Strategy, run_here
+from paceline.strategies.base import Backward, LoopStrategy, backward_here
+from paceline.strategies.batch_plan import BatchPlan, OneShard, WorkQueue, one_shard
+from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.strategies.servers import joining
-from paceline.strategies.servers.checks import check
-from paceline.strategies.servers.links import Meetings, Parts, Refusing
+from paceline.strategies.servers.links import Chunks, Meetings, Refusing
+from paceline.strategies.servers.option_checks import check
 from paceline.strategies.servers.remote import Remote, setting_of
 from paceline.strategies.servers.serving import Serving
 from paceline.strategies.servers.shard import Shard
 from paceline.world import MAY_DIE, ROLE, Served, World, tell_launcher
 
 
-class ParameterServer(Strategy):
+class ParameterServer(LoopStrategy):
     """mode: sync or async. servers: how many of the processes are servers. staleness: in async, the greatest lag, in
     updates, of a gradient that is applied; -1: any."""
 
@@ -65,10 +68,11 @@ class ParameterServer(Strategy):
         self.workers = tuple(range(world.size - servers))
         self.servers = tuple(range(world.size - servers, world.size))
         self.serves = world.rank in self.servers
+        self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=mode == "async")
+        self.plan: BatchPlan = WorkQueue(len(self.workers), (0,), None)
         if mode == "sync":
-            self.layout = Layout(shards=len(self.workers), mine=(min(world.rank, len(self.workers) - 1),))
-        else:
-            self.layout = Layout(shards=1, mine=(0,), local=True, dealt=len(self.workers))
+            self.plan = one_shard(len(self.workers), min(world.rank, len(self.workers) - 1))
+        self.store = GradientStore()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._remote = Remote(servers)
@@ -79,7 +83,7 @@ class ParameterServer(Strategy):
         self._serving: Serving | None = None
         # of a worker
         self._meetings: Meetings | None = None
-        self._parts: Parts | None = None
+        self._chunks: Chunks | None = None
         self._cut = self.workers  # the workers over which the global batch at hand is cut
         self._reductions = self._updates = 0
         self._kept: list[Tensor] = []  # the buffers as they were before the global batch at hand
@@ -158,8 +162,9 @@ class ParameterServer(Strategy):
             join=(lambda: self._join(places)) if joins else None,
         )
         if self.mode == "async":
-            self._parts = self.layout.dealer = Parts(links, *hooks)
-        engine.use(meetings)
+            self._chunks = Chunks(links, *hooks)
+            self.plan = WorkQueue(len(self.workers), (0,), self._chunks)
+        self.mesh.channel = meetings
         tell_launcher(os.environ, MAY_DIE)
 
     def _serve(self) -> None:
@@ -171,7 +176,7 @@ class ParameterServer(Strategy):
         names = {p: name for name, p in self._remote.names.items()}
         self._serving.shard.add(self._remote.owned(mine), self.optimizers, names)
         if self._serving.serve():
-            engine.use(Refusing())
+            self.mesh.channel = Refusing()
             return
         self.close()
         raise Served
@@ -190,10 +195,10 @@ class ParameterServer(Strategy):
 
     # --- the step
 
-    def backward(self, work: BackwardPass) -> None:
+    def backward(self, work: Backward) -> None:
         if self.serves:
             Refusing().exchange()
-        run_here(work)
+        backward_here(work)
         if work.final and self.mode == "sync":
             self._reduce()
 
@@ -233,8 +238,8 @@ class ParameterServer(Strategy):
     def _cut_anew(self) -> None:
         assert self._meetings is not None
         self._cut = self._meetings.members
-        self.layout.shards, self.layout.mine = len(self._cut), (self._meetings.rank,)
-        self.layout.version += 1
+        # Another object than before, also where the numbers are the same.
+        self.plan = OneShard(len(self._cut), (self._meetings.rank,))
 
     # --- a worker that comes while the others are under way
 
@@ -248,7 +253,7 @@ class ParameterServer(Strategy):
         def give() -> joining.Given:
             remote.send(changed, {"op": "set"})
             counts = self._reductions, self._updates
-            return joining.given(counts, meetings, self.optimizers, self._parts, self._buffers, run)
+            return joining.given(counts, meetings, self.optimizers, self._chunks, self._buffers, run)
 
         joining.hand_over(meetings, self.world.rank, give)
         remote.note(changed)
@@ -259,7 +264,7 @@ class ParameterServer(Strategy):
         assert remote.links is not None
         joining.be_let_in(remote.links, places, meetings)
         found = joining.hand_over(meetings, self.world.rank, None)
-        self._reductions, self._updates = joining.take(found, meetings, self.optimizers, self._parts, self._buffers)
+        self._reductions, self._updates = joining.take(found, meetings, self.optimizers, self._chunks, self._buffers)
         remote.pull(remote.names)
         self._keep()
         if self.mode == "sync":
@@ -274,6 +279,9 @@ class ParameterServer(Strategy):
         update = self._step_alone if self.mode == "async" else self._step_together
         update(self._number(optimizer), optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # its step, made elsewhere: torch's schedulers ask
+
+    def completed(self, optimizer: torch.optim.Optimizer, updated: bool) -> int:
+        return int(updated) if self._chunks is None else self._chunks.completed(optimizer)
 
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         return next(i for i, own in enumerate(self.optimizers) if own is optimizer)
@@ -313,18 +321,18 @@ class ParameterServer(Strategy):
         """A part's gradient is applied at once, where it is not too old."""
         remote = self._remote
         assert remote.links is not None
-        assert self._parts is not None
+        assert self._chunks is not None
         own, key = remote.of(optimizer), str(number)
-        if self._parts.current is None:
+        if self._chunks.current is None:
             raise UsageError("run.step outside of a loop over a training loader, with parameter_server:mode=async.")
         if self.staleness >= 0:
             asked = {"op": "admit", "optimizer": number, "version": remote.versions.get(key, 0)}
             if not remote.links.ask_first({**asked, "staleness": self.staleness})["allowed"]:
-                self._parts.refused = True
+                self._chunks.refused = True
                 remote.pull(own)
                 return
         gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
-        header = {"op": "apply", "optimizer": number, "part": self._parts.current, "call": self._parts.pushes(number)}
+        header = {"op": "apply", "optimizer": number, "part": self._chunks.current, "call": self._chunks.pushes(number)}
         header |= {"admitted": self.staleness >= 0, **self._with(optimizer)}
         for server, (told, weights) in remote.ask_all(header, gradients).items():
             if server == 0:
@@ -382,4 +390,4 @@ class ParameterServer(Strategy):
         if links is not None:
             links.tell({"op": "bye"})
             links.close()
-        engine.use(None)
+        self.mesh.channel = None

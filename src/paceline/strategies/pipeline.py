@@ -13,8 +13,9 @@ Phase 2, the schedule (torch.distributed.pipelining): forwards of the micro-batc
     after the other.
 Phase 3, reduce: each stage's gradients are summed over the shards (the processes that have the same stage).
 Phase 4, step: a process updates the parameters of its stage; of the others it has neither gradients, optimizer state
-  nor weights. (`owned.py`: who needs the whole model, in evaluation or for a checkpoint, gets it from the stages.) A
-  parameter that stands in several stages belongs to the first, which sends it on after each update.
+  nor weights. (Who needs the whole model, in evaluation or for a checkpoint, gets it from the stages:
+  `stage_parameters.py`.) A parameter that stands in several stages belongs to the first, which sends it on after each
+  update.
 
 Between processes, a step: activations and their gradients at each cut; between shards, each stage's gradients, as in
 ddp. Memory per process: parameters, gradients and optimizer state of its stage; activations of its stage, of all
@@ -30,7 +31,7 @@ torch's stages have fixed shapes, so that micro-batches of another size go throu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -39,15 +40,28 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import _Replicate
 
-from paceline.comm import collectives, many, replicas
-from paceline.comm.grid import Grid, check_size
+from paceline.comm import collectives
+from paceline.comm.mesh import ALONE, Mesh, OneReplica, check_size
+from paceline.comm.replicas import ProcessReplicas
 from paceline.errors import ModelError, SettingError, UsageError, suggest
-from paceline.strategies.base import Layout, Strategy, Term, Weight, Work, kind_of
-from paceline.strategies.owned import Owned
-from paceline.strategies.pipeline_cut import Units, boundaries, parameters_in, seconds, units_of
-from paceline.strategies.pipeline_loss import Losses, Share, input_of, padded, terms_from
-from paceline.strategies.reached import Reached
+from paceline.strategies.base import ClosureStrategy, Term, Weight, Work, kind_of
+from paceline.strategies.batch_plan import AllMicroBatches
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.pipeline_calls import check_names
+from paceline.strategies.pipeline_cut import (
+    Units,
+    UnseenError,
+    boundaries,
+    parameters_in,
+    seconds,
+    takes_more,
+    units_of,
+)
+from paceline.strategies.pipeline_loss import Losses, Share, called_with, input_of, padded, terms_from, with_zeros
+from paceline.strategies.pipeline_stages import ByCalls, Waiting, seed
 from paceline.strategies.replicated import load_replicated, replicated_state
+from paceline.strategies.stage_parameters import StageParameters
+from paceline.strategies.unused_parameters import Reached
 from paceline.world import World
 
 SCHEDULES = ("gpipe", "1f1b", "naive")
@@ -68,12 +82,10 @@ def check(size: int | None, *, stages: int, schedule: str, balance: str) -> None
         check_size(stages, size, "strategy pipeline: stages")
 
 
-class Pipeline(Strategy):
+class Pipeline(ClosureStrategy):
     """stages: how many, as many as processes by default; with a divisor of their number several pipelines share each
     global batch. schedule: gpipe, 1f1b or naive. cut: where stages begin, as numbers or names of layers ("2,4"); if
     not given, balance: by their parameters, or by what their forward and backward cost on the first micro-batch."""
-
-    closure_only = True
 
     def __init__(
         self,
@@ -88,17 +100,20 @@ class Pipeline(Strategy):
         check(world.size, stages=stages, schedule=schedule, balance=balance)
         self.world, self.device = world, device
         self.schedule, self.cut, self.balance = schedule, str(cut), balance
-        self._grid = grid = Grid(device, stages or world.size, "strategy pipeline: stages")
-        self.layout = Layout(shards=grid.shards, mine=(grid.shard,), together=True)
-        self.parts = grid.row
+        stages = stages or world.size
+        self.mesh = mesh = Mesh(device, world.rank, {"replicate": world.size // stages, "stage": stages})
+        self.plan = AllMicroBatches(mesh.shards, (mesh.shard,))
+        self.store = GradientStore(others=mesh.model)
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._known: set[Tensor] = set()
         self._units = Units([], [])
-        self._owned: Owned | None = None
+        self._owned: StageParameters | None = None
         self._stage: nn.Module = nn.Sequential()
         self._reached = Reached("pipeline", world.rank)
-        self._losses = Losses(grid, device)
+        self._losses = Losses(mesh, device)
+        self._waiting: Waiting | None = None
+        self._by_calls: ByCalls | None = None
         self._forms: dict[Any, list[Tensor]] = {}
         self._schedules: dict[Any, Any] = {}
         self._loss: Any = None
@@ -110,6 +125,7 @@ class Pipeline(Strategy):
         if len(models) > 1:
             names = ", ".join(type(model).__name__ for model in models)
             raise ModelError(f"strategy pipeline takes one model, not {len(models)} ({names}). Use strategy='ddp'.")
+        self.mesh.replicas = OneReplica()  # but for the forwards of a step: what else computes the model does so alone
         new = bool(models) and not self.models
         self.models, self.optimizers = list(models), list(optimizers)
         if new:
@@ -124,40 +140,57 @@ class Pipeline(Strategy):
             self._owned.optimizers = self.optimizers
 
     def _take(self, model: nn.Module) -> None:
-        self._units = units_of(model)
+        self._hook = model.register_forward_pre_hook(self._before_forward)
+        model.register_state_dict_pre_hook(_refuse_parts)
+        vars(model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
         # Before anything is moved: what cannot be cut is refused here.
+        units: Units | None = None
+        with suppress(UnseenError):
+            units = units_of(model)
+        if units is None or takes_more(model):
+            check_names(model, self.cut, self.mesh.size("stage"), units.names if units is not None else ())
+            self._waiting = Waiting(model, units)  # how the closure calls it decides
+        else:
+            self._take_units(model, units)
+
+    def _take_units(self, model: nn.Module, units: Units) -> None:
+        self._units = units
         sizes = [parameters_in(unit) for unit in self._units.modules]
-        where = boundaries(self._units, self._grid.size, self.cut, sizes)
+        where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
         _check_buffers(model, self._parts_of(where))
         if self.balance == "cost" and not self.cut:  # the first micro-batch is needed
             model.to(self.device)
             collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         else:
-            self._settle(where, send=True)
-        self._hook = model.register_forward_pre_hook(self._before_forward)
-        model.register_state_dict_pre_hook(_refuse_parts)
-        vars(model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+            self._take_stage(self._parts_of(where), send=True)
 
     def _parts_of(self, where: Sequence[int]) -> list[nn.Module]:
         return [nn.Sequential(*self._units.modules[a:b]) for a, b in pairwise(where)]
 
-    def _settle(self, where: Sequence[int], send: bool) -> None:
+    def _take_stage(self, parts: Sequence[nn.Module], send: bool) -> None:
         """The stages are known: this process keeps its own. send: whether rank 0's weights have yet to be sent."""
-        parts = self._parts_of(where)
-        self._owned = Owned(self.models[0], parts, self._grid, self.device)
+        self._owned = StageParameters(self.models[0], parts, self.mesh, self.device)
         self._owned.optimizers = self.optimizers
         if send:
             self._owned.receive()
-        self._stage = parts[self._grid.part]
+        self._stage = parts[self.mesh.coordinate("stage")]
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """The user calls the model itself, as in evaluation: on all processes, since it is made whole first."""
+        if self._by_calls is not None and self._by_calls.running:
+            return
+        if self._waiting is not None:
+            self._waiting.send(self.device)
         if self._owned is not None:
             self._owned.make_whole()
 
     # --- the step
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
+        with work.autocast():  # the stages run outside of the closure, and belong under it
+            return self._forward_backward(work)
+
+    def _forward_backward(self, work: Work) -> list[list[Term]]:
         if work.model is not self.models[0]:
             raise UsageError("strategy pipeline: forward_backward was given another model than the prepared one.")
         mode = self._units.mode
@@ -167,13 +200,37 @@ class Pipeline(Strategy):
                 f"and is trained in the other. Call model.{'train' if mode else 'eval'}() before the step."
             )
         key = torch.default_generator.initial_seed()
+        if self._waiting is not None:
+            self._begin(self._waiting, work)
         placeholders = [[Term(torch.zeros(()), None)] for _ in work.pieces]
         found: list[list[Term]] = []
         for weights, _ in work.passes(placeholders):
             shares = self._shares(work, [weight for (weight,) in weights])
             with self._only(work.inputs):
-                found = self._compute(work, shares, key)
+                if self._by_calls is None:
+                    found = self._compute(work, shares, key)
+                else:
+                    assert self._owned is not None
+                    terms = self._by_calls.compute(work, shares, key, self._owned)
+                    found = self._summed(work, terms, len(shares))
         return padded(found, [piece for piece, _, _ in shares], work.pieces)
+
+    def _begin(self, waiting: Waiting, work: Work) -> None:
+        """Cuts a model that waits for its first micro-batch."""
+        args = called_with(work, work.pieces[0], self.device) if waiting.units is not None else ()
+        if waiting.units is not None and len(args) == 1 and isinstance(args[0], Tensor):
+            self._take_units(waiting.model, waiting.units)
+        else:
+            for buffer in waiting.model.buffers():
+                buffer.data = buffer.data.to(self.device)
+            by_cost = self.balance == "cost" and not self.cut
+            if by_cost:
+                waiting.send(self.device)
+            self._by_calls = by_calls = ByCalls(waiting.model, self.mesh, self.device, self.schedule, self._losses)
+            parts = by_calls.cut(work, self.cut, by_cost)
+            _check_buffers(waiting.model, parts)
+            self._take_stage(parts, send=not waiting.sent)
+        self._waiting = None
 
     def _shares(self, work: Work, weights: Sequence[Weight | None]) -> list[Share]:
         """The micro-batches that have examples; where none has, one of them, since others may wait for this shard."""
@@ -184,35 +241,40 @@ class Pipeline(Strategy):
         return [share for share in shares if share[0].count] or shares[:1]
 
     def _compute(self, work: Work, shares: Sequence[Share], key: int) -> list[list[Term]]:
-        grid = self._grid
-        first, last = grid.part == 0, grid.part == grid.size - 1
+        mesh = self.mesh
+        first, last = mesh.coordinate("stage") == 0, mesh.coordinate("stage") == mesh.size("stage") - 1
         groups = [list(group) for _, group in groupby(shares, key=lambda share: share[0].count)]
         inputs = [[input_of(work, piece, self.device) for piece, _, _ in group] for group in groups] if first else []
         if self._owned is None:
             self._measure(inputs[0][0] if first else None)
         assert self._owned is not None
         self._owned.release()
-        with collectives.among(grid.row):
-            forms = [
-                self._forms_of(inputs[number][0] if first else None, len(group), collectives)
-                for number, group in enumerate(groups)
-            ]
-        inverse = self._losses.inverse_counts(work, groups, [form[-1] for form in forms]) if last else {}
+        forms = [self._forms_of(inputs[number][0] if first else None) for number, group in enumerate(groups)]
+        inverse = {}
+        if last:
+            inverse = self._losses.inverse_counts(
+                work, groups, lambda number, piece: with_zeros(work, forms[number][-1], piece, self.device)
+            )
         # Other draws on each stage, and at each call: all have the shard's generator.
-        _seed(key ^ (grid.part + grid.size * work.call) * 0x9E3779B97F4A7C15 % 2**63, self.device)
+        own = mesh.coordinate("stage") + mesh.size("stage") * work.call
+        seed(key ^ own * 0x9E3779B97F4A7C15 % 2**63, self.device)
         terms: list[list[Term]] = []
-        with replicas.use(replicas.ProcessReplicas(grid.column) if grid.shards > 1 else replicas.Alone()):
+        with mesh.computing(ProcessReplicas(mesh.data)):
             for number, group in enumerate(groups):
                 size = 1 if self.schedule == "naive" else len(group)
                 for start in range(0, len(group), size):
                     chosen = group[start : start + size]
                     given = inputs[number][start : start + size] if first else []
                     terms += self._pass(work, chosen, given, forms[number], inverse)
+        return self._summed(work, terms, len(shares))
+
+    def _summed(self, work: Work, terms: list[list[Term]], count: int) -> list[list[Term]]:
+        """After the backward: phase 3. Returns the terms of so many micro-batches, on all stages."""
+        assert self._owned is not None
         self._owned.sum_tied()
-        many.sum_all(
-            self._reached.gradients(kind_of(work.call, work.inputs), self._owned.names, grid.column), grid.column
-        )
-        return self._losses.told(work.call, terms, len(shares))
+        data = self.mesh.data
+        collectives.sum_all(self._reached.gradients(kind_of(work.call, work.inputs), self._owned.names, data), data)
+        return self._losses.told(work.call, terms, count)
 
     def _pass(
         self, work: Work, group: Sequence[Share], inputs: list[Tensor], forms: list[Tensor], inverse: dict[int, Any]
@@ -230,9 +292,9 @@ class Pipeline(Strategy):
 
         self._loss = loss
         schedule = self._schedule_for(len(group), forms)
-        if self._grid.part == 0:
+        if self.mesh.coordinate("stage") == 0:
             schedule.step(torch.cat(inputs))
-        elif self._grid.part == self._grid.size - 1:
+        elif self.mesh.coordinate("stage") == self.mesh.size("stage") - 1:
             schedule.step(target=torch.arange(len(group)), losses=[])
         else:
             schedule.step()
@@ -243,7 +305,7 @@ class Pipeline(Strategy):
         if key not in self._schedules:
             if len(self._schedules) >= 4:
                 self._schedules.clear()  # each keeps buffers for what it receives
-            part, stages = self._grid.part, self._grid.size
+            part, stages = self.mesh.coordinate("stage"), self.mesh.size("stage")
             stage = PipelineStage(
                 self._stage,
                 part,
@@ -251,7 +313,7 @@ class Pipeline(Strategy):
                 self.device,
                 input_args=(forms[part],),
                 output_args=(forms[part + 1],),
-                group=self._grid.row,
+                group=self.mesh.along("stage").get_group(),
             )
             whole: Any = (_Replicate(),) if count == 1 else None  # one is not cut: it may have no examples
             kind = Schedule1F1B if self.schedule == "1f1b" and count >= stages else ScheduleGPipe
@@ -279,27 +341,27 @@ class Pipeline(Strategy):
     # --- what the stages tell each other
 
     @torch.no_grad()
-    def _forms_of(self, value: Tensor | None, count: int, row: Any) -> list[Tensor]:
+    def _forms_of(self, value: Tensor | None) -> list[Tensor]:
         """What goes into each stage and out of the last: tensors without memory. Called by a row together.
 
         torch's stages would find out by running themselves on made-up data, which moves the running statistics of batch
         norms and calls the loss. In evaluation mode nothing of that happens.
         """
-        base = self._grid.shard * self._grid.size
-        key = row.broadcast_object((value.shape, value.dtype) if value is not None else None, src=base)
+        row, first = self.mesh.group("stage"), self.mesh.at(stage=0)
+        key = collectives.broadcast_object((value.shape, value.dtype) if value is not None else None, first, row)
         autocast = torch.is_autocast_enabled(self.device.type)
         if (key, autocast) not in self._forms:
             found: list[Any] = [key]
-            for part in range(self._grid.size):
+            for part in range(self.mesh.size("stage")):
                 form = None
-                if part == self._grid.part:
+                if part == self.mesh.coordinate("stage"):
                     modes = {module: module.training for module in self._stage.modules()}
                     shape, dtype = found[-1]
                     result = self._stage.eval()(torch.zeros(shape, dtype=dtype, device=self.device))
                     for module, was in modes.items():
                         module.training = was
                     form = _form(result)
-                found.append(row.broadcast_object(form, src=base + part))
+                found.append(collectives.broadcast_object(form, self.mesh.at(stage=part), row))
             made = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]
             self._forms[key, autocast] = made[:1] + [form.requires_grad_() for form in made[1:]]
         return self._forms[key, autocast]
@@ -308,9 +370,9 @@ class Pipeline(Strategy):
         """Cuts by what the units cost, on rank 0, on the first micro-batch."""
         sizes = seconds(self._units.modules, value) if self.world.rank == 0 and value is not None else None
         sizes = collectives.broadcast_object(sizes)
-        where = boundaries(self._units, self._grid.size, self.cut, sizes)
+        where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
         _check_buffers(self.models[0], self._parts_of(where))
-        self._settle(where, send=False)
+        self._take_stage(self._parts_of(where), send=False)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._owned is not None
@@ -319,9 +381,13 @@ class Pipeline(Strategy):
         self._owned.share_tied()
 
     def state_dict(self) -> dict[str, Any]:
+        if self._waiting is not None:
+            self._waiting.send(self.device)
         return replicated_state(self.models, self.optimizers) if self._owned is None else self._owned.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._waiting is not None:
+            self._waiting.send(self.device)
         if self._owned is None:
             load_replicated(self.models, self.optimizers, state)
         else:
@@ -331,9 +397,10 @@ class Pipeline(Strategy):
         if self._hook is not None:
             self._hook.remove()
             vars(self.models[0]).pop("__deepcopy__", None)
+        if self._by_calls is not None:
+            self._by_calls.close()
         self._schedules, self._loss = {}, None
-        self._grid.let_go()
-        self.parts = None
+        self.store.others = ALONE
 
 
 def _refuse_parts(model: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -358,14 +425,6 @@ def _form(value: Any) -> tuple[torch.Size, torch.dtype]:
             "cut= so that no stage ends there, or pack it into one tensor."
         )
     return value.shape, value.dtype
-
-
-def _seed(key: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(key)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(key)
-    elif device.type != "cpu":
-        torch.get_device_module(device).manual_seed(key)
 
 
 def _check_buffers(model: nn.Module, stages: Sequence[nn.Module]) -> None:

@@ -20,6 +20,10 @@ from torch import Tensor, fx, nn
 from paceline.errors import ModelError, SettingError
 
 
+class UnseenError(ModelError):
+    """torch.fx does not see how the forward calls its layers, or it takes or gives something else than one tensor."""
+
+
 class Units:
     """The units of a model, in order. mode: the model's `training` for which alone they hold; None: for both."""
 
@@ -27,7 +31,7 @@ class Units:
         self.modules, self.names, self.mode = list(modules), list(names), mode
 
     def __len__(self) -> int:
-        return len(self.modules)
+        return len(self.names)
 
 
 def units_of(model: nn.Module) -> Units:
@@ -40,12 +44,20 @@ def units_of(model: nn.Module) -> Units:
     graphs = {mode: _traced(model, kind, mode) for mode in (not model.training, model.training)}
     alike = str(graphs[True]) == str(graphs[False])
     parts = _segments(model, graphs[model.training])
+    if parts is None:
+        raise UnseenError(f"strategy pipeline: the forward of {kind.__name__} returns something else than one tensor.")
     if len(parts) < 2:
         raise ModelError(
             f"strategy pipeline: the forward of {kind.__name__} has no place between its layers where a single tensor "
             "is all that is needed later. Make it an nn.Sequential of blocks, or use another strategy, such as ddp."
         )
     return Units([module for module, _ in parts], [name for _, name in parts], None if alike else model.training)
+
+
+def takes_more(model: nn.Module) -> bool:
+    """Whether the forward has optional arguments that may be tensors, such as a mask."""
+    parameters = list(inspect.signature(own_class(model).forward).parameters.values())[1:]
+    return any(p.default is None for p in parameters)
 
 
 def own_class(model: nn.Module) -> type[nn.Module]:
@@ -65,7 +77,7 @@ def _traced(model: nn.Module, kind: type[nn.Module], training: bool) -> fx.Graph
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) != 1:
-        raise ModelError(
+        raise UnseenError(
             f"strategy pipeline: the forward of {kind.__name__} takes {len(needed)} arguments; a pipeline's first "
             "stage takes one tensor. Pack them into one, or use another strategy, such as ddp."
         )
@@ -75,7 +87,7 @@ def _traced(model: nn.Module, kind: type[nn.Module], training: bool) -> fx.Graph
     try:
         graph = _Tracer().trace(model, concrete_args=others or None)
     except Exception as error:  # whatever a forward does with a stand-in for a tensor
-        raise ModelError(
+        raise UnseenError(
             f"strategy pipeline: torch.fx cannot see how the forward of {kind.__name__} calls its layers "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Make it an nn.Sequential "
             "of blocks, move what depends on values into one of its layers, or use another strategy, such as ddp."
@@ -91,8 +103,9 @@ def _traced(model: nn.Module, kind: type[nn.Module], training: bool) -> fx.Graph
     return graph
 
 
-def _segments(model: nn.Module, graph: fx.Graph) -> list[tuple[nn.Module, str]]:
-    """The graph in pieces, each a module of one argument and one result, with a name."""
+def _segments(model: nn.Module, graph: fx.Graph) -> list[tuple[nn.Module, str]] | None:
+    """The graph in pieces, each a module of one argument and one result, with a name. None where a tuple, a dict or
+    another object comes out."""
     nodes = [node for node in graph.nodes if node.op not in ("output", "get_attr") and node.users]
     place = {node: number for number, node in enumerate(graph.nodes)}
     (output,) = [node for node in graph.nodes if node.op == "output"]
@@ -103,8 +116,10 @@ def _segments(model: nn.Module, graph: fx.Graph) -> list[tuple[nn.Module, str]]:
         alive = [other for other in nodes if place[other] <= place[node] < last[other]]
         if node.op != "placeholder" and alive == [node]:
             cuts.append(node)
-    if not isinstance(output.args[0], fx.Node) or cuts[-1] is not output.args[0]:
-        return []  # a tuple or dict comes out
+    if not isinstance(output.args[0], fx.Node):
+        return None
+    if cuts[-1] is not output.args[0]:
+        return []
     return [_segment(model, graph, start, end) for start, end in pairwise(cuts)]
 
 

@@ -8,14 +8,15 @@ of the model's output, only to count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.comm import collectives
-from paceline.comm.grid import Grid
+from paceline.comm.mesh import Mesh, current
 from paceline.errors import UsageError
 from paceline.strategies.base import Piece, Term, Weight, Work
 
@@ -60,24 +61,36 @@ Share = tuple[Piece, float, float]
 """A micro-batch, the weight of a mean over its examples, and the loss scale."""
 
 
-def input_of(work: Work, piece: Piece, device: torch.device) -> Tensor:
-    """What the closure calls the model with. Raises UsageError unless that is one tensor."""
+def on_one_stage() -> AbstractContextManager[None]:
+    """Within it the closure runs, on the processes of one stage."""
+    return current().computing(current().replicas, everywhere=False)
+
+
+def called_with(work: Work, piece: Piece, device: torch.device) -> tuple[Any, ...]:
+    """What the closure calls the model with. Raises UsageError where it does not call it."""
     try:
-        with collectives.of_one_replica(), torch.no_grad():
+        with on_one_stage(), torch.no_grad():
             work.compute(Stand(), piece, device)
     except _Input as captured:
-        if len(captured.args) == 1 and isinstance(captured.args[0], Tensor):
-            return captured.args[0]
-        raise UsageError(
-            f"strategy pipeline: the closure calls the model with {len(captured.args)} arguments; it takes one tensor."
-        ) from None
+        return captured.args
     raise UsageError("strategy pipeline: the closure never called the model. Call it once: output = model(input).")
+
+
+def input_of(work: Work, piece: Piece, device: torch.device) -> Tensor:
+    """What the closure calls the model with. Raises UsageError unless that is one tensor."""
+    args = called_with(work, piece, device)
+    if len(args) == 1 and isinstance(args[0], Tensor):
+        return args[0]
+    raise UsageError(
+        f"strategy pipeline: the closure calls the model with {len(args)} arguments; it takes one tensor. It did so at "
+        "the first step."
+    )
 
 
 def terms_from(work: Work, output: Tensor, piece: Piece, device: torch.device) -> list[Term]:
     """What the closure returns for this output of the model. Raises UsageError where it differentiates by the input."""
     try:
-        with collectives.of_one_replica():
+        with on_one_stage():
             return work.compute(Stand(output), piece, device)
     except RuntimeError as error:
         if "not have been used in the graph" not in str(error):
@@ -89,26 +102,32 @@ def terms_from(work: Work, output: Tensor, piece: Piece, device: torch.device) -
         ) from error
 
 
+def with_zeros(work: Work, form: Tensor, piece: Piece, device: torch.device) -> list[Term]:
+    """What the closure returns for zeros of this form in place of the model's output."""
+    zeros = torch.zeros(form.shape, dtype=form.dtype, device=device)
+    return terms_from(work, zeros.requires_grad_(zeros.is_floating_point()), piece, device)
+
+
 class Losses:
     """What the closure of each backward call returns, seen from one process."""
 
-    def __init__(self, grid: Grid, device: torch.device) -> None:
-        self._grid, self._device = grid, device
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
         self._kinds: dict[int, _Kind] = {}  # backward call -> what its closure returns; on the last stage
         self._agreed: dict[int, _Kind] = {}  # the same, on all
 
     def inverse_counts(
-        self, work: Work, groups: Sequence[Sequence[Share]], outputs: Sequence[Tensor]
+        self, work: Work, groups: Sequence[Sequence[Share]], counted: Callable[[int, Piece], list[Term]]
     ) -> dict[int, Tensor]:
-        """On the last stage: 1 / the count in the whole global batch of each term that has one."""
+        """On the last stage: 1 / the count in the whole global batch of each term that has one. counted: what the
+        closure returns for a piece of a group, with zeros in place of the model's output."""
         kind = self._kinds.get(work.call)
         if kind is not None and not any(kind.counted):
             return {}
         counts: list[list[Weight | None]] = []
-        for group, form in zip(groups, outputs, strict=True):
-            zeros = torch.zeros(form.shape, dtype=form.dtype, device=self._device)
+        for number, group in enumerate(groups):
             for piece, _, _ in group:
-                terms = terms_from(work, zeros.requires_grad_(zeros.is_floating_point()), piece, self._device)
+                terms = counted(number, piece)
                 counts.append([term.count for term in terms])
                 if kind is None:
                     kind = _Kind(tuple(term.count is not None for term in terms), terms[0].value.dtype)
@@ -120,7 +139,7 @@ class Losses:
         dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
         rows = [[torch.as_tensor(row[i], device=self._device).to(dtype).reshape(()) for i in which] for row in counts]
         total = torch.stack([torch.stack(row) for row in rows]).sum(0)
-        total = collectives.all_reduce(total, group=self._grid.column)
+        total = collectives.all_reduce(total, group=self._mesh.data)
         inverse = torch.where(total > 0, 1 / total.clamp(min=torch.finfo(dtype).tiny), 0)
         return dict(zip(which, inverse.unbind(), strict=True))
 
@@ -134,21 +153,20 @@ class Losses:
 
     def told(self, call: int, terms: list[list[Term]], count: int) -> list[list[Term]]:
         """The last stage's terms, on all processes of the row."""
-        last = self._grid.size - 1
-        src = self._grid.shard * self._grid.size + last
-        with collectives.among(self._grid.row):
-            if call not in self._agreed:
-                kind = collectives.broadcast_object(self._kinds.get(call), src=src)
-                assert kind is not None
-                self._agreed[call] = kind
-            kind = self._agreed[call]
-            box = torch.zeros(count, len(kind.counted), 2, dtype=torch.float64, device=self._device)
-            if self._grid.part == last:
-                for number, row in enumerate(terms):
-                    for i, term in enumerate(row):
-                        box[number, i, 0] = term.value
-                        box[number, i, 1] = 0.0 if term.count is None else term.count
-            collectives.broadcast_tensors([box], src=src)
+        last = self._mesh.size("stage") - 1
+        src = self._mesh.at(stage=last)
+        if call not in self._agreed:
+            kind = collectives.broadcast_object(self._kinds.get(call), src=src, group=self._mesh.group("stage"))
+            assert kind is not None
+            self._agreed[call] = kind
+        kind = self._agreed[call]
+        box = torch.zeros(count, len(kind.counted), 2, dtype=torch.float64, device=self._device)
+        if self._mesh.coordinate("stage") == last:
+            for number, row in enumerate(terms):
+                for i, term in enumerate(row):
+                    box[number, i, 0] = term.value
+                    box[number, i, 1] = 0.0 if term.count is None else term.count
+        collectives.broadcast_tensors([box], src=src, group=self._mesh.group("stage"))
         return [
             [
                 Term(box[n, i, 0].to(kind.dtype), box[n, i, 1] if counted else None)

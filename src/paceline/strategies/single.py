@@ -9,14 +9,17 @@ Follows plain PyTorch: a training loop with `loss.backward()` and `optimizer.ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.comm.mesh import Mesh
 from paceline.errors import SettingError
-from paceline.strategies.base import Layout, Strategy
+from paceline.strategies.base import Backward, LoopStrategy, backward_here
+from paceline.strategies.batch_plan import ShardsInSequence, one_shard
+from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
 
@@ -32,13 +35,17 @@ def check(size: int | None, *, shards: int) -> None:
         raise SettingError(f"strategy single: shards={shards}: a whole number of at least 1 is needed.")
 
 
-class Single(Strategy):
+class Single(LoopStrategy):
     """One process on one device. shards: into how many the global batch is cut."""
 
     def __init__(self, world: World, device: torch.device, *, shards: int = 1) -> None:
         check(world.size, shards=shards)
         self.device = device
-        self.layout = Layout(shards=shards, mine=tuple(range(shards)), turns=shards if shards > 1 else 0)
+        self.mesh = Mesh(device, world.rank)
+        self.plan = (
+            one_shard(1, 0) if shards == 1 else ShardsInSequence(shards, tuple(range(shards)), sequential=shards)
+        )
+        self.store = GradientStore()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
 
@@ -46,6 +53,15 @@ class Single(Strategy):
         self.models, self.optimizers = list(models), list(optimizers)
         for model in models:
             model.to(self.device)
+
+    def backward(self, work: Backward) -> None:
+        backward_here(work)
+
+    def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
+        if self.plan.shards > 1:
+            return False
+        optimizer.step(closure)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return replicated_state(self.models, self.optimizers)

@@ -30,87 +30,68 @@ the same on all devices of the group: they count as such while a run with this s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from paceline.comm import collectives, many
-from paceline.comm.grid import Grid, check_size
-from paceline.errors import ModelError, SettingError
+from paceline.comm import collectives
+from paceline.comm.mesh import Mesh, check_size
+from paceline.errors import SettingError
 from paceline.strategies import tensor_plan
-from paceline.strategies.base import BackwardPass, Kind, Layout, Strategy, Term, Work, run_here
+from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
+from paceline.strategies.batch_plan import one_shard
+from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.pickling import NoPickles
-from paceline.strategies.reached import Reached, check_alike, named_state
 from paceline.strategies.replicated import (
     load_replicated,
     parameter_names,
     replicated_state,
 )
-from paceline.strategies.tensor_surroundings import surroundings
+from paceline.strategies.tensor_cut import LayerCuts, explained, replace
+from paceline.strategies.unused_parameters import Reached, check_alike, named_state
 from paceline.world import World
 
 
-def _style(kind: str, module: nn.Module) -> ParallelStyle:
-    if kind == "row":
-        return RowwiseParallel(input_layouts=Replicate())  # of a whole input its own part is taken
-    if kind == "gather":
-        return ColwiseParallel(output_layouts=Replicate())
-    return ColwiseParallel(use_local_output=False)
-
-
-def check(world: int | None, *, size: int, plan: str) -> dict[str, str]:
-    """The plan, read. Raises SettingError for what cannot work on so many processes."""
+def check(world: int | None, strategy: str = "tensor", *, size: int, plan: str) -> dict[str, str]:
+    """The plan, read. strategy: for messages. Raises SettingError for what cannot work on so many processes."""
     if world == 1:
         raise SettingError(
             "strategy tensor needs at least two processes: paceline run --nproc 2 --strategy tensor ... With one, "
             "leave the strategy out."
         )
     if size:
-        check_size(size, world, "strategy tensor: size")
+        check_size(size, world, f"strategy {strategy}: size")
     return tensor_plan.read(plan) if plan else {}
 
 
-class TensorParallel(Strategy):
+class TensorParallel(LoopStrategy):
     """size: devices in a group; all processes by default. plan: which layers are cut and how, as pattern:kind with
     commas between, or a dict (tensor_plan.py); found in plain MLP and attention blocks if not given."""
 
     def __init__(self, world: World, device: torch.device, *, size: int = 0, plan: str = "") -> None:
-        self.patterns = check(world.size, size=size, plan=plan)
+        patterns = check(world.size, size=size, plan=plan)
         self.world, self.device = world, device
         self._no_pickles = NoPickles("tensor")
-        self._grid = grid = Grid(device, size or world.size, "strategy tensor: size")
-        self.layout = Layout(shards=grid.shards, mine=(grid.shard,))
-        self.group = grid.column
+        size = size or world.size
+        self.mesh = Mesh(device, world.rank, {"replicate": world.size // size, "tensor": size})
+        self.plan = one_shard(self.mesh.shards, self.mesh.shard)
+        self.store = GradientStore()
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._known: set[nn.Module] = set()
         self._sent: set[Tensor] = set()  # parameters and buffers that were made alike
-        self._followed: set[Tensor] = set()  # parameters whose gradients are placed as they are
-        self._used: set[str] = set()
         self._names: dict[Tensor, str] = {}
-        self._hooks: list[Any] = []
         self._reached = Reached("tensor", world.rank)
-        self._surroundings = surroundings(grid.mesh)
-        self._surroundings.__enter__()
+        self._cuts = LayerCuts(self.mesh, device, patterns)
 
     # --- setup
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._no_pickles.guard()
-        new = [model for model in models if model not in self._known]
         self.models, self.optimizers = list(models), list(optimizers)
-        replaced: dict[Tensor, Tensor] = {}
-        for model, plan in zip(new, self._plans(new), strict=True):
-            for module, kind in plan.values():
-                replaced |= self._cut(module, kind)
-            self._hooks.append(model.register_forward_hook(_whole_outputs))
-            self._known.add(model)
+        replaced = self._cuts.cut(models)
         sent, self._sent = self._sent | set(replaced.values()), set()
         for model in models:
             model.to(self.device)
@@ -118,63 +99,16 @@ class TensorParallel(Strategy):
             collectives.broadcast_tensors([t for t in everything if t not in sent])
             self._sent.update(everything)
         for optimizer in optimizers:
-            _replace(optimizer, replaced)
+            replace(optimizer, replaced)
         self._names = parameter_names(models)
         self._reached.clear()
 
-    def _plans(self, models: Sequence[nn.Module]) -> list[tensor_plan.Plan]:
-        size = self._grid.size
-        if self.patterns:
-            plans = []
-            for model in models:
-                plan, used = tensor_plan.matched(model, self.patterns, size)
-                self._used |= used
-                plans.append(plan)
-            missing = [pattern for pattern in self.patterns if pattern not in self._used]
-            if missing and models:
-                layers = [name for m in models for name, part in m.named_modules() if isinstance(part, nn.Linear)]
-                raise ModelError(
-                    f"strategy tensor: plan: {', '.join(missing)} fits no layer of the prepared model. Its Linear "
-                    f"layers are: {', '.join(layers[:12])}{' ...' if len(layers) > 12 else ''}. `*` stands for one "
-                    "part of a name; prepare all models together."
-                )
-            return plans
-        found = [tensor_plan.found(model, size) for model in models]
-        if models and not self._known and not any(plan for plan, _ in found):
-            passed = [line for _, lines in found for line in lines]
-            why = "Left whole: " + "; ".join(passed[:3]) if passed else "No such block was found."
-            raise ModelError(
-                f"strategy tensor: nothing of {', '.join(type(model).__name__ for model in models)} can be cut over "
-                f"{size} devices: it looks for MLPs (Linear, activation, Linear) and attention blocks (q, k, v, out). "
-                f"{why} Name the layers: plan=encoder.*.up:column,encoder.*.down:row; or use strategy='ddp'."
-            )
-        return [plan for plan, _ in found]
-
-    def _cut(self, module: nn.Module, kind: str) -> dict[Tensor, Tensor]:
-        """Cuts one layer, which so is the only one that is whole on the device at a time. Returns its old parameters
-        -> the new ones."""
-        module.to(self.device)
-        before = {name: p for name, p in module._parameters.items() if p is not None}
-        collectives.broadcast_tensors(before.values())
-        parallelize_module(module, self._grid.mesh, _style(kind, module), src_data_rank=None)
-        self._hooks.append(module.register_forward_hook(_mended))
-        after = {name: module._parameters[name] for name in before}
-        return {p: new for name, p in before.items() if (new := after[name]) is not None}
-
     # --- the step
 
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        with _explained():
-            return super().forward_backward(work)
-
-    def backward(self, work: BackwardPass) -> None:
-        with _explained():
-            for p in self._names:
-                if p.requires_grad and p not in self._followed:
-                    self._followed.add(p)
-                    self._hooks.append(p.register_hook(_placed_as(p)))
-            whole = [root.full_tensor() if isinstance(root, DTensor) else root for root in work.roots]
-            run_here(work._replace(roots=whole))
+    def backward(self, work: Backward) -> None:
+        self._cuts.place_gradients(self._names)
+        whole = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in work.losses]
+        backward_here(work._replace(losses=whole))
         if work.final:
             self._reduce(work.kind)
 
@@ -185,16 +119,23 @@ class TensorParallel(Strategy):
         grads = self._reached.gradients(call, self._names, None)
         cut = [part for grad in grads if (part := _own_part(grad)) is not None]
         whole = [_here(grad) for grad in grads if _own_part(grad) is None]
-        many.sum_all(cut, self._grid.column)
-        many.sum_all(whole)
+        collectives.sum_all(cut, self.mesh.data)
+        collectives.sum_all(whole)
         if whole:
-            torch._foreach_mul_(whole, 1 / self._grid.size)
+            torch._foreach_mul_(whole, 1 / self.mesh.size("tensor"))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        with _explained(
-            f" In the update by {type(optimizer).__name__}: use one whose operations torch can cut, AdamW."
-        ):
+        try:
             optimizer.step()
+        except (NotImplementedError, RuntimeError) as error:
+            remedy = f"In the update by {type(optimizer).__name__}: use one whose operations torch can cut, AdamW."
+            better = explained(error, remedy)
+            if better is None:
+                raise
+            raise better from error
+
+    def explain(self, error: Exception) -> Exception | None:
+        return explained(error, "Leave the layers before and after it out of the plan, or gather.")
 
     # --- state
 
@@ -203,7 +144,7 @@ class TensorParallel(Strategy):
         named = named_state(self._names, self.optimizers)
         cut = [(name, part) for name, tensor in named if (part := _own_part(tensor)) is not None]
         whole = [(name, _here(tensor)) for name, tensor in named if _own_part(tensor) is None]
-        check_alike(cut, self._grid.column, whole, when)
+        check_alike(cut, self.mesh.data, whole, when)
 
     def state_dict(self) -> dict[str, Any]:
         self._check_alike("at a checkpoint")
@@ -240,59 +181,7 @@ class TensorParallel(Strategy):
 
     def close(self) -> None:
         self._no_pickles.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._surroundings.__exit__(None, None, None)
-        self._grid.let_go()
-        self.group = None
-
-
-def _replace(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
-    """The new parameters in the place of the old ones, with what state these had."""
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(p, p) for p in group["params"]]
-    for old, new in replaced.items():
-        if old in optimizer.state and isinstance(new, DTensor):
-            optimizer.state[new] = {
-                key: distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)
-                if isinstance(value, Tensor) and value.shape == old.shape
-                else value
-                for key, value in optimizer.state.pop(old).items()
-            }
-
-
-def _mended(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A cut layer's output. Of no examples it is whole: torch (2.13, `view_groups`) never returns from a reshape of a
-    cut tensor without elements. One that is whole gets a whole gradient, also where it met a cut tensor."""
-    if isinstance(output, DTensor):
-        if output.numel():
-            return output
-        part = output.to_local()
-        return part.new_zeros(output.shape) + part.sum()  # zero, and on the way of the gradient
-    if output.requires_grad:
-        output.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
-    return output
-
-
-def _whole_outputs(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """What a model gives to the user is whole."""
-    return tree_map_only(DTensor, lambda t: t.full_tensor(), outputs)
-
-
-def _placed_as(parameter: Tensor) -> Callable[[Tensor], Tensor]:
-    """A hook: a gradient cut as its parameter is; whole for a whole one that met a cut tensor."""
-
-    def hook(gradient: Tensor) -> Tensor:
-        if not isinstance(gradient, DTensor):
-            return gradient
-        if not isinstance(parameter, DTensor):
-            return gradient.full_tensor()
-        if gradient.placements == parameter.placements:
-            return gradient
-        return gradient.redistribute(placements=parameter.placements)
-
-    return hook
+        self._cuts.close()
 
 
 def _here(tensor: Tensor) -> Tensor:
@@ -314,18 +203,3 @@ def _mapped(tree: Any, function: Callable[[DTensor], Tensor]) -> Any:
     if isinstance(tree, list):
         return [_mapped(value, function) for value in tree]
     return function(tree) if isinstance(tree, DTensor) else tree
-
-
-@contextmanager
-def _explained(where: str = "") -> Iterator[None]:
-    """What torch says of an operation that it cannot compute on a cut tensor, with the remedy."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        text = str(error)
-        if "harding propagation failed" not in text and "sharding strategy registered" not in text:
-            raise
-        raise ModelError(
-            f"strategy tensor: torch cannot compute this operation on a tensor that is cut over devices: "
-            f"{text.splitlines()[0]}.{where or ' Leave the layers before and after it out of the plan, or gather.'}"
-        ) from error

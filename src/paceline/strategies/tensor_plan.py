@@ -1,10 +1,18 @@
-"""Which layers `tensor` cuts, and how: as a plan says, or found where a model has plain MLP and attention blocks.
+"""Which layers `tensor` cuts, and how: as a plan says, or found where a model has MLP and attention blocks, or grouped
+convolutions.
 
     column   a Linear's outputs are shared out: part r of n computes rows r/n of its weight. The output stays cut.
     row      a Linear's inputs are shared out: part r has columns r/n of its weight; the parts' outputs are added.
     gather   as column, and the output is joined again (a classifier's head over many classes).
+    qkv      of a Linear that computes q, k and v side by side: the outputs of each third are shared out.
 
-An Embedding is cut along its features by column and gather, along its vocabulary by row.
+An Embedding is cut along its features by column and gather, along its vocabulary by row. A layer that computes
+x @ weight + bias, as GPT-2's Conv1D does, is a Linear whose weight is transposed. Of a convolution the channels are
+shared out, of a grouped one whole groups of channels.
+
+Blocks are found by the names that models give their layers, and where these say nothing by the layers' shapes: an MLP
+widens and comes back, with nothing that has parameters in between; q, k and v stand side by side, and the next Linear
+takes what they give.
 """
 
 from __future__ import annotations
@@ -12,13 +20,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
 
 from paceline.errors import ModelError, SettingError, suggest
+from paceline.strategies.tensor_layers import CONVOLUTIONS, features, is_linear, is_transposed_linear, placements_of
 
-KINDS = ("column", "row", "gather")
+KINDS = ("column", "row", "gather", "qkv")
 Plan = dict[str, tuple[nn.Module, str]]
 """Module's name -> the module, its kind."""
 
@@ -48,6 +58,7 @@ _ATTENTIONS = (
     (("to_q", "to_k", "to_v"), "to_out"),
     (("q_lin", "k_lin", "v_lin"), "out_lin"),
 )
+_BY_HEAD = ("query_key_value",)  # fused layers whose outputs are q, k and v of the first head, then of the second, ...
 _HEADS = ("n_head", "n_heads", "num_heads", "nhead", "heads", "num_attention_heads")
 _KEY_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 _BETWEEN = (
@@ -64,7 +75,7 @@ def read(plan: object) -> dict[str, str]:
         if any(len(pair) != 2 for pair in pairs):
             raise SettingError(
                 f"strategy tensor: plan={plan!r}: write pattern:kind, several with commas between them, as in "
-                "plan=layers.*.up:column,layers.*.down:row (kinds: column, row, gather)."
+                "plan=layers.*.up:column,layers.*.down:row (kinds: column, row, gather, qkv)."
             )
         plan = {pattern.strip(): kind.strip() for pattern, kind in pairs}
     if not isinstance(plan, Mapping):
@@ -88,7 +99,8 @@ def matched(model: nn.Module, patterns: Mapping[str, str], size: int) -> tuple[P
                     raise ModelError(f"strategy tensor: plan {pattern}:{kind}: the layer {name} {fault}")
                 used.add(pattern)
                 found.setdefault(name, (module, kind))
-    check_untied(model, found)
+    check_tied(found)
+    _check_heads(model, found, size)
     return found, used
 
 
@@ -97,15 +109,25 @@ def _fits(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
+def can_be_cut(module: nn.Module) -> bool:
+    """Whether it is of a kind that can be cut, by a size that divides it."""
+    known = isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
+    return (known and inspect.unwrap(type(module).forward) in _OWN_FORWARDS) or is_transposed_linear(module)
+
+
 def why_not(module: nn.Module, kind: str, size: int) -> str:
     """Why this layer cannot be cut in this way, as the end of a sentence; empty where it can."""
-    if not isinstance(module, (nn.Linear, nn.Embedding)) or inspect.unwrap(type(module).forward) not in (
-        nn.Linear.forward,
-        nn.Embedding.forward,
-    ):
-        return f"is a {type(module).__name__}. Only nn.Linear and nn.Embedding, with their own forward, can be cut."
+    if not can_be_cut(module):
+        return (
+            f"is a {type(module).__name__}. Only nn.Linear, nn.Embedding, nn.Conv1d to 3d, with their own forward, and "
+            "layers that compute x @ weight + bias can be cut."
+        )
     if module._parameters.get("weight") is None:
         return "has no parameter `weight` of its own (a parametrization, such as weight_norm). Leave it out."
+    if kind == "qkv" and not is_linear(module):
+        return f"is a {type(module).__name__}; qkv is for a linear layer that computes q, k and v. Use column or row."
+    if isinstance(module, CONVOLUTIONS):
+        return _why_not_convolution(module, kind, size)
     if isinstance(module, nn.Embedding):
         if module.sparse or module.max_norm is not None:
             return "has sparse gradients or max_norm. Leave it out."
@@ -113,102 +135,239 @@ def why_not(module: nn.Module, kind: str, size: int) -> str:
             ("num_embeddings", module.num_embeddings) if kind == "row" else ("embedding_dim", module.embedding_dim)
         )
     else:
-        what, length = ("in_features", module.in_features) if kind == "row" else ("out_features", module.out_features)
+        inputs, outputs = features(module)
+        what, length = ("in_features", inputs) if kind == "row" else ("out_features", outputs)
+    if length % (3 * size if kind == "qkv" else size):
+        thirds = " as three equal parts" if kind == "qkv" else ""
+        evenly = f"which {size} devices cannot share evenly{thirds}"
+        return f"has {what}={length}, {evenly}. Choose another size, or leave it out."
+    return ""
+
+
+_OWN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward, *(layer.forward for layer in CONVOLUTIONS))
+
+
+def _why_not_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, kind: str, size: int) -> str:
+    if module.padding_mode != "zeros":
+        return f"has padding_mode={module.padding_mode!r}; only 'zeros' can be cut. Leave it out."
+    if module.groups > 1:
+        if kind == "row":
+            return "is a grouped convolution: its groups are shared out by column or gather."
+        what, length = "groups", module.groups
+    else:
+        what, length = ("in_channels", module.in_channels) if kind == "row" else ("out_channels", module.out_channels)
     if length % size:
         return f"has {what}={length}, which {size} devices cannot share evenly. Choose another size, or leave it out."
     return ""
 
 
-def check_untied(model: nn.Module, plan: Plan) -> None:
-    """Raises ModelError where a parameter of a chosen layer stands in another layer too."""
-    for name, (module, _) in plan.items():
-        for other_name, other in model.named_modules():
-            shared = {id(p) for p in other._parameters.values() if p is not None} & {id(p) for p in module.parameters()}
-            if other is not module and shared:
+def placement_of(module: nn.Module, name: str, kind: str) -> Placement:
+    """How a layer of this kind has its parameter cut."""
+    if isinstance(module, nn.Embedding):
+        return Shard(0 if kind == "row" else 1)
+    return placements_of(module, kind)[name]
+
+
+def check_tied(plan: Plan) -> None:
+    """Raises ModelError where two chosen layers share a parameter and would cut it in two ways."""
+    ways: dict[int, tuple[str, str, Placement]] = {}
+    for name, (module, kind) in plan.items():
+        for key, p in module._parameters.items():
+            if p is None:
+                continue
+            placement = placement_of(module, key, kind)
+            other, its, way = ways.setdefault(id(p), (name, kind, placement))
+            if way != placement:
                 raise ModelError(
-                    f"strategy tensor: the layers {name} and {other_name} share a parameter (tied weights), and only "
-                    f"one of them would be cut. Leave {name} out of the plan."
+                    f"strategy tensor: plan: the layers {other}:{its} and {name}:{kind} share a parameter (tied "
+                    "weights) and would cut it in two ways. An Embedding cut by row (its vocabulary) goes with a "
+                    "Linear cut by column or gather (its outputs). Name one of the two only: the other one follows."
                 )
 
 
+def _check_heads(model: nn.Module, plan: Plan, size: int) -> None:
+    """Raises ModelError where a plan cuts attention whose heads the devices cannot share evenly."""
+    for name, layers, fault in _attentions(model, size):
+        chosen = next((layer for layer in layers if layer in plan and plan[layer][1] in ("column", "qkv")), None)
+        if fault and "evenly" in fault and chosen:
+            raise ModelError(f"strategy tensor: plan {chosen}:{plan[chosen][1]}: {name} {fault} Choose another size.")
+
+
 def found(model: nn.Module, size: int) -> tuple[Plan, list[str]]:
-    """The plain blocks of a model, and why others that look like one were left whole."""
+    """The blocks of a model that can be cut, and why others that look like one were left whole."""
     plan: Plan = {}
     passed: list[str] = []
-    for name, parent in model.named_modules():
-        blocks = [*_attention(parent, size), *_mlps(parent)] or list(_sequential(parent))
-        for columns, last, fault in blocks:
-            layers = {**dict.fromkeys(columns, "column"), last: "row"}
-            full = {f"{name}.{child}" if name else child: kind for child, kind in layers.items()}
-            modules = {child: model.get_submodule(child) for child in full}
-            faults = [fault] if fault else [w for c, kind in full.items() if (w := why_not(modules[c], kind, size))]
-            if not faults and _tied(model, modules):
-                faults = ["shares parameters with another layer."]
-            if faults:
-                passed.append(f"{name or type(model).__name__} ({', '.join([*columns, last])}) {faults[0]}")
-            elif not plan.keys() & full.keys():
-                plan |= {child: (modules[child], kind) for child, kind in full.items()}
+    taken: set[str] = set()  # layers of attention, of which no MLP is to be made
+    attentions = list(_attentions(model, size))
+    for _, layers, _ in attentions:
+        taken |= layers.keys()
+    for name, layers, fault in (*attentions, *_mlps(model, taken), *_convolutions(model, size)):
+        modules = {child: model.get_submodule(child) for child in layers}
+        faults = [fault] if fault else [w for c, kind in layers.items() if (w := why_not(modules[c], kind, size))]
+        if not faults and _tied(model, modules):
+            faults = ["shares parameters with another layer."]
+        if faults:
+            short = ", ".join(child.removeprefix(f"{name}.") for child in layers)
+            passed.append(f"{name or type(model).__name__} ({short}) {faults[0]}")
+        elif not plan.keys() & layers.keys():
+            plan |= {child: (modules[child], kind) for child, kind in layers.items()}
     return plan, passed
 
 
 def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
-    try:
-        check_untied(model, {name: (module, "") for name, module in modules.items()})
-    except ModelError:
-        return True
-    return False
+    own = {id(p) for module in modules.values() for p in module.parameters()}
+    others = [module for module in model.modules() if module not in modules.values()]
+    return any(id(p) in own for other in others for p in other._parameters.values() if p is not None)
 
 
-Block = tuple[Sequence[str], str, str]
-"""Names of the layers by column, of that by row, and why the block is not taken (or nothing)."""
+Block = tuple[str, dict[str, str], str]
+"""The name of what the block is in; its layers' full names, with their kinds; why it is not taken (or nothing)."""
+
+
+def _full(parent: str, child: str) -> str:
+    return f"{parent}.{child}" if parent else child
 
 
 def _linear(parent: nn.Module, name: str) -> str | None:
-    """The name, if that child is an nn.Linear, or a Sequential that begins with one (a projection and its dropout)."""
+    """The name, if that child is linear, or a Sequential that begins with one (a projection and its dropout)."""
     child = parent._modules.get(name)
     if isinstance(child, nn.Sequential) and len(child) and isinstance(child[0], nn.Linear):
         rest = list(child)[1:]
         return f"{name}.0" if all(isinstance(layer, _BETWEEN) for layer in rest) else None
-    return name if isinstance(child, nn.Linear) else None
+    return name if is_linear(child) else None
 
 
-def _attention(parent: nn.Module, size: int) -> Iterator[Block]:
+def _attentions(model: nn.Module, size: int) -> Iterator[Block]:
+    for name, module in model.named_modules():
+        layers = _separate(model, name, module) or _fused(module)
+        if layers:
+            yield (
+                name,
+                {
+                    _full(name, child) if not child.startswith("/") else child[1:]: kind
+                    for child, kind in layers.items()
+                },
+                (_why_not_heads(module, size)),
+            )
+
+
+def _why_not_heads(module: nn.Module, size: int) -> str:
+    heads = [value for name in _HEADS if isinstance(value := getattr(module, name, None), int)]
+    heads_of_keys = [value for name in _KEY_HEADS if isinstance(value := getattr(module, name, None), int)]
+    if not heads:
+        return f"does not say its number of heads (as one of {', '.join(_HEADS)})."
+    if any(value % size for value in heads + heads_of_keys):
+        return f"has {min(heads + heads_of_keys)} heads, which {size} devices cannot share evenly."
+    return ""
+
+
+def _separate(model: nn.Module, name: str, module: nn.Module) -> dict[str, str]:
+    """Attention with q, k and v as layers of their own: names relative to the module (with a slash before: to the
+    model) and kinds. The layer that takes what they give is in the module, or beside it."""
     for names, last in _ATTENTIONS:
-        layers = [_linear(parent, name) for name in (*names, last)]
-        if None in layers:
+        layers = [_linear(module, child) for child in (*names, last)]
+        if None not in layers:
+            *columns, out = [layer for layer in layers if layer is not None]
+            return {**dict.fromkeys(columns, "column"), out: "row"}
+    for names in dict.fromkeys(names for names, _ in _ATTENTIONS):
+        columns = [layer for child in names if (layer := _linear(module, child)) is not None]
+        if len(columns) < len(names):
             continue
-        *columns, out = [name for name in layers if name is not None]
-        heads = [value for name in _HEADS if isinstance(value := getattr(parent, name, None), int)]
-        heads_of_keys = [value for name in _KEY_HEADS if isinstance(value := getattr(parent, name, None), int)]
-        fault = ""
-        if not heads:
-            fault = f"does not say its number of heads (as one of {', '.join(_HEADS)})."
-        elif any(value % size for value in heads + heads_of_keys):
-            fault = f"has {min(heads + heads_of_keys)} heads, which {size} devices cannot share evenly."
-        yield columns, out, fault
-        return
+        given, taken = features(module.get_submodule(columns[-1]))[1], features(module.get_submodule(columns[0]))[0]
+        inside = [child for child in _linear_leaves(module) if child not in columns]
+        outer = name.rpartition(".")[0]
+        beside = [_full(outer, child) for child in _linear_leaves(model.get_submodule(outer))]
+        beside = [f"/{child}" for child in beside if not child.startswith(f"{name}.")] if name else []
+        for child in (*inside, *beside):
+            taker = model.get_submodule(child[1:]) if child.startswith("/") else module.get_submodule(child)
+            if features(taker) == (given, taken):
+                return {**dict.fromkeys(columns, "column"), child: "row"}
+    return {}
 
 
-def _mlps(parent: nn.Module) -> Iterator[Block]:
+def _fused(module: nn.Module) -> dict[str, str]:
+    """Attention whose q, k and v are one layer, and the layer that takes what they give."""
+    if not any(isinstance(getattr(module, name, None), int) for name in _HEADS):
+        return {}
+    leaves = [child for child in module._modules if is_linear(module._modules[child])]
+    shapes = {child: features(module.get_submodule(child)) for child in leaves}
+    for first, last in pairwise(leaves):
+        width = shapes[first][0]
+        if shapes[first][1] == 3 * width and shapes[last] == (width, width):
+            return {first: "column" if first in _BY_HEAD else "qkv", last: "row"}
+    return {}
+
+
+def _linear_leaves(module: nn.Module) -> list[str]:
+    """Linear layers that are the module's children or theirs, in order."""
+    names = []
+    for child, layer in module.named_children():
+        if is_linear(layer):
+            names.append(child)
+        elif not isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+            names += [f"{child}.{inner}" for inner, its in layer.named_children() if is_linear(its)]
+    return names
+
+
+def _mlps(model: nn.Module, taken: set[str]) -> Iterator[Block]:
+    for name, module in model.named_modules():
+        blocks = list(_named_mlp(module)) or list(_sequential(module)) or list(_widening(name, module, taken))
+        for columns, last in blocks:
+            yield name, {**{_full(name, child): "column" for child in columns}, _full(name, last): "row"}, ""
+
+
+def _named_mlp(parent: nn.Module) -> Iterator[tuple[Sequence[str], str]]:
     for names, last in _MLPS:
         columns, down = [parent._modules.get(name) for name in names], parent._modules.get(last)
-        if isinstance(down, nn.Linear) and all(
-            isinstance(up, nn.Linear) and up.out_features == down.in_features for up in columns
-        ):
-            yield list(names), last, ""
+        if down is None or not is_linear(down):
+            continue
+        if all(up is not None and is_linear(up) and features(up)[1] == features(down)[0] for up in columns):
+            yield list(names), last
             return
 
 
-def _sequential(parent: nn.Module) -> Iterator[Block]:
+def _sequential(parent: nn.Module) -> Iterator[tuple[Sequence[str], str]]:
     """In an nn.Sequential: a Linear, activations, and a Linear that takes what the first one gives."""
     if type(parent) is not nn.Sequential:
         return
-    kinds = [
-        (name, isinstance(layer, nn.Linear), isinstance(layer, _BETWEEN)) for name, layer in parent.named_children()
-    ]
+    kinds = [(name, is_linear(layer), isinstance(layer, _BETWEEN)) for name, layer in parent.named_children()]
     for chain, run in groupby(kinds, key=lambda item: item[1] or item[2]):
-        linear = [name for name, is_linear, _ in run if is_linear] if chain else []
+        linear = [name for name, is_one, _ in run if is_one] if chain else []
         for first, second in zip(linear[::2], linear[1::2], strict=False):
-            up, down = parent.get_submodule(first), parent.get_submodule(second)
-            if isinstance(up, nn.Linear) and isinstance(down, nn.Linear) and up.out_features == down.in_features:
-                yield [first], second, ""
+            if features(parent.get_submodule(first))[1] == features(parent.get_submodule(second))[0]:
+                yield [first], second
+
+
+def _widening(name: str, module: nn.Module, taken: set[str]) -> Iterator[tuple[Sequence[str], str]]:
+    """Two linear layers, the first of which widens and the second comes back to the width before, with nothing that has
+    parameters between them."""
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return
+    leaves = _linear_leaves(module)
+    order = [
+        child for child, layer in module.named_modules() if next(layer.parameters(recurse=False), None) is not None
+    ]
+    for first, second in pairwise(leaves):
+        if _full(name, first) in taken or _full(name, second) in taken or order.index(second) != order.index(first) + 1:
+            continue
+        inputs, width = features(module.get_submodule(first))
+        if width > inputs and features(module.get_submodule(second)) == (width, inputs):
+            yield [first], second
+
+
+def _convolutions(model: nn.Module, size: int) -> Iterator[Block]:
+    """Grouped convolutions, but for those of one channel a group, whose computing costs less than what they would send.
+    In an nn.Sequential the output of one stays cut where only activations are between it and the next."""
+    grouped = [name for name, module in model.named_modules() if _is_grouped(module)]
+    for name in grouped:
+        parent, _, child = name.rpartition(".")
+        layers = list(model.get_submodule(parent).named_children())
+        after = [layer for _, layer in layers[[n for n, _ in layers].index(child) + 1 :]]
+        following = next((layer for layer in after if not isinstance(layer, _BETWEEN)), None)
+        joined = type(model.get_submodule(parent)) is nn.Sequential and _is_grouped(following)
+        stays = joined and following is not None and not why_not(following, "gather", size)
+        yield parent, {name: "column" if stays else "gather"}, ""
+
+
+def _is_grouped(module: nn.Module | None) -> bool:
+    return isinstance(module, CONVOLUTIONS) and 1 < module.groups < module.in_channels

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.config import Settings
-from paceline.train.circumstances import threads
+from paceline.train.environment_fingerprint import threads
 from paceline.world import THREAD_BUDGET
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

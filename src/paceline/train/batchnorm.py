@@ -33,7 +33,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.comm.collectives import size_of
-from paceline.comm.replicas import Replicas, current, differentiable_sum
+from paceline.comm.mesh import Replicas, replicas_here
+from paceline.comm.replicas import CrossesReplicas, differentiable_sum
 from paceline.errors import ModelError
 from paceline.train import biases
 from paceline.train.messages import ONE_VALUE, one_value_message
@@ -151,7 +152,7 @@ class _Normalise(torch.autograd.Function):
         dtype = _statistics_dtype(x)
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), count)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # The handle goes along: on CUDA the backward runs in a thread of autograd's, where current() is another.
+        # The handle goes along: on CUDA the backward runs in a thread of autograd's, which knows of no replicas.
         ctx.replicas = replicas
         scale = None if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
@@ -226,12 +227,12 @@ def _differentiable_backward(
     return dx, d_weight, d_bias
 
 
-class _Global(_BatchNorm):
+class _Global(CrossesReplicas, _BatchNorm):
     """What the converted classes share. Where statistics are not of this batch, or of one replica, torch's own path."""
 
     def forward(self, input: Tensor) -> Tensor:
         of_this_batch = self.training or (self.running_mean is None and self.running_var is None)
-        replicas = current() if of_this_batch else None
+        replicas = replicas_here() if of_this_batch else None
         if replicas is None or replicas.size == 1:
             return _BatchNorm.forward(self, biases.alone(input) if of_this_batch else input)
         self._check_input_dim(input)

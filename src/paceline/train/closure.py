@@ -10,10 +10,10 @@ import torch
 
 from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Term
+from paceline.strategies.batch_plan import Request
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import terms_of
 from paceline.train.messages import ONE_VALUE, empty_message, wrong_closure
-from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.randomness import mix, seed_torch
 

@@ -25,13 +25,13 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from paceline.errors import UsageError
+from paceline.strategies.batch_plan import Part, Request
 from paceline.train.draws import Call, ExampleDraws, RowKeys
 from paceline.train.empty import empty_batch
-from paceline.train.keyed import generators_of
-from paceline.train.order import Part, Request
-from paceline.train.places import Made
+from paceline.train.made_batches import Made
 from paceline.train.randomness import mix, mix_each, seed_all, tag
 from paceline.train.rows import take_rows
+from paceline.train.sampler_rng import generators_of
 
 Collate = Callable[[list[Any]], Any]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import collectives
-from paceline.comm.shards import over_shards
+from paceline.comm.collectives import data_group
 from paceline.strategies.base import Weight
-from paceline.train.sums import WeightedSum, upload, wide_dtype
+from paceline.train.weighted_sum import WeightedSum, upload, wide_dtype
 
 _CHANGED = "a loss or metric was changed in place after it was returned. Return a new tensor, or a clone."
 
@@ -43,13 +43,13 @@ class Average:
         return triple
 
 
-@over_shards
 def share(averages: Sequence[Average]) -> list[float]:
     """The value of each over all processes, by one all-reduce; NaN where nothing was counted. All processes call it,
     with averages in the same order."""
     if not averages:
         return []
-    added = collectives.all_reduce(torch.stack([average.take() for average in averages])).tolist()
+    taken = torch.stack([average.take() for average in averages])
+    added = collectives.all_reduce(taken, group=data_group()).tolist()
     for average, (top, count, rest) in zip(averages, added, strict=True):
         average.shared = average.shared[0] + (top + rest), average.shared[1] + count
     return [top / count if count else float("nan") for top, count in (average.shared for average in averages)]

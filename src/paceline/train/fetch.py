@@ -15,14 +15,11 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import SettingError
-from paceline.strategies.base import Layout
+from paceline.strategies.batch_plan import BatchPlan, Fetched, Part, Request
 from paceline.train.agreement import digest_of_example, probe_of_stream
 from paceline.train.collating import Collating
-from paceline.train.order import Part, Request, requests
-from paceline.train.places import Places
+from paceline.train.made_batches import Places
 from paceline.train.randomness import mix, tag
-
-Fetched = tuple[Request, list[Any]]
 
 
 class MapFetcher(Dataset[Fetched]):
@@ -68,14 +65,14 @@ class StreamFetcher(IterableDataset[Fetched]):
         collating: Collating,
         *,
         seed: int,
-        layout: Layout,
         global_batch: int,
         micro_batch: int | None,
         buffer: int,
         drop_last: bool,
     ) -> None:
         self.dataset, self.collating, self.streams, self.seed = dataset, collating, collating.streams, seed
-        self.layout, self.global_batch, self.micro_batch = layout, global_batch, micro_batch
+        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.plan: BatchPlan | None = None  # set before each pass
         self.buffer, self.drop_last = buffer, drop_last
         self.epoch, self.start = 0, 0
         self.probing = False
@@ -122,7 +119,8 @@ class StreamFetcher(IterableDataset[Fetched]):
         probe = probe_of_stream(examples.values()) if self.probing and step == self.start else None
         whole = self.collating.scope == "global"
         order = list(examples)
-        for request in requests(order, self.epoch, step, self.layout, self.micro_batch, probe, whole=whole):
+        assert self.plan is not None
+        for request in self.plan.requests(order, self.epoch, step, self.micro_batch, probe, whole=whole):
             yield request, [self._collated(request, part, examples) for part in request.parts]
 
     def _collated(self, request: Request, part: Part, examples: dict[int, Any]) -> Any:

@@ -16,16 +16,19 @@ rule, it is never swapped. What has been reduced is the account FINAL: the exact
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, slices
-from paceline.comm.canonical import Tree
+from paceline.comm import collectives
+from paceline.comm.mesh import Mesh
+from paceline.comm.tree_sums import Tree
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Weights
-from paceline.train.messages import DIRECT_BACKWARD
+from paceline.strategies.batch_plan import Request
+from paceline.strategies.gradient_store import GradientStore, Grads, any_gradient, scale_
+from paceline.train.messages import CLEARED_BETWEEN, DIRECT_BACKWARD
 
 Key = tuple[int, int]
 """(number of the backward call, number of the term; MEANS for all means over examples together)."""
@@ -33,106 +36,94 @@ Key = tuple[int, int]
 MEANS = -1
 FINAL: Key = (-1, -1)
 
-Grads = list[Tensor | None]
-
 
 class Accounts:
-    """Gradients of `parameters` by account, and of what they have `copies` of on further replicas of this process
-    (Strategy.copies). held: of parameters whose gradients are elsewhere (Strategy.held), where; `parameters` are then
-    those places. `views`: whether a strategy reuses a gradient's memory for the next."""
+    """The gradient of the open global batch, by account. store: where gradients lie."""
 
-    def __init__(self) -> None:
-        self.parameters: list[Tensor] = []
-        self.copies: Sequence[Mapping[Tensor, Tensor]] = ()
-        self.held: Mapping[Tensor, Tensor] = {}
-        self.views = False
+    def __init__(self, store: GradientStore, mesh: Mesh, device: torch.device) -> None:
+        self._store, self._mesh, self._device = store, mesh, device
+        self._counts = Counts(mesh, device, store.reduces_each)
+        self._held: Key = FINAL  # the account that `.grad` holds
+        self._exact = False  # whether FINAL has gradients, and they are ours
+        self._earlier: Key | None = None  # the account in `.grad`, if it has gradients of earlier micro-batches
+        self._waiting: dict[Key, Grads] = {}
+        self.trees: dict[Key, Tree] = {}  # of shards, not yet complete (tree_accounts.py)
         # Those that backward calls of the open global batch have reached, where there are several optimizers.
         self.reached: set[Tensor] | None = None
-        self._held: Key = FINAL
-        self._settled = False  # whether FINAL has gradients, and they are ours
-        self._local: Key | None = (
-            None  # the account that `.grad` holds, while it has gradients of earlier micro-batches
-        )
-        self._waiting: dict[Key, Grads] = {}
-        self.trees: dict[Key, Tree] = {}  # of shards that are computed in turn (canonical.py), not yet complete
 
-    def of(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """Takes these parameters. Returns their names, also as those of the places where gradients are held."""
-        self.parameters = [self.held.get(p, p) for p in names]
-        return {**names, **dict(zip(self.parameters, names.values(), strict=True))}
-
-    def _everywhere(self) -> list[Tensor]:
-        """The parameters, and each further replica's, always in this order."""
-        if not self.copies:
-            return self.parameters
-        return [*self.parameters, *(copies[p] for copies in self.copies for p in self.parameters if p in copies)]
+    def passes(
+        self, terms: list[list[Term]], request: Request, call: int, retain: bool, scale: float
+    ) -> Iterator[tuple[Weights, bool]]:
+        """The backward passes of one call: for each, the weights of all terms of all pieces, and whether the graph must
+        be kept. The caller makes the pass, and comes back. retain: whether the graph must be kept after the last.
+        scale: the loss scale."""
+        if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
+            # What most steps are, without the lists: this runs between a forward and its backward.
+            self.hold((call, MEANS))
+            yield [[request.examples / request.mean_over * scale]], retain
+            self.complete(scale)
+            return
+        keys = keys_of(terms, call)
+        counted = [key for key in keys if key[1] != MEANS]
+        for key in counted:
+            self._counts.add(key, [c for piece in terms if (c := piece[key[1]].count) is not None])
+        if not request.final:
+            for number, key in enumerate(keys):
+                self.hold(key)
+                inverse: dict[int, Weight] = {key[1]: 1 / self._counts.power(key)} if key[1] != MEANS else {}
+                yield weigh(terms, request, scale, inverse, only=key[1]), retain or number < len(keys) - 1
+                self.note(key)
+            return
+        inverse = self._counts.inverse(counted)
+        factors: list[Weight | None] = [
+            self._counts.power(key) * inverse[key[1]] if key in counted and request.micros > 1 else None for key in keys
+        ]
+        self._gather(keys, factors)
+        yield weigh(terms, request, scale, inverse, only=None), retain
+        self.complete(scale)
 
     def hold(self, key: Key) -> None:
         """Puts `.grad` away into its account, and brings this one's into it."""
         if key == self._held:
-            if self._local == key and not any_gradient(self.parameters):
-                raise UsageError(
-                    "the gradients of earlier micro-batches of this global batch have been cleared, as by "
-                    "model.zero_grad(). Delete that call: run.step clears the gradients when it has used them."
-                )
+            if self._earlier == key and not self._store.any():
+                raise UsageError(CLEARED_BETWEEN)
             return
-        everywhere = self._everywhere()
-        if not any_gradient(everywhere):
-            self._settled = self._settled and self._held != FINAL
+        grads = self._store.take()
+        if grads is None:
+            self._exact = self._exact and self._held != FINAL
         else:
-            if self._held == FINAL and not self._settled:
+            if self._held == FINAL and not self._exact:
                 raise UsageError(DIRECT_BACKWARD)
-            self._waiting[self._held] = [
-                p.grad.clone() if self.views and p.grad is not None else p.grad for p in everywhere
-            ]
-            for p in everywhere:
-                p.grad = None
-        for p, grad in zip(everywhere, self._waiting.pop(key, ()), strict=False):
-            p.grad = grad
+            self._waiting[self._held] = grads
+        if self._waiting:
+            self._store.put(self._waiting.pop(key, ()))
         self._held = key
 
     def note(self, key: Key) -> None:
         """A micro-batch that is not the last has added to this account, which `.grad` holds."""
-        self._local = key if any_gradient(self.parameters) else None
+        self._earlier = key if self._store.any() else None
 
-    def gather(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
+    def _gather(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
         """The sum of these accounts, each times its factor (None: as it is), in `.grad`."""
         self.hold(keys[0])
         if factors[0] is not None:
-            scale_([p.grad for p in self._everywhere() if p.grad is not None], factors[0])
+            self._store.scale(factors[0])
         for key, factor in zip(keys[1:], factors[1:], strict=True):
             grads = self._waiting.pop(key, None)
             if grads is not None and factor is not None:
                 scale_([g for g in grads if g is not None], factor)
-            self._add(grads)
+            if grads is not None:
+                self._store.add(grads)
 
-    def bring(self, sums: Sequence[Grads]) -> None:
-        """Puts the sum of these, which have been reduced, into `.grad`, which is empty."""
-        for grads in sums:
-            self._add(grads)
-
-    def settle(self, unscale: float) -> None:
+    def complete(self, scale: float) -> None:
         """What `.grad` holds has been reduced: takes the loss scale out, and makes it part of FINAL."""
-        if unscale != 1.0:
-            scale_([p.grad for p in self._everywhere() if p.grad is not None], unscale)
+        if scale != 1.0:
+            self._store.scale(1.0 / scale)
         if self.reached is not None:
-            self.reached.update([p for p in self.parameters if p.grad is not None])
-        self._add(self._waiting.pop(FINAL, None))
-        self._held, self._local, self._settled = FINAL, None, True
-
-    def _add(self, grads: Grads | None) -> None:
-        if grads is None:
-            return
-        both: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for p, grad in zip(self._everywhere(), grads, strict=False):
-            if p.grad is None:
-                p.grad = grad
-            elif grad is not None:
-                sums, addends = both.setdefault(grad.device, ([], []))
-                sums.append(p.grad)
-                addends.append(grad)
-        for sums, addends in both.values():  # tensors of several devices would be added one by one
-            torch._foreach_add_(list(map(slices.local, sums)), list(map(slices.local, addends)))
+            self.reached.update([p for p in self._store.parameters if p.grad is not None])
+        if self._waiting and (grads := self._waiting.pop(FINAL, None)) is not None:
+            self._store.add(grads)
+        self._held, self._earlier, self._exact = FINAL, None, True
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
         """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
@@ -140,68 +131,79 @@ class Accounts:
             return True
         if self._held == FINAL and not self._waiting:
             return False
-        asked = {self.held.get(p, p) for p in parameters}
+        asked = set(self._store.of(parameters))
         if self._held != FINAL and any_gradient(asked):
             return True
         return any(
             grad is not None and p in asked
             for key, grads in self._waiting.items()
             if key != FINAL
-            for p, grad in zip(self.parameters, grads, strict=False)
+            for p, grad in zip(self._store.parameters, grads, strict=False)
         )
 
-    def any_left(self) -> bool:
-        """Whether a gradient is there that is not zero. It reads them on the device."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return any(bool(slices.local(grad).any()) for grad in grads)
-
-    def clear(self) -> None:
-        """Forgets everything, also what has been reduced."""
-        for p in self.parameters:
-            p.grad = None
-        self._waiting.clear()
-        self.trees.clear()
-        self._held, self._local, self._settled = FINAL, None, False
+    def begin(self) -> None:
+        """Another global batch begins, which shares no update with the last one."""
+        self._counts.clear()
+        if self.reached is not None:
+            self.reached.clear()
 
     def drop_unreduced(self) -> None:
         """Forgets a global batch that was left before its end."""
-        self._local = None
+        self._earlier = None
         self.trees.clear()
         if self._held != FINAL:
             self.hold(FINAL)
         for key in [key for key in self._waiting if key != FINAL]:
             del self._waiting[key]
 
+    def clear(self) -> None:
+        """Forgets everything, also what has been reduced."""
+        self._store.clear(self._store.parameters)
+        self._waiting.clear()
+        self.trees.clear()
+        self._held, self._earlier, self._exact = FINAL, None, False
+
 
 class Counts:
     """The counts of one global batch: those of this process so far, by account. agreed: whether all ranks need the
     same P; one small all-reduce for each account of a global batch with micro-batches."""
 
-    def __init__(self, agreed: bool = False) -> None:
-        self._agreed = agreed
+    def __init__(self, mesh: Mesh, device: torch.device, agreed: bool) -> None:
+        self._mesh, self._device, self._agreed = mesh, device, agreed
         self._sums: dict[Key, Weight] = {}
-        self._scales: dict[Key, Weight] = {}
+        self._powers: dict[Key, Weight] = {}
 
     def add(self, key: Key, counts: Sequence[Weight]) -> None:
         """Counts what a micro-batch has."""
         for count in counts:
             self._sums[key] = self._sums[key] + count if key in self._sums else count
 
-    def scale(self, key: Key, device: torch.device) -> Weight:
+    def power(self, key: Key) -> Weight:
         """P, the power of two by which this account's sums are divided for now; chosen when it is first asked for."""
-        if key not in self._scales:
-            first = collectives.all_reduce(self.vector([key], device))[0] if self._agreed else self._sums[key]
-            self._scales[key] = _power_of_two(first)
-        return self._scales[key]
+        if key not in self._powers:
+            first = collectives.all_reduce(self._vector([key]))[0] if self._agreed else self._sums[key]
+            self._powers[key] = _power_of_two(first)
+        return self._powers[key]
 
-    def vector(self, keys: Sequence[Key], device: torch.device) -> Tensor:
+    def inverse(self, keys: Sequence[Key]) -> dict[int, Weight]:
+        """1 / C for each of these accounts, by its term; C its count in all that the gradient is a mean over. 0 where
+        that is 0."""
+        if not keys:
+            return {}
+        counts = collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)
+        inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
+        return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
+
+    def _vector(self, keys: Sequence[Key]) -> Tensor:
         """(len(keys),): this process's sums, in float64 where the device has it."""
-        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-        return torch.stack([torch.as_tensor(self._sums[key], device=device).to(dtype).reshape(()) for key in keys])
+        dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+        sums = [torch.as_tensor(self._sums[key], device=self._device) for key in keys]
+        return torch.stack([count.to(dtype).reshape(()) for count in sums])
 
     def clear(self) -> None:
+        """Another global batch begins."""
         self._sums.clear()
-        self._scales.clear()
+        self._powers.clear()
 
 
 def _power_of_two(count: Weight) -> Weight:
@@ -210,50 +212,23 @@ def _power_of_two(count: Weight) -> Weight:
     return 2.0 ** round(math.log2(max(count, 1)))
 
 
-def any_gradient(parameters: Iterable[Tensor]) -> bool:
-    """Whether one of these has a gradient. A loop, since a generator takes twice as long, in every step."""
-    for p in parameters:  # noqa: SIM110
-        if p.grad is not None:
-            return True
-    return False
-
-
-def scale_(grads: Sequence[Tensor], factor: Weight) -> None:
-    """Multiplies gradients in place by a number or a 0-dim tensor."""
-    if not grads:
-        return
-    parts = list(map(slices.local, grads))
-    if isinstance(factor, Tensor):
-        for grad in parts:
-            grad.mul_(factor.to(grad.device, grad.dtype))
-        return
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in parts:
-        by_device.setdefault(grad.device, []).append(grad)
-    for part in by_device.values():
-        torch._foreach_mul_(part, factor)
-
-
-def share(examples: int, total: int) -> float:
-    """Of a mean over these examples in the mean over the whole global batch of `total`."""
-    return examples / total
+def keys_of(terms: list[list[Term]], call: int) -> list[Key]:
+    """The accounts of a call, in the order of its terms."""
+    return list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
 
 
 def weigh(
-    terms: list[list[Term]],
-    counts: Sequence[int],
-    total: int,
-    scale: float,
-    inverse: Mapping[int, Weight],
-    only: int | None,
+    terms: list[list[Term]], request: Request, scale: float, inverse: Mapping[int, Weight], only: int | None
 ) -> Weights:
-    """The weight of each term of each piece: its examples' share of the global batch, or 1 / the count of its term."""
+    """The weight of each term of each piece: its examples' share of the global batch, or 1 / the count of its term.
+    only: of this account alone; others have None."""
 
-    def weight(number: int, term: Term, count: int) -> Weight | None:
+    def weight(number: int, term: Term, examples: int) -> Weight | None:
         if only is not None and only != (MEANS if term.count is None else number):
             return None
-        return (share(count, total) if term.count is None else inverse[number]) * scale
+        return (examples / request.mean_over if term.count is None else inverse[number]) * scale
 
     return [
-        [weight(i, term, count) for i, term in enumerate(piece)] for piece, count in zip(terms, counts, strict=True)
+        [weight(i, term, len(part.indices)) for i, term in enumerate(piece)]
+        for piece, part in zip(terms, request.parts, strict=True)
     ]

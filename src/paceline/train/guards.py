@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.comm import slices
+from paceline.comm import dtensor
 from paceline.errors import UsageError
 from paceline.train.messages import DIRECT_BACKWARD
+
+T = TypeVar("T")
 
 
 class Guards:
@@ -61,7 +63,7 @@ class Guards:
 
     def refuse_foreign(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Raises UsageError where a gradient of a direct backward() is still there: of these parameters, or of all."""
-        left = {p: grad for p, grad in self.foreign.items() if p.grad is grad and bool(slices.local(grad).any())}
+        left = {p: grad for p, grad in self.foreign.items() if p.grad is grad and bool(dtensor.local(grad).any())}
         self.foreign = left
         if left if parameters is None else any(p in left for p in parameters):
             raise UsageError(DIRECT_BACKWARD)
@@ -90,11 +92,11 @@ class Guards:
                 "position in the data would not follow. Write run.step(optimizer) in its place."
             )
 
-    def allow(self, function: Callable[..., object], *args: Any) -> None:
+    def allow(self, function: Callable[..., T], *args: Any) -> T:
         """Calls it on behalf of `run.step`."""
         self._allowed = True
         try:
-            function(*args)
+            return function(*args)
         finally:
             self._allowed = False
 

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from paceline.comm import collectives, engine, generators
+from paceline.comm import collectives, generators, transport
 from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Piece
+from paceline.strategies.batch_plan import Fetched, Request
 from paceline.strategies.placement import move
 from paceline.train import randomness
 from paceline.train.elsewhere import of_loader
-from paceline.train.fetch import Fetched
 from paceline.train.messages import CANNOT_BE_UNPACKED, cannot_be_sent
 from paceline.train.noise import Noise
-from paceline.train.order import Request
 from paceline.train.sources import ADDED_LATER, Source
 
 
@@ -83,13 +82,13 @@ class Loader:
         self.name, self.train, self._device, self.noise = name, train, device, noise
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
         self.streams = source.streams
-        source.probing = train and collectives.size_of() > 1 and not source.layout.dealt
+        source.probing = train and collectives.size_of() > 1 and source.plan().in_step
         self.epoch = 0
         self.current: Request | None = None
         self.left: Left | None = None
         self.ended = 0  # epochs that have ended since the process started
         self._start = 0
-        self._version = source.layout.version
+        self._plan = source.plan()  # by which the current global batch was fetched
         self._iteration = 0  # counts the iterators that were made
         self._pass: Callable[[], Generator[Any, None, None] | None] = lambda: None  # the latest of them, weakly
         self._used = False
@@ -167,7 +166,7 @@ class Loader:
     def _training(self) -> Generator[Any, None, None]:
         """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs
         none. Where this process has joined others, a pass that they have behind them is empty."""
-        if not engine.enter("training", meet=True, loader=self.name):
+        if not transport.enter("training", meet=True, loader=self.name):
             return
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
@@ -175,21 +174,21 @@ class Loader:
         try:
             request = None
             for request, batches in self._fetch(epoch, start):
-                engine.enter("training")
+                transport.enter("training")
                 self._enter(request)
                 self.presented = self._present(request, batches)
                 if self.noise is None:
                     yield self.presented
                 else:
-                    part = None if self._source.layout.opaque else request.parts[0]
+                    part = None if self._plan.bundled else request.parts[0]
                     self.noise.enter(self.streams, request, part)
                     yield self.presented
                     self.noise.leave()
             whole = True
-            if request is None and start == 0 and not (self._source.layout.dealt and self.steps):
+            if request is None and start == 0 and (self._plan.in_step or not self.steps):
                 raise SettingError(self._source.why_empty(self.name))
         finally:
-            engine.enter("between", loader=self.name)
+            transport.enter("between", loader=self.name)
             if self.noise is not None:
                 self.noise.leave()
             if mine == self._iteration:  # and not one that was left behind, and is closed late
@@ -211,10 +210,7 @@ class Loader:
     def _evaluating(self) -> Generator[Any, None, None]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
         before = generators.get_state(self._device)
-        engine.enter("evaluating", meet=True)
-        if engine.channel() is not None:  # whose members may be fewer than when the loader was made
-            self._source.layout.shards = collectives.size_of()
-            self._source.layout.mine = (collectives.rank_of(),)
+        transport.enter("evaluating", meet=True)
         request, whole = None, False
         try:
             with nullcontext() if self.noise is None else self.noise.outside():
@@ -223,7 +219,7 @@ class Loader:
                     yield self._present(request, batches)
             whole = True
         finally:
-            engine.enter("between")
+            transport.enter("between")
             self.current = None
             if not whole:
                 self._leave(request)
@@ -231,9 +227,10 @@ class Loader:
         self._on_end(self, True)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        """The source's batches, with the time that is spent waiting for them. Where a replica is lost the global batch
-        at hand comes once more, in the new cut."""
-        fetched, self._version = self._source_of(epoch, start), self._source.layout.version
+        """The source's batches, with the time that is spent waiting for them. Where the plan is another one, since a
+        replica was lost, the global batch at hand comes once more."""
+        self._plan = self._source.plan()
+        fetched = self._source_of(epoch, start)
         while True:
             began = time.perf_counter()
             item = next(fetched, None)
@@ -244,7 +241,8 @@ class Loader:
             yield item
             if self.recut:
                 start = self.step + int(self.stepped)
-                fetched, self._version = self._source_of(epoch, start), self._source.layout.version
+                self._plan = self._source.plan()
+                fetched = self._source_of(epoch, start)
 
     def _source_of(self, epoch: int, start: int) -> Iterator[Fetched]:
         try:
@@ -256,8 +254,8 @@ class Loader:
 
     @property
     def recut(self) -> bool:
-        """Whether a replica was lost since the current global batch was fetched, which is then to be forgotten."""
-        return self._source.layout.version != self._version
+        """Whether the plan has changed since the current global batch was fetched, which is then to be forgotten."""
+        return self.train and self._source.plan() is not self._plan
 
     def _enter(self, request: Request) -> None:
         self.current, self.stepped = request, False
@@ -268,7 +266,7 @@ class Loader:
         self._on_yield(self)
 
     def _present(self, request: Request, batches: list[Any]) -> Any:
-        if not self._source.layout.opaque:
+        if not self._plan.bundled:
             return move(batches[0], self._device)
         return Bundle(
             [

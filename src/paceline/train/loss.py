@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight
-from paceline.train.order import Request
+from paceline.strategies.batch_plan import Request
 
 Seen = tuple[int, Tensor, Weight | None, Request, bool, int, int]
 """A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;

@@ -222,3 +222,14 @@ FETCHED_AHEAD_IN_TURNS = (
     "other and the model has batch norm with statistics of each shard, which begin anew with each global batch. Fetch "
     "the next batch after run.step(optimizer)."
 )
+
+PREPARED_LATE = (
+    "reproducible: a model with batch norm was prepared after the first training batch. All shards of a process "
+    "compute such a model together, and so they must from the start: prepare it before the loop, or set "
+    "batch_norm='shard', which changes the model."
+)
+
+CLEARED_BETWEEN = (
+    "the gradients of earlier micro-batches of this global batch have been cleared, as by model.zero_grad(). Delete "
+    "that call: run.step clears the gradients when it has used them."
+)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
-from paceline.comm.shards import over_shards
+from paceline.comm.collectives import data_group
 from paceline.errors import UsageError
 
 
-@over_shards
 def total(values: Any, device: torch.device) -> Any:
     """The sum over all processes. values: a number, a tensor (same shape everywhere), or a dict of these. A whole
     number stays whole where it is one on every process."""
@@ -25,17 +24,15 @@ def total(values: Any, device: torch.device) -> Any:
     if isinstance(values, Tensor):
         summed = values.detach().to(torch.int64) if values.dtype == torch.bool else values.detach().clone()
         _check_alike(summed)
-        return collectives.all_reduce(summed)
+        return collectives.all_reduce(summed, group=data_group())
     raise UsageError(f"run.sum takes a number, a tensor, or a dict of these, not {type(values).__name__}.")
 
 
-@over_shards
 def ratio(numerator: Any, denominator: Any, device: torch.device) -> float:
     """Sum of numerators / sum of denominators over all processes, both added in float64. NaN where nothing counts."""
     return _ratios([(_wide(numerator), _wide(denominator))])[0]
 
 
-@over_shards
 def mean(values: Any, examples: Callable[[], int], device: torch.device) -> Any:
     """The mean over the examples of all processes.
 
@@ -52,12 +49,11 @@ def mean(values: Any, examples: Callable[[], int], device: torch.device) -> Any:
     return _ratios([_pair(values, examples)])[0]
 
 
-@over_shards
 def gather(values: Any) -> Any:
     """All processes' tensors or lists joined, or else a list of their objects."""
     if isinstance(values, Tensor):
-        return collectives.gather_uneven(values)
-    everyone = collectives.gather_objects(values)
+        return collectives.gather_uneven(values, data_group())
+    everyone = collectives.gather_objects(values, data_group())
     return [item for own in everyone for item in own] if isinstance(values, list) else everyone
 
 
@@ -73,7 +69,7 @@ def _pair(values: Any, examples: Callable[[], int]) -> tuple[Tensor, Tensor]:
 
 
 def _ratios(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    rows = collectives.all_reduce(torch.stack([torch.stack(pair) for pair in pairs])).tolist()
+    rows = collectives.all_reduce(torch.stack([torch.stack(pair) for pair in pairs]), group=data_group()).tolist()
     return [top / bottom if bottom else float("nan") for top, bottom in rows]
 
 
@@ -84,7 +80,7 @@ def _sum_numbers(values: Sequence[float]) -> list[Any]:
         (0.0, 0.0, float(value >> 32), float(value & 0xFFFFFFFF)) if isinstance(value, int) else (value, 1.0, 0.0, 0.0)
         for value in values
     ]
-    summed = collectives.all_reduce(torch.tensor(rows, dtype=torch.float64)).tolist()
+    summed = collectives.all_reduce(torch.tensor(rows, dtype=torch.float64), group=data_group()).tolist()
     whole = [(int(high) << 32) + int(low) for _, _, high, low in summed]
     return [part + own if fractions else own for (part, fractions, _, _), own in zip(summed, whole, strict=True)]
 
@@ -98,7 +94,7 @@ def _by_key(
     """In the order of the names, whatever order each process has them in; in one go by
     `together`, or where there is one of the types `alone`, one by one."""
     names = sorted(values, key=str)
-    everyone = collectives.gather_objects(names)
+    everyone = collectives.gather_objects(names, data_group())
     if any(other != names for other in everyone):
         rows = "; ".join(f"rank {rank}: {', '.join(map(str, other))}" for rank, other in enumerate(everyone))
         raise UsageError(f"the processes give a dict with different names ({rows}). Give the same on all of them.")
@@ -112,7 +108,7 @@ def _by_key(
 
 
 def _check_alike(tensor: Tensor) -> None:
-    everyone = collectives.gather_objects((str(tensor.dtype), tuple(tensor.shape)))
+    everyone = collectives.gather_objects((str(tensor.dtype), tuple(tensor.shape)), data_group())
     if any(other != everyone[0] for other in everyone):
         rows = "; ".join(f"rank {rank}: {dtype} of shape {shape}" for rank, (dtype, shape) in enumerate(everyone))
         raise UsageError(
@@ -133,7 +129,6 @@ def _wide(value: Any, otherwise: Callable[[], int] | None = None) -> Tensor:
 # --- torchmetrics
 
 
-@over_shards
 def compute(metric: Any) -> Any:
     """The value of a torchmetrics Metric, MetricCollection or wrapper over all processes.
 
@@ -159,7 +154,7 @@ def _merged(parts: list[Any]) -> Iterator[None]:
     ]
     try:
         for part in parts:
-            counts = collectives.gather_objects(part._update_count)
+            counts = collectives.gather_objects(part._update_count, data_group())
             for name, reduction in part._reductions.items():
                 merged = _merge(getattr(part, name), reduction, [count > 0 for count in counts])
                 if merged is not None:
@@ -182,15 +177,15 @@ def _merge(state: Any, reduction: Any, updated: list[bool]) -> Any:
         return None
     if isinstance(state, list) and getattr(reduction, "__name__", "") == "dim_zero_cat":
         own = torch.cat([_row(item) for item in state]) if state else None
-        form = collectives.gather_objects(None if own is None else (own.shape[1:], own.dtype))
+        form = collectives.gather_objects(None if own is None else (own.shape[1:], own.dtype), data_group())
         some = next((known for known in form if known is not None), None)
         if some is None:
             return None
         if own is None:
             own = torch.empty((0, *some[0]), dtype=some[1])
-        return [collectives.gather_uneven(own.detach())]
+        return [collectives.gather_uneven(own.detach(), data_group())]
     device = next((item.device for item in ([state] if isinstance(state, Tensor) else state)), torch.device("cpu"))
-    everyone = collectives.gather_objects(_on(state, torch.device("cpu")))
+    everyone = collectives.gather_objects(_on(state, torch.device("cpu")), data_group())
     kept = [_on(other, device) for other, counts in zip(everyone, updated, strict=True) if counts]
     if isinstance(state, list):
         joined = [item for other in kept for item in other]

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from paceline.config import Settings
 from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Strategy
+from paceline.strategies.batch_plan import Part, Request
 from paceline.train.collating import Streams
 from paceline.train.draws import Call, ExampleDraws, RowKeys
-from paceline.train.order import Part, Request
 from paceline.train.randomness import mix
 
 _DRAWING = frozenset(
@@ -283,7 +283,7 @@ def make_noise(settings: Settings, strategy: Strategy) -> Noise | None:
     """With noise="example". Raises SettingError under a strategy that cuts the model in the middle of a closure."""
     if settings.noise != "example":
         return None
-    if strategy.layout.together:
+    if strategy.plan.whole_shards:
         raise SettingError(
             f"noise='example' does not work under the strategy {settings.strategy}: its stages compute parts of the "
             "model apart from the closure, and number their draws each for itself. Leave noise out, or take another "

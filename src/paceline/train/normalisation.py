@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm import collectives
-from paceline.comm.canonical import CanonicalSums, Tree
+from paceline.comm.tree_sums import Tree, TreeSums
 from paceline.errors import ModelError, UsageError
 from paceline.strategies.base import Strategy
+from paceline.strategies.batch_plan import Request
 from paceline.train import batchnorm, biases
 from paceline.train.loader import Loader
 from paceline.train.messages import FETCHED_AHEAD_IN_TURNS
-from paceline.train.order import Request, micros_of_a_shard
 
 
 class Normalisation:
@@ -25,25 +25,20 @@ class Normalisation:
     `shard`."""
 
     def __init__(self, choice: str, strategy: Strategy, quiet: bool = False) -> None:
-        self._layout = strategy.layout
-        self._choice = "shard" if self._layout.local else choice
+        self._strategy = strategy
+        self._choice = "shard" if strategy.mesh.independent else choice
         self._found: list[nn.Module] = []
         self._told = quiet  # which biases have no effect
-        self._turns = _Turns(self._layout.shards, strategy.sums)
-        self._reproducible, self._began = strategy.sums is not None, False
+        self._in_sequence = _InSequence(strategy.plan.shards, strategy.store.sums)
 
     def convert(self, model: nn.Module) -> None:
         """`global`: its batch norms take their statistics over all replicas, which compute together. `shard`: they stay
         as they are, but for an empty shard."""
         known = set(self._found)  # of an earlier `prepare`
         present = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in known]
-        if present and self._choice == "global" and self._layout.shards > 1:
+        if present and self._choice == "global" and self._strategy.plan.shards > 1:
             batchnorm.convert(model)
-            if self._reproducible and not self._layout.bundled:
-                if self._began:
-                    raise ModelError(PREPARED_LATE)
-                self._layout.turns, self._layout.bundled = 0, True
-        elif self._layout.shards > 1:
+        elif self._strategy.plan.shards > 1:
             for module in present:
                 module.register_forward_pre_hook(_pass_over_empty)
                 module.register_forward_hook(_after_empty, always_call=True)
@@ -53,25 +48,25 @@ class Normalisation:
     def on_yield(self, loader: Loader) -> None:
         """A training loader yields. Raises ModelError where `global` would not be what it says: statistics of
         micro-batches depend on how many replicas share the work."""
-        request, self._began = loader.current, True
+        request, plan = loader.current, self._strategy.plan
         if request is None or not any(module.training for module in self._found):
             return
         if self._choice != "global":
-            if self._layout.turns:
-                self._turns.enter(loader, request, self._found)
+            if plan.sequential:
+                self._in_sequence.enter(loader, request, self._found)
             return
-        if self._layout.turns:
+        if plan.sequential:
             raise ModelError(
-                f"this process computes {self._layout.shards} shards one after the other, and the model has batch "
+                f"this process computes {plan.shards} shards one after the other, and the model has batch "
                 "norm, whose statistics are to be those of all shards together. Use a normalisation within the example "
                 "(GroupNorm, LayerNorm); or batch_norm='shard', which changes the model; or --strategy "
                 "data_parallel:devices=cpu,cpu (a device for each shard)."
             )
-        micros = micros_of_a_shard(request, self._layout)
-        if micros > 1:
+        if request.micro_batches > 1:
             raise ModelError(
-                f"loader {loader.name!r} cuts a global batch into {micros} micro-batches, and the model has batch "
-                "norm, whose statistics would be those of a micro-batch, another one on another number of devices. "
+                f"loader {loader.name!r} cuts a global batch into {request.micro_batches} micro-batches, and the model "
+                "has batch norm, whose statistics would be those of a micro-batch, another one on another number of "
+                "devices. "
                 "Raise micro_batch until one is enough, use a normalisation within the example (GroupNorm, LayerNorm), "
                 "or set batch_norm='shard', which changes the model."
             )
@@ -80,16 +75,17 @@ class Normalisation:
         """After an update, with `shard`: running statistics become their mean over the shards, as every replica is
         to evaluate the same model. (Replicas that train apart average them with their weights.) fetched_ahead: whether
         the script has fetched of the next global batch."""
-        if self._turns.begun:
+        if self._in_sequence.begun:
             if fetched_ahead():
                 raise UsageError(FETCHED_AHEAD_IN_TURNS)
-            self._turns.complete()
+            self._in_sequence.complete()
         if not self._told and self._found:
             self._told = True
             self._tell(models)
-        if not self._found or self._choice != "shard" or self._layout.local or self._layout.turns:
+        mesh, group = self._strategy.mesh, self._strategy.mesh.data
+        if not self._found or self._choice != "shard" or mesh.independent or self._strategy.plan.sequential:
             return
-        if collectives.size_of() == 1:
+        if collectives.size_of(group) == 1:
             return
         buffers = [
             buffer
@@ -101,7 +97,7 @@ class Normalisation:
         ]
         if buffers:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            mean = collectives.all_reduce(flat) / collectives.size_of()
+            mean = collectives.all_reduce(flat, group=group) / collectives.size_of(group)
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
@@ -111,19 +107,12 @@ class Normalisation:
             print(f"paceline: {biases.note(names)}", file=sys.stderr)
 
 
-PREPARED_LATE = (
-    "reproducible: a model with batch norm was prepared after the first training batch. All shards of a process "
-    "compute such a model together, and so they must from the start: prepare it before the loop, or set "
-    "batch_norm='shard', which changes the model."
-)
-
-
-class _Turns:
+class _InSequence:
     """Running statistics of shards that are computed one after the other: each shard goes on from those before the
     global batch, as on a process of its own, and the mean over all shards is what it leaves. sums: what adds over
     shards in one order, whichever process computes them; None: this process computes all."""
 
-    def __init__(self, shards: int, sums: CanonicalSums | None) -> None:
+    def __init__(self, shards: int, sums: TreeSums | None) -> None:
         self._shards, self._sums = shards, sums
         self._leader: Loader | None = None  # whose global batch is at hand; another one's in the same loop follows
         self._tensors: list[Tensor] = []  # running means and variances

@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import collectives
+from paceline.comm.mesh import Group
 from paceline.errors import UsageError
-from paceline.strategies.base import Strategy
+from paceline.strategies.batch_plan import Request
 from paceline.strategies.replicated import check_known
 from paceline.train.loss import Seen
 from paceline.train.messages import outside_a_loop, without_backward
-from paceline.train.order import Request
 from paceline.train.step import Stepper
 
 
@@ -53,24 +52,23 @@ def step_by_closure(
             watched.extend(made)
         told = True
         stepper.evaluated(optimizer)
-        return _mean_loss(made, stepper.device, stepper.strategy.group)
+        return _mean_loss(made, stepper.device, stepper.strategy.mesh.gradient)
 
     try:
-        stepper.guards.allow(optimizer.step, evaluate)
+        made = stepper.guards.allow(stepper.strategy.step_by_closure, optimizer, evaluate)
     finally:
         stepper.losses = watched
+    if not made:
+        raise UsageError(
+            f"run.step({type(optimizer).__name__}, closure): the closure is evaluated several times in a step, each "
+            "time with other weights, which is exact under the strategies single and ddp, without reproducible and "
+            "shards. Use --strategy ddp; or an optimizer that takes one gradient a step, such as AdamW."
+        )
     stepper.made(optimizer, schedulers)
 
 
 def _check_exact(optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
-    name, strategy, fp16 = type(optimizer).__name__, stepper.strategy, stepper.precision.scaler is not None
-    plain = type(strategy).step is Strategy.step and strategy.sums is None
-    if not plain or strategy.layout.shards != collectives.size_of():
-        raise UsageError(
-            f"run.step({name}, closure): the closure is evaluated several times in a step, each time with other "
-            "weights, which is exact under the strategies single and ddp, without reproducible and shards. Use "
-            "--strategy ddp; or an optimizer that takes one gradient a step, such as AdamW."
-        )
+    name, fp16 = type(optimizer).__name__, stepper.precision.scaler is not None
     if fp16 or stepper.skip:
         raise UsageError(
             f"run.step({name}, closure): {'precision=fp16' if fp16 else 'nonfinite=skip'} leaves updates out whose "
@@ -88,7 +86,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, requests: Sequence[Request]) 
         )
 
 
-def _mean_loss(made: Sequence[Seen], device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+def _mean_loss(made: Sequence[Seen], device: torch.device, group: Group) -> Tensor:
     """(), float64 where the device has it: the sum over the backward calls of an evaluation of (sum of losses) / (sum
     of counts) over all processes, the same bits on each."""
     wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32

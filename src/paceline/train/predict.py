@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
-from paceline.comm.shards import over_shards
+from paceline.comm.collectives import data_group
 from paceline.errors import SettingError, UsageError
 from paceline.train.loader import Loader
 
@@ -35,7 +35,6 @@ class _Form(NamedTuple):
     shapes: tuple[frozenset[_Row], ...]
 
 
-@over_shards
 def predict(
     model: Any, fn: Callable[[Any, Any], Any], loader: Loader, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> Any:
@@ -58,14 +57,14 @@ def predict(
     columns: list[Any] = list(zip(*batches, strict=True)) if batches else [() for _ in empty]
     form = _Form(frame, tuple(LIST if isinstance(leaf, list) else TENSOR for leaf in (batches or [empty])[0]), ())
     form = form._replace(shapes=tuple(_shapes(column) for column in columns))
-    forms = collectives.gather_objects(form)
+    forms = collectives.gather_objects(form, data_group())
     if all(other.frame is None for other in forms):
         raise UsageError(
             "run.predict: the data set has no examples, and what the results would look like is not known without one. "
             "Leave the call out where len(dataset) is 0."
         )
     _check_alike(forms)
-    order = collectives.gather_uneven(torch.tensor(indices, dtype=torch.int64)).argsort()
+    order = collectives.gather_uneven(torch.tensor(indices, dtype=torch.int64), data_group()).argsort()
     rows = [
         _join(column, form.kinds[number], frozenset().union(*(other.shapes[number] for other in forms)), order)
         for number, column in enumerate(columns)
@@ -148,9 +147,9 @@ def _join(column: tuple[Any, ...], kind: str, shapes: frozenset[_Row], order: Te
         ((shape, name),) = shapes
         dtype = getattr(torch, name.removeprefix("torch."))
         own = torch.cat(column) if column else torch.empty((0, *shape), dtype=dtype)
-        return collectives.gather_uneven(own)[order]
+        return collectives.gather_uneven(own, data_group())[order]
     mine = [row for leaf in column for row in _rows(leaf)]
-    everyone = [row for rows in collectives.gather_objects(mine) for row in rows]
+    everyone = [row for rows in collectives.gather_objects(mine, data_group()) for row in rows]
     return [everyone[i] for i in order.tolist()]
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paceline.comm import engine
+from paceline.comm import transport
 from paceline.errors import UsageError
 from paceline.strategies.base import Strategy
 from paceline.train.loader import Loader
@@ -37,7 +37,7 @@ class Epochs:
         return self._upto(count)
 
     def _upto(self, count: int) -> Iterator[int]:
-        engine.arrive()
+        transport.arrive()
         self.restored = False
         while self._current < count:
             self._inside = True
@@ -51,7 +51,7 @@ class Epochs:
             self._current += 1
 
     def _left(self) -> None:
-        if self._main and self._strategy.apart is not None and self._strategy.apart():
+        if self._main and not self._strategy.synchronized():
             print(
                 "paceline: the loop over run.epochs was left before its end, while each process has its own weights: "
                 "what the script itself computes with the model from here on differs from rank to rank. run.save, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,15 +11,14 @@ from torch.utils.data import DataLoader, Subset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import SettingError, suggest
-from paceline.strategies.base import Layout
+from paceline.strategies.batch_plan import BatchPlan, Fetched, Pass, Request
 from paceline.train import agreement
 from paceline.train.collating import SCOPES, Collating, Streams
-from paceline.train.dealt import Parts
-from paceline.train.fetch import Fetched, MapFetcher, StreamFetcher, is_stream
-from paceline.train.keyed import Keyed, generators_of
-from paceline.train.order import Request, micro_batches, permutation, requests
-from paceline.train.places import Places
+from paceline.train.fetch import MapFetcher, StreamFetcher, is_stream
+from paceline.train.made_batches import Places
+from paceline.train.order import permutation
 from paceline.train.randomness import mix, tag
+from paceline.train.sampler_rng import Keyed, generators_of
 
 STREAM_BUFFER = 1000
 """Examples that wait in the buffered shuffle of an iterable data set, unless `shuffle_buffer` says otherwise."""
@@ -56,25 +55,26 @@ OWN_ARGUMENTS = frozenset(
 
 
 class Source:
-    """The common part. global_batch: as it was asked for; None where a batch sampler makes the batches."""
+    """The common part. plan: returns what this process computes of each
+    global batch, the same object until that changes."""
 
-    global_batch: int | None
+    global_batch: int | None  # as it was asked for; None where a batch sampler makes the batches
 
     def __init__(
         self,
         dataset: Any,
         *,
-        layout: Layout,
+        plan: Callable[[], BatchPlan],
         streams: Streams,
         micro_batch: int | None,
         scope: str,
         options: dict[str, Any],
     ) -> None:
-        self.dataset, self.layout, self.streams = dataset, layout, streams
+        self.dataset, self.plan, self.streams = dataset, plan, streams
         self.micro_batch = micro_batch
         self.collating = Collating(options.pop("collate_fn", None) or default_collate, streams, scope)
         self.options = options
-        self.whole_batch = 0  # examples of a global batch whose parts are handed out
+        self.whole_batch = 0  # examples of a global batch whose chunks are handed out
         self.probing = False  # whether the ranks have yet to compare their data
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
@@ -112,12 +112,8 @@ class Source:
         )
 
     def yields(self) -> int:
-        if self.layout.dealt:
-            raise TypeError("parts are handed out as processes come free: how many yields are this one's is not known")
-        if self.layout.together:
-            return self.steps()
-        turns = max(self.layout.turns, 1)
-        return sum(turns * micro_batches(size, self.layout.shards, self.micro_batch) for size in self.batch_sizes())
+        """Of an epoch on this process. TypeError where that is not known beforehand."""
+        return self.plan().count(self.batch_sizes(), self.micro_batch)
 
     def data_loader(self, dataset: Any, plan: Any) -> DataLoader[Fetched]:
         # A generator of its own, since torch's loaders draw from the default one each time they are iterated.
@@ -144,53 +140,45 @@ class MapSource(Source):
         self.seed, self.name, self.shuffle = seed, name, shuffle
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self.global_batch, self.drop_last = global_batch, drop_last
-        self._plan = _Plan()
-        self._loader = self.data_loader(MapFetcher(dataset, self.collating), self._plan)
+        self._wanted = _Wanted()
+        self._loader = self.data_loader(MapFetcher(dataset, self.collating), self._wanted)
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        if self.layout.dealer is None:
-            return self._made(self._requests(epoch, start))
-        batches = self._whole(epoch)
-        self.whole_batch = len(batches[0]) if batches else 0
-        parts = Parts(self.layout.dealer, self.name, epoch, batches, self.layout.dealt, self.micro_batch)
-        return parts.fetch(start, self._made)
+        plan = self.plan()
+        data = Pass(
+            loader=self.name,
+            epoch=epoch,
+            start=start,
+            batches=lambda: self._batches(epoch),
+            micro_batch=self.micro_batch,
+            probing=self.probing,
+            sampled=self.sampler is not None or self.batch_sampler is not None,
+            whole=self.collating.scope == "global",
+        )
+        if not plan.in_step and self.global_batch is None:
+            self.whole_batch = len(next(iter(self._batches(epoch)), ()))
+        return plan.fetch(data, agreement.probe_of_indices, self._made)
 
     def _made(self, wanted: Iterator[Request]) -> Iterator[Fetched]:
-        self._plan.requests = wanted
+        self._wanted.requests = wanted
         return iter(self._loader)
-
-    def _whole(self, epoch: int) -> Sequence[Sequence[int]]:
-        """All global batches of an epoch."""
-        if self.batch_sampler is not None or self.sampler is not None:
-            return list(self._batches(epoch))
-        length, size = len(self.dataset), self.global_batch
-        assert size is not None
-        order: Any = permutation(length, self.seed, self.name, epoch) if self.shuffle else range(length)
-        return [order[k * size : (k + 1) * size] for k in range(self.steps())]
-
-    def _requests(self, epoch: int, start: int) -> Iterator[Request]:
-        due, sampled = self.probing, self.sampler is not None or self.batch_sampler is not None
-        whole = self.collating.scope == "global"
-        for step, batch in enumerate(self._batches(epoch)):
-            if step >= start and len(batch):
-                probe, due = agreement.probe_of_indices(batch) if due else None, False
-                cut: Any = (self.layout, self.micro_batch, probe)
-                yield from requests(batch, epoch, step, *cut, sampled=sampled, whole=whole)
 
     def _batches(self, epoch: int) -> Iterator[Sequence[int]]:
         if self.batch_sampler is not None:
             yield from self._sampled(self.batch_sampler, epoch)
             return
-        assert self.global_batch is not None
+        size = self.global_batch
+        assert size is not None
         if self.sampler is not None:
-            order: Iterator[int] = self._sampled(self.sampler, epoch)
-        elif self.shuffle:
-            order = iter(permutation(len(self.dataset), self.seed, self.name, epoch))
-        else:
-            order = iter(range(len(self.dataset)))
-        while batch := list(islice(order, self.global_batch)):
-            if len(batch) == self.global_batch or not self.drop_last:
-                yield batch
+            sampled = self._sampled(self.sampler, epoch)
+            while batch := list(islice(sampled, size)):
+                if len(batch) == size or not self.drop_last:
+                    yield batch
+            return
+        length = len(self.dataset)
+        order: Any = permutation(length, self.seed, self.name, epoch) if self.shuffle else range(length)
+        for first in range(0, length - size + 1 if self.drop_last else length, size):
+            yield order[first : first + size]
 
     def _sampled(self, sampler: Any, epoch: int) -> Iterator[Any]:
         """The user's sampler, alike on every rank: it draws from generators keyed by the epoch, and the rest of the
@@ -250,7 +238,6 @@ class StreamSource(Source):
             dataset,
             self.collating,
             seed=seed,
-            layout=self.layout,
             global_batch=global_batch,
             micro_batch=self.micro_batch,
             buffer=buffer,
@@ -259,6 +246,7 @@ class StreamSource(Source):
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         self._fetcher.epoch, self._fetcher.start, self._fetcher.probing = epoch, start, self.probing
+        self._fetcher.plan = self.plan()
         return iter(self.data_loader(self._fetcher, None))
 
     def batch_sizes(self) -> Sequence[int]:
@@ -269,7 +257,7 @@ class StreamSource(Source):
         return {"global_batch": self.global_batch, "drop_last": self.drop_last, "shuffle_buffer": self.buffer}
 
 
-class _Plan:
+class _Wanted:
     """What torch's DataLoader takes for a sampler: the requests of the epoch at hand."""
 
     requests: Iterator[Request] = iter(())
@@ -297,7 +285,7 @@ def _subset(dataset: Any) -> int | None:
 def make_source(
     dataset: Any,
     *,
-    layout: Layout,
+    plan: Callable[[], BatchPlan],
     seed: int,
     name: str,
     global_batch: int | None,
@@ -315,7 +303,7 @@ def make_source(
     stream = is_stream(dataset)
     _check(stream, global_batch, micro_batch, shuffle, sampler, batch_sampler, shuffle_buffer, options)
     common: dict[str, Any] = {
-        "layout": layout,
+        "plan": plan,
         "streams": Streams(seed, name),
         "micro_batch": micro_batch,
         "scope": collate,
@@ -323,7 +311,7 @@ def make_source(
     }
     if stream:
         assert global_batch is not None
-        if layout.dealt:
+        if not plan().in_step:
             raise SettingError(
                 f"run.loader(dataset={type(dataset).__name__}): the chosen strategy hands out parts of the data as "
                 "processes come free, and a stream cannot be read from any place. Use parameter_server:mode=sync, "

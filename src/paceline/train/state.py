@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
-from paceline.train.circumstances import agree, circumstances, compare
+from paceline.train.environment_fingerprint import agree, circumstances, compare
 from paceline.train.loader import Loader
 from paceline.train.snapshot import SnapshotBuffers
 

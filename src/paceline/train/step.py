@@ -4,7 +4,7 @@ A loader's yield opens a micro-batch; the first of a global batch opens that too
 of the global batch (gradients.py) and hands it to the strategy. `step` acts when every loader that took part has come
 to the last micro-batch of its global batch: it checks the gradient, clips, updates, moves the schedule, and clears.
 
-Replicas that train apart (`layout.local`) do all this alone: the whole is then the replica's own shard, and the
+Independent replicas do all this alone: the whole is then the replica's own shard, and the
 strategy is told what its gradient is a mean over. Steps and schedules are still counted alike on all ranks.
 """
 
@@ -13,19 +13,30 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, engine
+from paceline.comm import collectives, transport
+from paceline.comm.mesh import ALONE
 from paceline.errors import UsageError, WorldError
-from paceline.strategies.base import BackwardPass, Strategy, Term, Weight, Weights, Work
+from paceline.strategies.base import (
+    Backward,
+    ClosureStrategy,
+    LoopStrategy,
+    Piece,
+    Strategy,
+    Term,
+    Weight,
+    Weights,
+    Work,
+)
+from paceline.strategies.batch_plan import Request
 from paceline.strategies.replicated import check_known
-from paceline.train.canonical import in_turn
 from paceline.train.closure import computing, pieces_of
-from paceline.train.finite import FiniteWatch, gradient_norm
-from paceline.train.gradients import MEANS, Accounts, Counts, Key, share, weigh
+from paceline.train.finite import FiniteWatch
+from paceline.train.gradients import Accounts
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader
 from paceline.train.loss import Seen, local_loss, losses_of, mean_term, sum_term, tell_count
@@ -45,35 +56,35 @@ from paceline.train.messages import (
     which_optimizer,
     without_backward,
 )
-from paceline.train.order import Request
 from paceline.train.precision import Precision
 from paceline.train.preparable import needs_closure
 from paceline.train.randomness import seed_torch, tag
-from paceline.train.sharded import clip_
+from paceline.train.tree_accounts import UPDATED_BETWEEN, TreeAccounts
 from paceline.train.yields import Yield, Yields, next_node
 
 _UPDATE = tag("update")
 
 
 class Stepper:
-    """The state of the step at hand. models, optimizers and schedulers are those of `Run`, which adds to them."""
+    """The state of the step at hand."""
 
     def __init__(
         self, strategy: Strategy, precision: Precision, guards: Guards, *, device: torch.device, skip: bool
     ) -> None:
         self.strategy, self.precision, self.guards = strategy, precision, guards
-        self.accounts = Accounts()
-        self.accounts.views, self.accounts.copies, self.accounts.held = strategy.views, strategy.copies, strategy.held
-        self.names: dict[Tensor, str] = {}
-        self.updates: dict[torch.optim.Optimizer, int] = {}
+        self._loop, self._closure = cast(LoopStrategy, strategy), cast(ClosureStrategy, strategy)  # as the plan says
+        self.store = store = strategy.store
+        self.accounts = Accounts(store, strategy.mesh, device)
+        self.names: dict[Tensor, str] = {}  # of the prepared parameters, and of the places of their gradients
+        self.updates: dict[torch.optim.Optimizer, int] = {}  # made by each prepared optimizer
         self.skipped = 0  # updates that no replica made
         self.sat_out = 0  # that this replica alone did not make
         self.by_hand = 0  # global batches whose gradients the script has cleared without run.step
         self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
         self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
-        self._counts = Counts(strategy.reduces_each)
-        self._turns = in_turn(strategy, self.accounts, device)
-        self._watch = FiniteWatch(device, strategy.layout.local)
+        self._in_turn = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
+        self._passes = self.accounts.passes if self._in_turn is None else self._in_turn.passes
+        self._watch = FiniteWatch(store, strategy.mesh, device)
         self.device, self.skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
         self._yields: dict[Loader, Yields] = {}  # by the same loaders
@@ -84,7 +95,7 @@ class Stepper:
         self._quiet = 0  # that number after the last backward call
         self._ahead = False  # whether a yield has come before the last one was through, in this run
         self._came = 0  # yields of training loaders
-        self._seen: Weight = 0.0  # what the first loss of this global batch is a mean over, on this process
+        self._samples: Weight = 0.0  # that the first loss of this global batch is a mean over, on this process
 
     def on_yield(self, loader: Loader) -> None:
         """A training loader yields: a micro-batch, and perhaps a global batch, begins. Or one for evaluation."""
@@ -92,7 +103,7 @@ class Stepper:
         assert request is not None
         if not loader.train:
             if request.step == request.micro == 0:
-                self.settle()
+                self.synchronize()
             return
         number = next_node()
         yields = self._yields.get(loader)
@@ -109,8 +120,7 @@ class Stepper:
         if not yields.waiting and quiet and (before is None or before.through):
             self._enter(yields, one)
         else:
-            one.unsure = True
-            yields.waiting.append(one)
+            yields.wait(one)
 
     def on_end(self, loader: Loader, whole: bool) -> None:
         """A pass over a training loader has ended; whole: it was read to its end."""
@@ -145,17 +155,14 @@ class Stepper:
                 others[other] = last
         self._open = others
         if not others:  # else the update will be of both loaders' losses together
-            self._call, self._called, self._seen = 0, set(), 0.0
-            self._counts.clear()
-            self._watch.forget()
-            if self.accounts.reached is not None:
-                self.accounts.reached.clear()
+            self._call, self._called, self._samples, self._watch.seen = 0, set(), 0.0, []
+            self.accounts.begin()
         if any(not last.request.final for last in others.values()):
             return  # another loader's micro-batch of the same update has had its backward already
         self.accounts.drop_unreduced()
         if self.precision.scaler is not None:
             self.precision.scaler.update()
-            self.strategy.loss_scale = self.precision.scaler.scale
+            self.store.loss_scale = self.precision.scaler.scale
 
     def _check_stepped(self, last: Yield) -> None:
         """Another global batch of the same loader begins. Raises UsageError where the gradients of the last one are
@@ -167,9 +174,9 @@ class Stepper:
         """Whether its global batch is complete, and its gradients are still there."""
         if last.stepped or last.forgotten or not last.calls or not last.request.final or last.loader.recut:
             return False
-        if self.accounts.any_left():
+        if self.store.any_left():
             return True
-        if not self.updates and self.strategy.layout.local:
+        if not self.updates and self.strategy.mesh.independent:
             raise UsageError(BY_HAND_APART)
         last.stepped = True
         last.loader.mark_stepped(last.request)
@@ -207,42 +214,32 @@ class Stepper:
     ) -> Tensor:
         yields = self._yields_of(of, "forward_backward")
         one = yields.of_batch(batch)
-        call = self._opened(yields, one)
-        loader, request = one.loader, one.request
+        call, request, bundled = self._opened(yields, one), one.request, self.strategy.plan.bundled
         pieces = pieces_of(batch, request)
-        counts = [piece.count for piece in pieces]
-        seeded = len(pieces) == 1 and not self.strategy.layout.bundled and not self._ahead
-        work = Work(
-            model,
-            pieces,
-            computing(loss_fn, self.precision, loader, request, call, seeded),
-            lambda terms: self._passes(terms, counts, request, call, False),
-            request.final,
-            call,
-            self._inputs(optimizer),
-            request.total,
-        )
+        inputs = None if optimizer is None else self._inputs(optimizer)
+        seeded = not bundled and not self._ahead
+        compute = computing(loss_fn, self.precision, one.loader, request, call, seeded)
         self.guards.inside = True
         try:
-            # Stages of a pipeline run outside the closure, and belong under autocast with it.
-            if self.strategy.layout.together:
-                with self.precision.autocast():
-                    terms = self.strategy.forward_backward(work)
+            if bundled:
+                terms = self._by_strategy(model, pieces, compute, request, call, inputs)
             else:
-                terms = self.strategy.forward_backward(work)
-        except BaseException:
+                own = compute(model, pieces[0], self.device)
+                self._backward([own], request, call, inputs, retain_graph=False)
+                terms = [[Term(term.value.detach(), term.count) for term in own]]
+        except BaseException as error:
             one.forgotten = True
+            self._explain(error)
             raise
         finally:
             self.guards.inside = False
-        loss = local_loss(terms, counts, apart=self._turns is not None)
-        self._saw(terms[0][0].count, request, call)
-        self._watch.saw(loss, request)
-        self._quiet = next_node()
+        counts = [piece.count for piece in pieces]
+        loss = local_loss(terms, counts, apart=self._in_turn is not None)
+        self._computed(yields, request, call, terms[0][0].count, loss)
         if yields.waiting or yields.ended is not None:
             tell_count(loss, request.examples)
         if self.losses is not None:
-            parts = losses_of(loss, terms, counts, self._turns is not None)
+            parts = losses_of(loss, terms, counts, self._in_turn is not None)
             self.losses += [(call, part, n, request, False, part._version, i) for i, part, n in parts]
         return loss
 
@@ -255,34 +252,92 @@ class Stepper:
         of: Loader | None,
         retain_graph: bool,
     ) -> None:
-        if self.strategy.closure_only:
+        if self.strategy.plan.bundled:
             raise UsageError(CLOSURE_NEEDED)
         yields = self._yields_of(of, "backward")
-        root = total if loss is None else loss
-        one = yields.of_loss(root, self._first or 0) if isinstance(root, Tensor) else yields.at_hand()
-        whole = one.request.examples, one.request.total
-        term = mean_term(loss, count) if loss is not None else sum_term(total, count, *whole)
-        inputs = self._inputs(optimizer)
-        call, request = self._opened(yields, one), one.request
+        value, one = total if loss is None else loss, yields.sure
+        if one is None or not isinstance(value, Tensor) or (node := value.grad_fn) is None:
+            one = yields.of_loss(value, self._first or 0) if isinstance(value, Tensor) else yields.at_hand()
+        elif node._sequence_nr() < one.since:
+            one = yields.of_loss(value, self._first or 0)
+        request = one.request
+        term = mean_term(loss, count) if loss is not None else sum_term(total, count, request.examples, request.total)
+        inputs = None if optimizer is None else self._inputs(optimizer)
+        call = self._opened(yields, one)
         self.guards.inside = True
         try:
-            for ((weight,),), retain in self._passes([[term]], [request.examples], request, call, retain_graph):
-                assert weight is not None
-                self.strategy.backward(BackwardPass([term.value], [weight], request.final, call, inputs, retain))
-        except BaseException:
+            self._backward([[term]], request, call, inputs, retain_graph)
+        except BaseException as error:
             one.forgotten = True
+            self._explain(error)
             raise
         finally:
             self.guards.inside = False
-        value = (term.value if loss is None else loss).detach()
-        self._quiet = next_node()
         if (yields.waiting or yields.ended is not None) and loss is not None:
             tell_count(loss, request.examples)
-        self._saw(term.count, request, call)
-        self._watch.saw(value, request)
+        value = (term.value if loss is None else loss).detach()
+        self._computed(yields, request, call, term.count, value)
         if self.losses is not None:
             value = value if term.count is None else term.value.detach()
             self.losses.append((call, value, term.count, request, term.count is not None, value._version, 0))
+
+    def _backward(
+        self,
+        terms: list[list[Term]],
+        request: Request,
+        call: int,
+        inputs: list[Tensor] | None,
+        retain_graph: bool,
+    ) -> None:
+        """The backward passes of one call, of the terms of one piece."""
+        scaler = self.precision.scaler
+        if self._in_turn is not None:
+            self._check_not_updated()
+        kind = call, id(inputs[0]) if inputs else None
+        passes = self._passes(terms, request, call, retain_graph, 1.0 if scaler is None else scaler.scale)
+        for number, ((weights,), retain) in enumerate(passes):
+            losses = [term.value for term, weight in zip(terms[0], weights, strict=True) if weight is not None]
+            shares = [weight for weight in weights if weight is not None]
+            self._loop.backward(Backward(losses, shares, request.final, kind, number, inputs, retain))
+
+    def _by_strategy(
+        self,
+        model: Any,
+        pieces: Sequence[Piece],
+        compute: Callable[[Any, Piece, torch.device], list[Term]],
+        request: Request,
+        call: int,
+        inputs: list[Tensor] | None,
+    ) -> list[list[Term]]:
+        """The terms of each piece, where the strategy runs the closure."""
+        scaler = self.precision.scaler
+        if self._in_turn is not None:
+            self._check_not_updated()
+
+        def passes(terms: list[list[Term]]) -> Iterator[tuple[Weights, bool]]:
+            return self._passes(terms, request, call, False, 1.0 if scaler is None else scaler.scale)
+
+        work = Work(model, pieces, compute, passes, self.precision.autocast, request.final, call, inputs, request.total)
+        return self._closure.forward_backward(work)
+
+    def _explain(self, error: BaseException) -> None:
+        """Raises what the strategy knows better."""
+        explained = self.strategy.explain(error) if isinstance(error, Exception) else None
+        if explained is not None:
+            raise explained from error
+
+    def _computed(self, yields: Yields, request: Request, call: int, count: Weight | None, loss: Tensor) -> None:
+        """A backward call was made, of this loss, detached: a mean over the request's examples, or a sum over `count`
+        things."""
+        self._quiet = next_node()
+        if call == 0 and request.examples:  # nothing counts on an empty shard, whatever a loss says of it
+            self._samples = self._samples + (request.examples if count is None else count)
+        self._watch.seen.append((loss, request))
+
+    def _check_not_updated(self) -> None:
+        """Raises UsageError where shards that are computed one after the other would see different weights."""
+        if self.strategy.plan.sequential and any(one.stepped for one in self._open.values()):
+            raise UsageError(UPDATED_BETWEEN)
 
     def _opened(self, yields: Yields, one: Yield) -> int:
         """A backward call belongs to this yield. Returns its number in the micro-batch."""
@@ -303,70 +358,13 @@ class Stepper:
     def _check_ahead(self) -> None:
         """The script has fetched ahead."""
         self._ahead = True
-        if self.strategy.layout.dealer is not None or engine.channel() is not None:
+        if transport.channel() is not None:
             raise UsageError(FETCHED_AHEAD_AND_ELASTIC)
 
-    def _saw(self, count: Weight | None, request: Request, call: int) -> None:
-        """The loss of a backward call was a mean over the request's examples, or a sum over `count` things."""
-        if call == 0 and (examples := request.examples):  # nothing counts on an empty shard, whatever a loss says of it
-            self._seen = self._seen + (examples if count is None else count)
-
-    def _whole(self, request: Request) -> int:
-        """How many examples the gradient is a mean over."""
-        return max(request.own, 1) if self.strategy.layout.local else request.total
-
-    def _inputs(self, optimizer: torch.optim.Optimizer | None) -> list[Tensor] | None:
-        if optimizer is None:
-            return None
+    def _inputs(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The only parameters that a call is to touch which names this optimizer."""
         optimizer = self.only(optimizer)
         return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-    def _passes(
-        self, terms: list[list[Term]], counts: Sequence[int], request: Request, call: int, retain: bool
-    ) -> Iterator[tuple[Weights, bool]]:
-        """The weights of each backward pass, with the accounts before and after it in order (gradients.py)."""
-        scale = self.precision.loss_scale
-        if self._turns is not None:
-            stepped = any(one.stepped for one in self._open.values())
-            yield from self._turns.passes(terms, request, call, retain, scale, stepped)
-            return
-        if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
-            # What most steps are, without the lists: this runs between a forward and its backward.
-            self.accounts.hold((call, MEANS))
-            yield [[share(counts[0], self._whole(request)) * scale]], retain
-            self.accounts.settle(1.0 / scale)
-            return
-        keys = list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
-        counted = [key for key in keys if key[1] != MEANS]
-        for _, i in counted:
-            self._counts.add((call, i), [c for piece in terms if (c := piece[i].count) is not None])
-        if not request.final:
-            for number, key in enumerate(keys):
-                self.accounts.hold(key)
-                plan: dict[int, Weight] = {key[1]: 1 / self._counts.scale(key, self.device)} if key[1] != MEANS else {}
-                weights = weigh(terms, counts, self._whole(request), scale, plan, only=key[1])
-                yield weights, retain or number < len(keys) - 1
-                self.accounts.note(key)
-            return
-        inverse = self._inverse_totals(counted)
-        factors: list[Weight | None] = [
-            self._counts.scale(key, self.device) * inverse[key[1]] if key in counted and request.micros > 1 else None
-            for key in keys
-        ]
-        self.accounts.gather(keys, factors)
-        yield weigh(terms, counts, self._whole(request), scale, inverse, only=None), retain
-        self.accounts.settle(1.0 / scale)
-
-    def _inverse_totals(self, keys: Sequence[Key]) -> dict[int, Tensor]:
-        """1 / C for each of these accounts, C its count in all that the gradient is a mean over; 0 where that is 0."""
-        if not keys:
-            return {}
-        if self.strategy.layout.local:
-            counts = self._counts.vector(keys, self.device)
-        else:
-            counts = collectives.all_reduce(self._counts.vector(keys, self.device), group=self.strategy.group)
-        inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
-        return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
 
     # --- step
 
@@ -375,8 +373,8 @@ class Stepper:
     ) -> bool:
         optimizer = self.only(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.strategy.held:
-            parameters = [self.strategy.held.get(p, p) for p in parameters]
+        if self.store.places:
+            parameters = self.store.of(parameters)
         if len(parameters) != self._sizes.get(optimizer):
             self._look_at(optimizer, len(parameters))
         opened = [
@@ -396,7 +394,7 @@ class Stepper:
             if one.loader.recut:
                 self._forget(opened)
                 return False
-        self.strategy.seen = self._seen
+        self.store.samples = self._samples
         self.strategy.finish()
         if self.accounts.unreduced(parameters):
             raise UsageError(
@@ -444,16 +442,15 @@ class Stepper:
 
     def again(self) -> None:
         """The global batch at hand is computed anew: backward calls count from 0."""
-        self._call, self._called = 0, set()
-        self._counts.clear()
-        self._watch.forget()
+        self._call, self._called, self._watch.seen = 0, set(), []
+        self.accounts.begin()
 
     def evaluated(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError or NonFiniteError unless this evaluation has left good gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         graded = [p for p in parameters if p.grad is not None]
         self._check_made(parameters, graded)
-        self._watch.check([p.grad for p in graded], None, self.updates, self.names, graded)
+        self._watch.check(graded, None, self.updates, self.names)
 
     def made(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
         """It has made its update."""
@@ -469,19 +466,14 @@ class Stepper:
         if self.guards.foreign:
             self.guards.refuse_foreign(parameters)
         reached = self.accounts.reached
-        if reached is not None and self.strategy.parts is None and reached.isdisjoint(parameters):
+        if reached is not None and self.store.others is ALONE and reached.isdisjoint(parameters):
             raise UsageError(not_reached(bool(graded)))
-        if not graded and self.strategy.parts is None:
+        if not graded and self.store.others is ALONE:
             raise UsageError(without_backward(parameters))
 
     def _complete(self, parameters: Sequence[Tensor], opened: Sequence[Yield]) -> None:
         """The update of a global batch has been made, or was left out."""
-        for p in parameters:
-            p.grad = None
-        for copies in self.strategy.copies:
-            for p in parameters:
-                if p in copies:
-                    copies[p].grad = None
+        self.store.clear(parameters)
         if self.accounts.reached is not None:
             self.accounts.reached.difference_update(parameters)
         for one in opened:
@@ -498,54 +490,47 @@ class Stepper:
         for one in opened:
             one.forgotten = True
 
-    def _come_forward(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
+    def _come_forward(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], updated: bool = True) -> None:
         """By one step; or, where processes are not in step, by as many as all together have made."""
-        dealer = self.strategy.layout.dealer
-        steps = 1 if dealer is None else dealer.forward(optimizer)
+        steps = self.strategy.completed(optimizer, updated)
         self.updates[optimizer] += steps
         for scheduler in list(schedulers) * steps:
             self.guards.allow(scheduler.step)
 
     def catch_up(self, schedulers: Sequence[Any]) -> None:
         """At the end of a pass, where processes are not in step: what the others have done since this one's last."""
-        if self.strategy.layout.dealer is not None:
+        if not self.strategy.plan.in_step:
             for optimizer in self.updates:
-                self._come_forward(optimizer, [s for s in schedulers if s.optimizer is optimizer])
+                self._come_forward(optimizer, [s for s in schedulers if s.optimizer is optimizer], updated=False)
 
     def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
         """Whether the update was made, and not skipped for a gradient that is not finite (on all ranks alike)."""
-        grads = [p.grad for p in graded if p.grad is not None]
-        parts = self.strategy.parts
-        norm = gradient_norm(grads, parts, self.device) if max_grad_norm is not None else None
+        norm = None if max_grad_norm is None else self.store.norm(graded, self.device)
         if self.precision.scaler is not None or self.skip:
-            finite = self._watch.flag.all_finite(grads, parts) if norm is None else math.isfinite(norm.item())
+            finite = self._watch.all_finite(graded) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
-            if not finite and not self.strategy.layout.local:
+            if not finite and not self.strategy.mesh.independent:
                 return False
             if not finite:  # the other replicas make theirs, and count on this one when they average
-                self.sat_out, self.strategy.seen, norm = self.sat_out + 1, 0.0, None
-                for p in graded:
-                    p.grad = None
+                self.sat_out, self.store.samples, norm = self.sat_out + 1, 0.0, None
+                self.store.clear(graded)
         else:
-            self._watch.check(grads, norm, self.updates, self.names, graded, parts)
+            self._watch.check(graded, norm, self.updates, self.names)
         if norm is not None and max_grad_norm is not None:
-            clip_(graded, max_grad_norm, norm)
-            for copies in self.strategy.copies:
-                clip_([copies[p] for p in graded if p in copies], max_grad_norm, norm)
+            self.store.clip(graded, max_grad_norm, norm)
         self.guards.allow(self.strategy.step, optimizer)
         return True
 
     def drain(self) -> None:
         """Looks at what the last step left to be looked at, and lets all ranks have one loss scale."""
         self._watch.drain()
-        if self.strategy.layout.local and self.precision.scaler is not None:
+        if self.strategy.mesh.independent and self.precision.scaler is not None:
             self.precision.scaler.load_state_dict(collectives.broadcast_object(self.precision.scaler.state_dict()))
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Replicas that train apart become one model, before somebody looks at it. All processes call it."""
-        if self.strategy.settle is not None:
-            self.strategy.settle()
+        self.strategy.synchronize()
 
     @property
     def incomplete(self) -> bool:

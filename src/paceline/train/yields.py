@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.strategies.batch_plan import Request
 from paceline.train.loader import Bundle, Loader
 from paceline.train.messages import FETCHED_AHEAD, LOSS_OF_AN_EARLIER_YIELD, LOSS_OVER_YIELDS, outside_a_loop
-from paceline.train.order import Request
 
 next_node = torch._C._autograd._get_sequence_nr
 """The number that autograd gives to the next node which this thread makes."""
@@ -75,6 +75,8 @@ class Yields:
         self.entered: Yield | None = None
         self.waiting: list[Yield] = []
         self.ended: int | None = None  # the number of autograd's next node when the pass had been read to its end
+        # The one to which every loss belongs that was computed since it came. None: losses are looked at.
+        self.sure: Yield | None = None
 
     @property
     def latest(self) -> Yield | None:
@@ -92,7 +94,7 @@ class Yields:
 
     def supersede(self, presented: Any) -> None:
         """Another yield comes: of this one's batch only its tensors are remembered, as long as the script has them."""
-        last, self.ended = self.latest, None
+        last, self.ended, self.sure = self.latest, None, None
         if last is not None and presented is not None:
             flat = type(presented) in (list, tuple) and all(type(thing) is Tensor for thing in presented)
             last.batch = [weakref.ref(thing) for thing in (presented[:MOST] if flat else things_in(presented))]
@@ -102,6 +104,12 @@ class Yields:
         self.over, self.entered = self.entered, one
         if self.waiting:
             self.waiting = self.waiting[self.waiting.index(one) + 1 :]
+        self.sure = None if one.unsure or self.waiting else one
+
+    def wait(self, one: Yield) -> None:
+        """It may have come while the one before it is under way: the first loss that belongs to it enters it."""
+        one.unsure, self.sure = True, None
+        self.waiting.append(one)
 
     def close(self, loader: Loader, whole: bool) -> None:
         """The pass has ended. Where it was left before its end, what waits is not coming."""
@@ -109,7 +117,7 @@ class Yields:
             self.supersede(loader.presented)
             self.ended = next_node()
         else:
-            self.over = self.entered = self.ended = None
+            self.over = self.entered = self.ended = self.sure = None
             self.waiting = []
 
     @property
@@ -126,10 +134,9 @@ class Yields:
     def of_loss(self, root: Tensor, first: int) -> Yield:
         """The yield to which the graph of this scalar belongs. first: the number of autograd's next node when the first
         yield of the run came; what is older was there before the loop. Raises UsageError where it is not one yield."""
-        latest, node = self.waiting[-1] if self.waiting else self.entered, root.grad_fn
-        assert latest is not None
+        latest, node = self.at_hand(), root.grad_fn
         number = latest.since if node is None else node._sequence_nr()
-        if number >= latest.since and not latest.unsure and latest is self.entered and self.ended is None:
+        if latest is self.sure and number >= latest.since:
             return latest
         if self.ended is not None and number >= self.ended:
             raise UsageError(outside_a_loop("backward"))
@@ -146,8 +153,7 @@ class Yields:
 
     def of_batch(self, batch: Any) -> Yield:
         """The yield to which the batch belongs that a closure is given."""
-        latest = self.waiting[-1] if self.waiting else self.entered
-        assert latest is not None
+        latest = self.at_hand()
         presented, over = latest.loader.presented, self.over
         if latest is self.entered and self.ended is None and (batch is presented or over is None or not over.alive):
             return latest

@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline.comm import process_group, wire
 from paceline.comm.sockets import Keys, Line
 from paceline.errors import WorldError
-from paceline.strategies.servers.links import JOIN_SECONDS, Links, Meetings, Parts
+from paceline.strategies.servers.links import JOIN_SECONDS, Chunks, Links, Meetings
 from paceline.world import TICKET, TICKET_FILE, Served, tell_launcher
 
 Place = tuple[str, bytes]
@@ -97,7 +97,7 @@ def given(
     counts: tuple[int, int],
     meetings: Meetings,
     optimizers: Sequence[torch.optim.Optimizer],
-    parts: Parts | None,
+    chunks: Chunks | None,
     buffers: Sequence[Tensor],
     run: Any,
 ) -> Given:
@@ -106,7 +106,7 @@ def given(
         "counts": counts,
         "inside": list(meetings.inside),
         "groups": [[_options(group) for group in own.param_groups] for own in optimizers],
-        "told": [] if parts is None else [parts.told.get(optimizer, 0) for optimizer in optimizers],
+        "told": [] if chunks is None else [chunks.told.get(optimizer, 0) for optimizer in optimizers],
         "buffers": [buffer.cpu() for buffer in buffers],
         "run": run,
     }
@@ -121,7 +121,7 @@ def take(
     found: Given,
     meetings: Meetings,
     optimizers: Sequence[torch.optim.Optimizer],
-    parts: Parts | None,
+    chunks: Chunks | None,
     buffers: Sequence[Tensor],
 ) -> tuple[int, int]:
     """Goes on there; returns the counts."""
@@ -133,8 +133,8 @@ def take(
     for buffer, value in zip(buffers, found["buffers"], strict=True):
         buffer.copy_(value)
     meetings.handover.take(found["run"])
-    if parts is not None:
-        parts.told = dict(zip(optimizers, found["told"], strict=True))
+    if chunks is not None:
+        chunks.told = dict(zip(optimizers, found["told"], strict=True))
     counts: tuple[int, int] = found["counts"]
     return counts
 

@@ -14,7 +14,7 @@ from paceline.comm import wire
 from paceline.comm.channel import Channel, Phase
 from paceline.comm.sockets import Line
 from paceline.errors import UsageError, WorldError
-from paceline.strategies.base import Dealer
+from paceline.strategies.batch_plan import Chunk, Queue
 from paceline.world import JOINED, tell_launcher
 
 ANSWER_SECONDS = 600.0
@@ -231,8 +231,8 @@ class Refusing(Channel):
         return self._refuse()
 
 
-class Parts(Dealer):
-    """The parts of passes that this worker computes: a Dealer (strategies/base.py) of the first server."""
+class Chunks(Queue):
+    """The chunks of passes that this worker computes: the first server hands them out."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class Parts(Dealer):
         """at_end(begins): called at both ends of a pass, where all workers are. pull: get the newest weights. steps:
         how many an optimizer has made, by what this worker knows."""
         self._links, self._at_end, self._pull, self._steps = links, at_end, pull, steps
-        self.told: dict[torch.optim.Optimizer, int] = {}  # steps that `forward` has given
+        self.told: dict[torch.optim.Optimizer, int] = {}  # steps that `completed` has given
         self._pushes: dict[int, int] = {}
         self._empty = 0  # parts without examples, since the last request
         self._done: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -257,8 +257,7 @@ class Parts(Dealer):
         self._links.ask_first({"op": "begin", "pass": [loader, epoch], "first": first, "steps": steps})
         self._at_end(True)
 
-    def take(self, loader: str, epoch: int, wait: bool) -> tuple[int, int] | None:
-        """The next (step, shard). None: there is none; with `wait`, the pass is over on all workers."""
+    def next_chunk(self, loader: str, epoch: int, wait: bool) -> Chunk | None:
         key = (loader, epoch)
         header = {"op": "take", "pass": key, "done": self._done[key], "back": self._back[key], "wait": wait}
         header["empty"], self._empty = self._empty, 0
@@ -274,12 +273,12 @@ class Parts(Dealer):
             self._at_end(False)
         return None
 
-    def enter(self, loader: str, epoch: int, part: tuple[int, int]) -> None:
-        """Its computation begins."""
-        self.current, self.refused = (loader, epoch, *part), False
+    def started(self, loader: str, epoch: int, chunk: Chunk) -> None:
+        self.current, self.refused = (loader, epoch, *chunk), False
         self._pushes.clear()
 
-    def forward(self, optimizer: torch.optim.Optimizer) -> int:
+    def completed(self, optimizer: torch.optim.Optimizer) -> int:
+        """Steps, as large as a global batch, that all workers together have made since it was asked last."""
         before = self.told.get(optimizer, 0)
         self.told[optimizer] = now = max(before, self._steps(optimizer))
         return now - before
@@ -290,10 +289,10 @@ class Parts(Dealer):
         self._pushes[optimizer] = before + 1
         return before
 
-    def done(self, loader: str, epoch: int, part: tuple[int, int], empty: bool = False) -> None:
-        """Its computation has ended. Told with the next request."""
+    def finished(self, loader: str, epoch: int, chunk: Chunk, empty: bool = False) -> None:
+        """Told with the next request."""
         told = self._back if self.refused and not empty else self._done
-        told[loader, epoch].append(part)
+        told[loader, epoch].append(chunk)
         if empty:
             self._empty += 1
         else:

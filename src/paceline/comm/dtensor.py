@@ -1,0 +1,111 @@
+"""Tensors of which every process holds a slice: torch's DTensors, and whole tensors whose rows are put together.
+
+A sharded tensor of n processes is cut along dimension 0 as torch.chunk cuts: ceil(rows / n) rows each, the last ones
+fewer or none. DTensor is loaded with the first strategy that shards; without one nothing here costs more than a look at
+a tensor's class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import transport
+from paceline.comm.collectives import buckets, device_of, rank_of, size_of
+from paceline.comm.mesh import Group
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_sharded(tensor: Any) -> TypeGuard[Tensor]:
+    """Whether it is a DTensor, of which this process may hold a part only."""
+    if type(tensor) in _PLAIN or "torch.distributed.tensor" not in sys.modules:
+        return False
+    return isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor)
+
+
+def any_sharded(tensors: Iterable[Tensor]) -> bool:
+    return any(type(tensor) not in _PLAIN and is_sharded(tensor) for tensor in tensors)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of it, in the same memory; the tensor itself where it is no DTensor."""
+    if type(tensor) in _PLAIN or not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """(start, end): the rows of rank `rank` of `size`."""
+    each = -(-rows // size)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def whole_on_main(tensor: Tensor) -> Tensor:
+    """A sharded tensor, whole, on the CPU of rank 0; on the others a tensor of that shape without memory ("meta").
+    Collective; each process holds it whole on its device meanwhile."""
+    placements = tensor.placements  # type: ignore[attr-defined]
+    if sum(not placement.is_replicate() for placement in placements) > 1:  # the outer dimension has sliced last
+        from torch.distributed.tensor import Replicate
+
+        parts = [Replicate(), *placements[1:]]
+        tensor = tensor.redistribute(placements=parts)  # type: ignore[attr-defined]
+    full = tensor.full_tensor().detach()  # type: ignore[attr-defined]
+    return full.cpu() if rank_of() == 0 else torch.empty_like(full, device="meta")
+
+
+def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
+    """A copy of this process's slice of `whole`, sharded as `own` is; where it has another shape, all of it."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
+    part, alike = whole.detach(), whole.shape == own.shape
+    if alike and not all(placement.is_replicate() for placement in placements):
+        # Where several dimensions of the mesh cut one of the tensor, the last has cut first: a layer in parts (tensor)
+        # is then sliced (fsdp).
+        for dim in reversed(range(mesh.ndim)):
+            if not placements[dim].is_replicate():
+                rows = rows_of(part.size(placements[dim].dim), mesh.get_local_rank(dim), mesh.size(dim))
+                part = part.narrow(placements[dim].dim, rows[0], rows[1] - rows[0])
+        part = torch.empty_like(local(own), dtype=whole.dtype).copy_(part)
+    else:
+        part, placements = part.to(local(own).device, copy=True), [Replicate()] * mesh.ndim
+    stride = own.stride() if alike else whole.stride()
+    made: Tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+    return made
+
+
+def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
+    """Each rank of the group has brought its own rows of these tensors up to date: puts the others' into them, in
+    place, about 25 MB at a time. All ranks pass tensors of the same shapes and dtypes in the same order."""
+    size, rank = size_of(group), rank_of(group)
+    if size == 1:
+        return
+    for bucket in buckets(tensor.detach() for tensor in tensors):
+        each = [-(-t.size(0) // size) * t[0].numel() for t in bucket]  # elements, padded to the most of a rank
+        width = sum(each)
+        sent = bucket[0].new_empty(width)
+        starts = [sum(each[:i]) for i in range(len(each))]
+        pieces = [t[slice(*rows_of(t.size(0), rank, size))] for t in bucket]
+        _copy([sent[a : a + p.numel()].view(p.shape) for a, p in zip(starts, pieces, strict=True)], pieces)
+        received = transport.all_gather(sent.to(device_of(group, sent.device)), group).to(sent.device).view(size, width)
+        into: list[Tensor] = []
+        values: list[Tensor] = []
+        for t, start in zip(bucket, starts, strict=True):
+            for other in range(size):
+                first, last = rows_of(t.size(0), other, size)
+                if other != rank and last > first:
+                    into.append(t[first:last])
+                    values.append(received[other, start : start + into[-1].numel()].view(into[-1].shape))
+        _copy(into, values)
+
+
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(list(into), list(values))

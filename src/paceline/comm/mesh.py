@@ -1,0 +1,251 @@
+"""The processes of a run as a mesh of named dimensions, and over which of them something is cut, summed or compared.
+
+    dimension    processes along it have               used by
+    replicate    other examples, the same parameters   ddp, local_sgd, the replicas of fsdp, tensor and pipeline
+    shard        other examples, slices of parameters  fsdp, deepspeed
+    stage        the same examples, other layers       pipeline
+    tensor       the same examples, parts of layers    tensor
+
+replicate and shard are data dimensions: a global batch is cut over their product. stage and tensor are model
+dimensions. Along the last dimension ranks are neighbours, since model dimensions talk most and neighbours are on one
+machine:
+
+    replicate 2, tensor 2:      tensor 0   tensor 1
+              replicate 0:      rank 0     rank 1
+              replicate 1:      rank 2     rank 3
+
+A mesh answers by purpose: `data` (who has other examples), `gradient` (over whom a gradient is summed) and `model` (who
+has other parameters of the same replica). It is torch's DeviceMesh, made when a group of it is first asked for.
+
+The mesh of the run that is open is the one thing here that is found without being handed over (`current`): layers that
+stand in a user's model need it, and so does what concerns the whole run, whose members may come and go (`channel`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import SettingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from paceline.comm.channel import Channel
+
+
+class OneProcess:
+    """The type of ALONE."""
+
+
+ALONE = OneProcess()
+"""A group of this process alone, in which nothing travels."""
+
+Group = dist.ProcessGroup | OneProcess | None
+"""Processes that make a collective call together. None: all members of the run."""
+
+DATA, MODEL = ("replicate", "shard"), ("stage", "tensor")
+
+_made: dict[tuple[Any, ...], Any] = {}
+"""DeviceMeshes and groups of this process group, for runs that follow each other in one process."""
+
+
+def check_size(size: int, world: int | None, setting: str) -> None:
+    """Raises SettingError where so many processes (None: not known) cannot be cut into groups of `size`."""
+    if world is None and size < 2:
+        raise SettingError(f"{setting}={size}: it must divide the number of processes, and be at least 2.")
+    if world is None or (size >= 2 and world % size == 0):
+        return
+    fits = [n for n in range(2, world + 1) if world % n == 0]
+    start = f"; or start {size * max(1, round(world / size))} processes" if size >= 2 else ""
+    raise SettingError(
+        f"{setting}={size}: it must divide the number of processes, {world}, and be at least 2. Here that is "
+        f"{' or '.join(map(str, fits))}{start}."
+    )
+
+
+class Replicas(ABC):
+    """The replicas that compute one global batch together, seen from one of them, for whatever needs a sum over them in
+    the middle of a forward (comm/replicas.py has the kinds). All call it equally often and in the same order."""
+
+    everywhere = True  # whether all members of the run compute this, so that one may ask for something of all of them
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many replicas there are."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Which one this is, from 0."""
+
+    @abstractmethod
+    def sum(self, tensor: Tensor) -> Tensor:
+        """A new tensor: the sum of all replicas' tensors (of one shape and dtype), the same bits on each.
+
+        Not differentiable; for that see `differentiable_sum`.
+        """
+
+    def rows(self, row: Tensor) -> Tensor:
+        """(size, ...): all replicas' tensors (of one shape and dtype), in their order, the same on each."""
+        table = row.new_zeros(self.size, *row.shape)
+        table[self.rank] = row
+        return self.sum(table)
+
+
+class OneReplica(Replicas):
+    """One replica: nothing is added."""
+
+    size = 1
+    rank = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+
+class ReplicaThread(threading.Thread):
+    """A thread that computes one of several replicas of this process."""
+
+    replicas: Replicas
+
+
+class Mesh:
+    """The mesh of a run, seen from one process.
+
+    sizes: of each dimension, whose product is the number of processes. independent: whether replicas train apart, so
+    that a gradient is this process's alone.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, sizes: Mapping[str, int] | None = None, *, independent: bool = False
+    ) -> None:
+        self.sizes = dict(sizes or {"replicate": 1})
+        self.device, self.rank, self.independent = device, rank, independent
+        # Where members may come and go: what carries calls that concern all of them.
+        self.channel: Channel | None = None
+        self.replicas: Replicas = OneReplica()  # that compute a batch together, seen from outside of replicas' threads
+        self.everywhere = True  # whether all members compute this now, and not one stage alone
+        place, self.coordinates = rank, dict[str, int]()
+        for name in reversed(self.sizes):
+            place, self.coordinates[name] = divmod(place, self.sizes[name])
+        self.data: Group = self._over(DATA)
+        self.gradient: Group = ALONE if independent else self.data
+        self.model: Group = self._over(("shard", *MODEL))
+
+    def size(self, name: str) -> int:
+        """Processes along a dimension."""
+        return self.sizes.get(name, 1)
+
+    def coordinate(self, name: str) -> int:
+        """This process's place along a dimension, from 0."""
+        return self.coordinates.get(name, 0)
+
+    @property
+    def shards(self) -> int:
+        """How many shards a global batch is cut into."""
+        return prod(self.size(name) for name in DATA)
+
+    @property
+    def shard(self) -> int:
+        """Which of them is this process's."""
+        place = 0
+        for name in self.sizes:
+            if name in DATA:
+                place = place * self.sizes[name] + self.coordinates[name]
+        return place
+
+    def at(self, **coordinates: int) -> int:
+        """The rank of the process that has these coordinates, and otherwise this one's."""
+        place = 0
+        for name, size in self.sizes.items():
+            place = place * size + coordinates.get(name, self.coordinates[name])
+        return place
+
+    def group(self, name: str) -> Group:
+        """The processes along one dimension, on which this one is."""
+        return self._over((name,))
+
+    def along(self, *names: str) -> DeviceMesh:
+        """torch's mesh of these dimensions."""
+        whole = self._device_mesh()
+        return whole if tuple(self.sizes) == names else whole[names if len(names) > 1 else names[0]]
+
+    def _over(self, names: tuple[str, ...]) -> Group:
+        """The processes that differ from this one along these dimensions only."""
+        chosen = tuple(name for name in self.sizes if name in names)
+        if prod(self.sizes[name] for name in chosen) == 1:
+            return ALONE
+        if prod(self.sizes.values()) == prod(self.sizes[name] for name in chosen):
+            return None
+        if len(chosen) == 1:
+            group: Group = self._device_mesh().get_group(chosen[0])
+            return group
+        key = (id(dist.group.WORLD), *self.sizes.items(), *chosen)
+        if key not in _made:
+            others = [[(name, i) for i in range(self.sizes[name])] for name in self.sizes if name not in chosen]
+            inner = [[(name, i) for i in range(self.sizes[name])] for name in chosen]
+            ranks = [[self.at(**dict(outer), **dict(own)) for own in product(*inner)] for outer in product(*others)]
+            _made[key] = dist.new_subgroups_by_enumeration(ranks)[0]
+        return _made[key]
+
+    def _device_mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh  # here: most runs need none
+
+        key = (id(dist.group.WORLD), self.device.type, *self.sizes.items())
+        if key not in _made:
+            _made[key] = init_device_mesh(
+                self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
+            )
+        found: DeviceMesh = _made[key]
+        return found
+
+    @contextlib.contextmanager
+    def computing(self, replicas: Replicas, everywhere: bool = True) -> Iterator[None]:
+        """Within the block these replicas compute a batch together. everywhere: whether all members do."""
+        before = self.replicas, self.everywhere
+        self.replicas, self.everywhere = replicas, everywhere
+        try:
+            yield
+        finally:
+            self.replicas, self.everywhere = before
+
+    def close(self) -> None:
+        """Drops the groups, whose threads must end before the interpreter does."""
+        self.data = self.gradient = self.model = ALONE
+        self.replicas, self.channel = OneReplica(), None
+
+
+_outside = Mesh(torch.device("cpu"), 0)  # where no run is open
+_open = _outside
+
+
+def current() -> Mesh:
+    """The mesh of the run that is open in this process."""
+    return _open
+
+
+def replicas_here() -> Replicas:
+    """The replicas of the computation in this thread."""
+    thread = threading.current_thread()
+    return thread.replicas if isinstance(thread, ReplicaThread) else _open.replicas
+
+
+def use(mesh: Mesh | None) -> None:
+    """From now on this is the mesh of the open run; with None none is open."""
+    global _open
+    _open = _outside if mesh is None else mesh
+
+
+def forget() -> None:
+    """The process group is about to be destroyed, and the groups of all meshes with it."""
+    _made.clear()

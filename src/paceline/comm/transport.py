@@ -1,0 +1,180 @@
+"""What carries collectives: torch.distributed, or the channel of a run whose members come and go (channel.py).
+
+`collectives.py` is what everyone calls, and this what it calls.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm import fork_safety, mesh, wire
+from paceline.comm.channel import Channel, Handover, Phase
+from paceline.comm.mesh import ALONE, Group
+from paceline.errors import UsageError
+
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def channel() -> Channel | None:
+    """The channel of the open run, if it has one."""
+    return mesh.current().channel
+
+
+def enter(phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+    """Tells a channel where the program is (Channel.enter)."""
+    channel = mesh.current().channel
+    return True if channel is None else channel.enter(phase, meet, loader)
+
+
+def hand_over_by(handover: Handover) -> None:
+    """Tells a channel, if there is one, who knows where the run is."""
+    channel = mesh.current().channel
+    if channel is not None:
+        channel.handover = handover
+
+
+def arrive() -> None:
+    """Where the run's epochs begin (Channel.arrive)."""
+    channel = mesh.current().channel
+    if channel is not None:
+        channel.arrive()
+
+
+def arriving() -> bool:
+    """Whether this process has come to a run under way, and has not been let in yet."""
+    channel = mesh.current().channel
+    return channel is not None and channel.arriving
+
+
+def size_of(group: Group = None) -> int:
+    """How many processes the group has; 1 where no process group was made."""
+    if group is None and (channel := mesh.current().channel) is not None:
+        return channel.size
+    if group is ALONE or not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(_native(group))
+
+
+def rank_of(group: Group = None) -> int:
+    """This process's number in the group; 0 where no process group was made."""
+    if group is None and (channel := mesh.current().channel) is not None:
+        return channel.rank
+    if group is ALONE or not dist.is_available() or not dist.is_initialized():
+        return 0
+    return dist.get_rank(_native(group))
+
+
+def _native(group: Group) -> dist.ProcessGroup | None:
+    """As torch.distributed takes it. No call of a group of one comes here."""
+    assert not isinstance(group, mesh.OneProcess)
+    return group
+
+
+def backends_of(group: Group = None) -> str:
+    """Which backend serves which device, such as "cpu:gloo,cuda:nccl"; a channel sends from the CPU."""
+    if group is None and mesh.current().channel is not None:
+        return "cpu:channel"
+    return str(dist.get_backend_config(_native(group)))
+
+
+def all_reduce(tensor: Tensor, op: Any, group: Group) -> dist.Work | None:
+    """In place. Through a channel all members' tensors are added in rank order, and it is done at once."""
+    channel = _channel_of(group)
+    if channel is None:
+        return dist.all_reduce(tensor, op, group=_native(group), async_op=True)
+    rows = _rows(channel, tensor)
+    total = rows[0].view(tensor.shape)
+    for row in rows[1:]:
+        total = _COMBINED[op](total, row.view(tensor.shape))
+    tensor.copy_(total)
+    return None
+
+
+def gather(tensor: Tensor, group: Group) -> list[Tensor]:
+    """All processes' 1-d tensors of one size, in rank order."""
+    channel = _channel_of(group)
+    if channel is not None:
+        return _rows(channel, tensor)
+    rows = [torch.empty_like(tensor) for _ in range(size_of(group))]
+    dist.all_gather(rows, tensor, group=_native(group))
+    fork_safety.keep(tensor, *rows)
+    return rows
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """(processes * numel,): all processes' 1-d tensors of one size, joined. Not through a channel."""
+    sent = tensor.view(torch.uint8)
+    received = sent.new_empty(size_of(group) * sent.numel())
+    _all_gather(received, sent, group=_native(group))
+    fork_safety.keep(sent, received)
+    return received.view(tensor.dtype)
+
+
+def gather_objects(obj: Any, group: Group) -> list[Any]:
+    """All processes' objects, in rank order."""
+    channel = _channel_of(group)
+    if channel is not None:
+        return [pickle.loads(memory) for memory in channel.exchange([pickle.dumps(obj)])]
+    objects: list[Any] = [None] * size_of(group)
+    dist.all_gather_object(objects, obj, group=_native(group))
+    return objects
+
+
+def broadcast_object(obj: Any, src: int, device: torch.device, group: Group) -> Any:
+    """The object of rank `src` of the world."""
+    channel = _channel_of(group)
+    if channel is not None:
+        return pickle.loads(channel.exchange([pickle.dumps(obj)] if channel.rank == src else [])[src])
+    box = [obj]
+    dist.broadcast_object_list(box, src=src, device=device, group=_native(group))
+    return box[0]
+
+
+def broadcast(tensor: Tensor, src: int, group: Group) -> None:
+    """In place, from rank `src` of the world; a 1-d tensor of bytes."""
+    channel = _channel_of(group)
+    if channel is not None:
+        memory = channel.exchange(wire.slices(wire.bytes_of(tensor)) if channel.rank == src else [])[src]
+        tensor.copy_(wire.tensor_of(memory, tensor.dtype))
+        return
+    dist.broadcast(tensor, src=src, group=_native(group))
+    fork_safety.keep(tensor)
+
+
+def barrier(device: torch.device) -> None:
+    """Returns when every member of the run has come here."""
+    channel = mesh.current().channel
+    if channel is not None:
+        channel.exchange()
+    else:
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def _channel_of(group: Group) -> Channel | None:
+    """What carries a call to this group, where that is not torch.distributed."""
+    return mesh.current().channel if group is None else None
+
+
+def _rows(channel: Channel, tensor: Tensor) -> list[Tensor]:
+    """All members' tensors, flat, through the channel."""
+    found = channel.exchange(wire.slices(wire.bytes_of(tensor)))
+    if any(len(memory) != tensor.nbytes for memory in found):
+        raise UsageError(
+            f"the processes give tensors of different sizes ({', '.join(str(len(memory)) for memory in found)} bytes). "
+            "Make the same calls, with the same shapes and dtypes, on all of them."
+        )
+    return [wire.tensor_of(memory, tensor.dtype).to(tensor.device) for memory in found]
+
+
+_COMBINED: dict[Any, Any] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+}

@@ -1,0 +1,289 @@
+"""Sums over V shards whose order of additions depends on V alone, and not on which process computes which shard.
+
+The order is a binary tree over [0, V): the sum over [lo, hi) is the sum over [lo, mid) plus that over [mid, hi), mid
+the lower middle. IEEE addition of two numbers is commutative, so that the tree says all.
+
+Phase 1, in a process: a shard that has come is a leaf; two siblings become their parent at once, as in a binary counter
+  (so that about log2 of the shards of a process wait at a time). What is left is the process's range in the fewest
+  subtrees.
+Phase 2, between processes: each of n processes adds up one n-th of the elements. It receives that piece of every
+  subtree that the others hold, and completes the tree.
+Phase 3: the finished pieces go to all.
+  (Two processes send each other all they have, and each completes the tree: as many bytes, in one go.)
+
+A process sends s (n - 1) / n of the bytes in phase 2, s the number of its subtrees, and (n - 1) / n in phase 3. Where n
+is a power of two, or V = n, s is 1: 2 (n - 1) / n together, what a ring sends. Else s is at most 2 log2(V / n) + 2.
+
+What is missing (a shard that does not reach a parameter) is left out. On the wire it is -0.0, which no sum sees. A
+message is laid out for the parameters that had a gradient at the last time, and says which its sender has: where
+somebody has more, all see it, and send once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.comm import collectives
+from paceline.comm.codec_sums import NativeSums
+from paceline.comm.devices import add_tensors
+from paceline.comm.threads import Meeting, ThreadReplicas
+
+T = TypeVar("T")
+Node = tuple[int, int]
+"""The shards from the first to before the second."""
+
+MISSING = -0.0
+MESSAGE_BYTES = 2**25  # of a subtree, that travel at once
+
+
+def middle(lo: int, hi: int) -> int:
+    """Where the tree splits a node of at least two shards."""
+    return (lo + hi) // 2
+
+
+def ranges(shards: int, n: int) -> list[Node]:
+    """Which shards each of n processes computes. For a power of two these are nodes of the tree, all of one depth; else
+    the most even cut."""
+    if n & (n - 1):
+        return [(shards * r // n, shards * (r + 1) // n) for r in range(n)]
+    nodes = [(0, shards)]
+    while len(nodes) < n:
+        nodes = [half for lo, hi in nodes for half in ((lo, middle(lo, hi)), (middle(lo, hi), hi))]
+    return nodes
+
+
+def subtrees(owned: Node, node: Node) -> list[Node]:
+    """The fewest nodes at or below `node` that make up its part of a range, in order."""
+    (lo, hi), (start, stop) = node, owned
+    if stop <= lo or hi <= start:
+        return []
+    if start <= lo and hi <= stop:
+        return [node]
+    mid = middle(lo, hi)
+    return subtrees(owned, (lo, mid)) + subtrees(owned, (mid, hi))
+
+
+def complete(node: Node, held: dict[Node, T], add: Callable[[T, T], T]) -> T:
+    """The sum over a node, of sums over nodes below it that make it up."""
+    if node in held:
+        return held[node]
+    lo, hi = node
+    mid = middle(lo, hi)
+    return add(complete((lo, mid), held, add), complete((mid, hi), held, add))
+
+
+class Tree:
+    """Phase 1 for lists of tensors, which come shard by shard in order. Tensors that are put in are the tree's own."""
+
+    def __init__(self, shards: int) -> None:
+        self._siblings: dict[tuple[Node, Node], Node] = {}
+        self._note((0, shards))
+        self.held: list[tuple[Node, list[Tensor | None]]] = []
+
+    def _note(self, node: Node) -> None:
+        lo, hi = node
+        if hi - lo > 1:
+            left, right = (lo, middle(lo, hi)), (middle(lo, hi), hi)
+            self._siblings[left, right] = node
+            self._note(left)
+            self._note(right)
+
+    def put(self, shard: int, tensors: list[Tensor | None]) -> None:
+        """The next shard's."""
+        self.held.append(((shard, shard + 1), tensors))
+        while len(self.held) > 1:
+            (left, sums), (right, addends) = self.held[-2:]
+            parent = self._siblings.get((left, right))
+            if parent is None:
+                return
+            self.held[-2:] = [(parent, add_lists(sums, addends))]
+
+
+@torch.no_grad()
+def add_lists(sums: list[Tensor | None], addends: list[Tensor | None]) -> list[Tensor | None]:
+    """sums + addends, in place where both are there, on the device of the sums."""
+    both = [(a, b) for a, b in zip(sums, addends, strict=True) if a is not None and b is not None]
+    devices: dict[tuple[torch.device, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for a, b in both:
+        mine, its = devices.setdefault((a.device, b.device), ([], []))
+        mine.append(a)
+        its.append(b)
+    for mine, its in devices.values():
+        add_tensors(its, mine)
+    return [b if a is None else a for a, b in zip(sums, addends, strict=True)]
+
+
+class TreeSums:
+    """Sums over `shards` shards, computed by the processes of the world as `ranges` says. All processes make it
+    together, and call it alike."""
+
+    def __init__(self, shards: int) -> None:
+        self.shards, self.size, self.rank = shards, collectives.size_of(), collectives.rank_of()
+        self.ranges = ranges(shards, self.size)
+        self.mine = tuple(range(*self.ranges[self.rank]))
+        self._native = NativeSums() if self.size > 1 else None
+        self._known: dict[Hashable, list[bool]] = {}  # what was there at the last time
+
+    def tree(self) -> Tree:
+        return Tree(self.shards)
+
+    @torch.no_grad()
+    def gradients(self, tree: Tree, like: Sequence[Tensor], name: Hashable) -> list[Tensor | None]:
+        """The sum over all shards, of what is like these tensors; None where no shard has it. name: of this sum, in
+        every step."""
+        if self.size == 1:
+            ((_, sums),) = tree.held
+            return [None if a is None else _laid_out(a, p) for a, p in zip(sums, like, strict=True)]
+        mine = [any(held[i] is not None for _, held in tree.held) for i in range(len(like))]
+        layout = self._known.get(name, [])
+        if len(layout) != len(like) or not any(layout):
+            layout = list(map(bool, collectives.all_reduce(torch.tensor(mine, dtype=torch.int32), op="max").tolist()))
+        found, union = self._travel(tree, like, layout, mine)
+        if any(there and not sent for there, sent in zip(union, layout, strict=True)):
+            found, union = self._travel(tree, like, union, mine)
+        self._known[name] = union
+        return [tensor if there else None for tensor, there in zip(found, union, strict=True)]
+
+    def _travel(
+        self, tree: Tree, like: Sequence[Tensor], layout: Sequence[bool], mine: Sequence[bool]
+    ) -> tuple[list[Tensor | None], list[bool]]:
+        """The sums of what is in the layout, and what there is on any process."""
+        found: list[Tensor | None] = [None] * len(like)
+        union = list(mine)
+        for number, places in enumerate(_messages(layout, like)):
+            some = like[places[0]]
+            flats = {node: _flat([held[i] for i in places], [like[i] for i in places]) for node, held in tree.held}
+            said = torch.tensor([] if number else mine, dtype=some.dtype, device=some.device)
+            whole, everyone = self.add(flats, said)
+            if not number:
+                union = [any(column) for column in zip(*(row.tolist() for row in everyone), strict=True)]
+            parts = whole.split([like[i].numel() for i in places])
+            totals = [torch.empty_like(like[i], requires_grad=False) for i in places]
+            torch._foreach_copy_(totals, [part.view(t.shape) for part, t in zip(parts, totals, strict=True)])
+            for place, total in zip(places, totals, strict=True):
+                found[place] = total
+        return found, union
+
+    def add(self, flats: dict[Node, Tensor], said: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Phases 2 and 3 for this process's subtrees: flat tensors, as long on all processes. Returns the sum, and
+        what all processes `said`, which is as long on all."""
+        n, root, length, words = self.size, (0, self.shards), next(iter(flats.values())).numel(), said.numel()
+        if n == 2:
+            (mine,) = flats.values()  # a whole half of the tree
+            arrived = self._to_others([torch.cat([mine, said])] * n, [length + words] * n)[1 - self.rank]
+            total = mine + arrived[:length]
+            return total, [said, arrived[length:]]
+
+        # Phase 2. Pieces are equally long; of a short tensor the last ones have less, or nothing.
+        piece = -(-length // n)
+        bounds = [(min(i * piece, length), min((i + 1) * piece, length)) for i in range(n)]
+        sizes = [hi - lo for lo, hi in bounds]
+        own = sizes[self.rank]
+        sent = [torch.cat([*(flat[lo:hi] for flat in flats.values()), said]) for lo, hi in bounds]
+        theirs = [subtrees(owned, root) for owned in self.ranges]
+        held = {node: flat[slice(*bounds[self.rank])] for node, flat in flats.items()}
+        everyone = [said] * n
+        for source, message in enumerate(self._to_others(sent, [len(nodes) * own + words for nodes in theirs])):
+            if source != self.rank:
+                *parts, everyone[source] = message.split([own] * len(theirs[source]) + [words])
+                held.update(zip(theirs[source], parts, strict=True))
+        total = complete(root, held, torch.add)
+
+        # Phase 3.
+        pieces = self._to_others([total] * n, sizes)
+        pieces[self.rank] = total
+        return torch.cat(pieces), everyone
+
+    def _to_others(self, messages: list[Tensor], lengths: list[int]) -> list[Tensor]:
+        """Message i to process i, from each its message for this one, of so many elements; nothing to itself. (Gloo's
+        all-gather takes three times as long for as many bytes.)"""
+        assert self._native is not None
+        messages, lengths = list(messages), list(lengths)
+        messages[self.rank], lengths[self.rank] = messages[self.rank][:0], 0
+        return self._native.to_each(messages, lengths)
+
+    def numbers(self, rows: dict[int, Tensor], columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The sum (columns,) of a few numbers that each shard has: rows of this process's shards, by their number.
+        They are gathered, and added by every process."""
+        leaves = {(i, i + 1): row for i, row in enumerate(self.table(rows, columns, device, dtype).unbind())}
+        return complete((0, self.shards), leaves, torch.add)
+
+    def table(self, rows: dict[int, Tensor], columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """(shards, columns): all shards' rows. Each element of the sum has one addend that is not missing."""
+        table = torch.full((self.shards, columns), MISSING, device=device, dtype=dtype)
+        for shard, row in rows.items():
+            table[shard] = row
+        if self._native is not None:
+            collectives.all_reduce(table, group=self._native.group)
+        return table
+
+
+class ShardReplicas(ThreadReplicas):
+    """The shard of one thread of this process, among all V. All processes' threads call `sum` and `rows` alike."""
+
+    def __init__(self, meeting: Meeting, place: int, sums: TreeSums) -> None:
+        super().__init__(meeting, place)
+        self._place, self._sums = place, sums
+
+    @property
+    def size(self) -> int:
+        return self._sums.shards
+
+    @property
+    def rank(self) -> int:
+        return self._sums.mine[self._place]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._meeting.meet(self._place, tensor.detach(), self._added)
+
+    def rows(self, row: Tensor) -> Tensor:
+        return self._meeting.meet(self._place, row.detach(), self._gathered)
+
+    def _added(self, tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]
+        return self._sums.numbers(self._flat(tensors), first.numel(), first.device, first.dtype).view(first.shape)
+
+    def _gathered(self, tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0]
+        table = self._sums.table(self._flat(tensors), first.numel(), first.device, first.dtype)
+        return table.view(-1, *first.shape)
+
+    def _flat(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        return dict(zip(self._sums.mine, (tensor.reshape(-1) for tensor in tensors), strict=True))
+
+
+def _messages(layout: Sequence[bool], like: Sequence[Tensor]) -> list[list[int]]:
+    """The places of what travels together: of one dtype and device, and no more than memory should be taken for."""
+    found: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for place, (sent, p) in enumerate(zip(layout, like, strict=True)):
+        if not sent:
+            continue
+        kind = p.dtype, p.device
+        room[kind] = room.get(kind, 0) - p.nbytes
+        if room[kind] < 0:
+            found.setdefault(kind, []).append([])
+            room[kind] = MESSAGE_BYTES - p.nbytes
+        found[kind][-1].append(place)
+    return [places for messages in found.values() for places in messages]
+
+
+def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    """Joined in the logical order of their elements, whatever their strides."""
+    parts = [
+        torch.full((p.numel(),), MISSING, dtype=p.dtype, device=p.device) if t is None else t.reshape(-1)
+        for t, p in zip(tensors, like, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """On its device, and laid out as one that has travelled, since a norm adds in the order of memory, in blocks from
+    where it is aligned."""
+    if tensor.stride() == like.stride() and not tensor.storage_offset() and tensor.device == like.device:
+        return tensor
+    return torch.empty_like(like, requires_grad=False).copy_(tensor)

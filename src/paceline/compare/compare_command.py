@@ -1,0 +1,88 @@
+"""paceline compare: the same script under each strategy for a few steps, in one table.
+
+1. Whatever can be checked beforehand is checked: the script, the names, the numbers.
+2. Trials run in rounds (rounds.py). A case that fails is not tried again.
+3. The command prints the table, why cases failed, and a sentence: which strategy to take.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from paceline.compare import cases as of
+from paceline.compare.cases import Case, CompareOptions
+from paceline.compare.document import make_document
+from paceline.compare.rounds import check_cases, run_rounds
+from paceline.compare.table import render_table
+from paceline.errors import SettingError
+from paceline.launcher.interrupts import Interrupts, Stopped
+from paceline.launcher.plan import available_cores, count_processes
+from paceline.trials.json_file import check_writable, write_json
+from paceline.trials.start import Length, replica_devices
+from paceline.trials.trial import check_script
+
+LEAST_STEPS = 3
+
+
+def compare(options: CompareOptions) -> int:
+    """Print the table and write the files.
+
+    Returns the exit code: 0, 1 where nothing ran, 128 + n for signal n.
+
+    Raises:
+        LaunchError, SettingError: what cannot work.
+    """
+    length = _length(options)
+    check_script(options.script)  # the cheapest check first
+    nproc = count_processes(options.nproc, available_cores(), _device_count)
+    asked = _cases(options, nproc)
+    check_cases(options.script, asked, length, named=options.strategies is not None)
+    for path in filter(None, (options.json_file, options.html_file)):
+        check_writable(path)
+    if options.html_file is not None:
+        from paceline.compare.html_page import check_plotly
+
+        check_plotly()
+    with Interrupts() as interrupts:
+        try:
+            rows = run_rounds(options, asked, length, interrupts)
+        except Stopped as stopped:
+            return stopped.report()
+    document = make_document(options, nproc, length, rows)
+    sys.stdout.write("\n" + render_table(rows))
+    if document["verdict"] is not None:
+        sys.stdout.write(f"\n{document['verdict']['sentence']}\n")
+    sys.stdout.flush()
+    if options.json_file is not None:
+        write_json(options.json_file, document)
+    if options.html_file is not None:
+        from paceline.compare.html_page import render_page
+
+        with open(options.html_file, "w", encoding="utf-8") as file:
+            file.write(render_page(document))
+    return 0 if any(row.figures is not None for row in rows) else 1
+
+
+def _length(options: CompareOptions) -> Length:
+    for name, value, least in (("--steps", options.steps, LEAST_STEPS), ("--rounds", options.rounds, 1)):
+        if value < least:
+            raise SettingError(f"{name} {value}: at least {least} are needed.")
+    if options.deadline <= 0:
+        raise SettingError(f"--deadline {options.deadline:g}: give seconds, above 0, such as 300.")
+    return Length(options.steps, max(1, min(5, options.steps // 4)), options.deadline)
+
+
+def _cases(options: CompareOptions, nproc: int) -> list[Case]:
+    return of.make_cases(
+        of.read_strategies(options.strategies, nproc),
+        of.read_precisions(options.precision),
+        of.read_batches(options.global_batch),
+        nproc,
+        replica_devices(str(options.script.settings.get("device") or ""), nproc, _device_count),
+    )
+
+
+def _device_count() -> int:
+    from paceline.launcher.supervise import device_count
+
+    return device_count()

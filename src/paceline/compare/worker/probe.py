@@ -1,0 +1,253 @@
+"""The probe: it measures a run from outside, keeps the run from writing, and ends its script.
+
+The probe replaces some of a run's methods. The run and its strategy know nothing of the probe. A step is one global
+batch: it begins with the first micro-batch that a training loader yields after an update, and ends with the last
+`run.step` that acts on it. The phases, in steps:
+
+1. The first `warmup` steps are not timed.
+2. The other steps, up to `steps`, are timed. The losses of all these steps are kept.
+3. PROFILED_STEPS more steps run under torch's profiler, which tells the time in communication. The first of them is
+   not counted: in it the ranks wait for the rank whose profiler was last to start.
+4. Each rank writes its record. Then TrialEnded, a SystemExit, ends its script: `finally` and exit functions run.
+
+A step's time runs from the end of the step before it. Where an epoch or an evaluation lies between the two, the time
+runs from the moment at which the step's data were asked for. On an accelerator both ends are events in its stream.
+They are read at the end of the trial, so that nothing waits for the device that would not wait otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.compare.worker.communication_profile import CommunicationProfile, CommunicationTime
+from paceline.compare.worker.resources import Traffic, peak_memory, traffic
+from paceline.errors import SettingError
+from paceline.monitor.window import LOSS, Window
+from paceline.run import Run
+from paceline.train.loader import Loader
+from paceline.trials.spec import PROFILED_STEPS, TrialEnded, TrialSpec
+
+
+@dataclass
+class _Step:
+    """One step."""
+
+    epoch: int
+    number: int  # of the step in its epoch
+    total: int  # examples of the global batch
+    began: Any  # when it began: seconds, or an event of the accelerator
+    waited_before: float  # seconds that all training loaders had waited when the step before it ended
+    unseen: float  # seconds waited for this step's data before `began`
+    window: Window  # its losses
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # (shard, micro-batch, examples) of each yield
+    ended: Any = None  # when it ended, as `began`
+    waited: float = 0.0  # seconds that all training loaders had waited when it ended
+
+
+class Probe:
+    """Attached to a run when the run is made. Only the run calls it."""
+
+    def __init__(self, run: Run, spec: TrialSpec) -> None:
+        self._run, self._spec = run, spec
+        self._accelerated = run.device.type != "cpu"
+        self._loaders: list[Loader] = []
+        self._steps: list[_Step] = []  # those that are complete
+        self._current: _Step | None = None
+        self._counted_loader: Loader | None = None  # whose batches are the step's examples, where several take part
+        self._disturbed = True  # something came between the last step and the next
+        self._traffic: list[Traffic | None] = []  # when timing began and when it ended
+        self._memory: tuple[int, str] | None = None
+        self._profile: CommunicationProfile | None = None
+        self._communication: CommunicationTime | None = None
+        self._start_up: float | None = None
+        self._written = False
+        run._stepper.losses = []  # the monitor is told to be quiet, and leaves them
+        own = {
+            "loader": self._loader,
+            "_on_yield": self._on_yield,
+            "step": self._step,
+            "save": self._save,
+            "restore": self._restore,
+            "export": self._do_nothing,
+            "add_tracker": self._do_nothing,
+            "close": self._close,
+        }
+        self._originals: dict[str, Callable[..., Any]] = {name: getattr(run, name) for name in own}
+        for name, method in own.items():
+            setattr(run, name, method)
+
+    # --- in place of the run's methods
+
+    def _loader(self, dataset: Any, **options: Any) -> Loader:
+        if self._spec.global_batch is not None and options.get("train", True):
+            if options.get("batch_sampler") is not None:
+                raise SettingError(
+                    f"--global-batch {self._spec.global_batch}: the script's training loader has a batch_sampler of "
+                    "its own, which says how large a global batch is. Leave --global-batch out."
+                )
+            options["global_batch"] = self._spec.global_batch
+        loader: Loader = self._originals["loader"](dataset, **options)
+        if loader.train:
+            self._loaders.append(loader)
+        return loader
+
+    def _on_yield(self, loader: Loader) -> None:
+        request = loader.current
+        assert request is not None
+        if not loader.train:
+            self._disturbed = True
+        elif request.micro == 0 and (self._current is None or self._current.ended is not None):
+            self._complete_step()
+            self._begin_step(loader)
+        self._originals["_on_yield"](loader)
+        if self._current is not None and loader.train and loader is self._counted_loader:
+            self._current.parts += [(part.shard, part.micro, len(part.indices)) for part in request.parts]
+
+    def _step(self, *args: Any, **options: Any) -> bool:
+        acted: bool = self._originals["step"](*args, **options)
+        if acted and self._current is not None:
+            now = self._current
+            now.ended, now.waited = self._timestamp(), self._seconds_waited()
+            losses = self._run._stepper.losses  # taken out before the script can change them
+            if losses:
+                now.window.add_losses(losses)
+                losses.clear()
+            if self._start_up is None:
+                if self._accelerated:
+                    torch.accelerator.synchronize()
+                self._start_up = time.time() - self._spec.launched_at
+        return acted
+
+    def _save(self, directory: str | Path, **_: Any) -> Path:
+        self._disturbed = True
+        return Path(directory) / f"step-{self._run.steps:08d}"
+
+    def _restore(self, directory: str | Path, **_: Any) -> bool:
+        """A trial begins at step 0 with fresh weights, whatever an earlier run has left."""
+        return False
+
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
+        self._disturbed = True
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # at exit; the launcher sees that there is no record
+            self._write_record()
+        self._originals["close"]()
+
+    # --- steps
+
+    def _begin_step(self, loader: Loader) -> None:
+        request = loader.current
+        assert request is not None
+        before = self._steps[-1] if self._steps else None
+        waited = before.waited if before is not None else 0.0
+        if before is not None and not self._disturbed and before.epoch == request.epoch:
+            began, unseen = before.ended, 0.0
+        else:
+            began, unseen = self._timestamp(), self._seconds_waited() - waited
+        self._counted_loader, self._disturbed = loader, False
+        window = Window(self._run.device)
+        self._current = _Step(request.epoch, request.step, request.total, began, waited, unseen, window)
+
+    def _complete_step(self) -> None:
+        """The current step, if there is one, is over: the next step has begun. Change the phase where it is time."""
+        if self._current is None:
+            return
+        self._keep_finished_step()
+        made, spec = len(self._steps), self._spec
+        if made == spec.steps + 1 and self._profile is not None:
+            self._profile.begin_counting()
+        if made not in (spec.warmup, spec.steps, spec.steps + PROFILED_STEPS):
+            return
+        self._disturbed = True
+        if made == spec.warmup:
+            self._traffic.append(traffic())
+        elif made == spec.steps:
+            self._traffic.append(traffic())
+            self._memory = peak_memory(self._run.device)
+            self._profile = CommunicationProfile(self._run.device)
+            self._profile.start()
+        else:
+            self._write_record()
+            raise TrialEnded(0)
+
+    def _keep_finished_step(self) -> None:
+        if self._current is not None and self._current.ended is not None:
+            self._steps.append(self._current)
+        self._current = None
+
+    def _timestamp(self) -> Any:
+        if not self._accelerated:
+            return time.perf_counter()
+        event = torch.Event(device=self._run.device, enable_timing=True)
+        event.record()
+        return event
+
+    def _step_seconds(self, step: _Step) -> float:
+        between = step.began.elapsed_time(step.ended) / 1e3 if self._accelerated else step.ended - step.began
+        return float(between) + step.unseen
+
+    def _seconds_waited(self) -> float:
+        return sum(loader.waited for loader in self._loaders)
+
+    # --- the record
+
+    def _write_record(self) -> None:
+        """Write what there is, once: a script may end before its trial does, and a server makes no step at all."""
+        if self._written:
+            return
+        self._written = True
+        self._keep_finished_step()
+        if self._accelerated and self._steps:
+            torch.accelerator.synchronize()
+        if len(self._traffic) == 1:
+            self._traffic.append(traffic())
+        communication: CommunicationTime | None = None
+        if self._profile is not None:
+            communication = self._profile.stop()
+            if len(self._steps) < self._spec.steps + PROFILED_STEPS:
+                communication = None  # the ranks may have made unequally many
+        counted = self._steps[self._spec.steps + 1 :]
+        memory = self._memory or peak_memory(self._run.device)
+        steps = self._steps[: self._spec.steps]
+        moved = [counted for counted in self._traffic if counted is not None]
+        plan = self._run._strategy.plan
+        record = {
+            "rank": self._run.world.rank,
+            "device": str(self._run.device),
+            "start_up_seconds": self._start_up,
+            "memory_bytes": memory[0],
+            "memory_kind": memory[1],
+            "bytes_sent": moved[1].sent - moved[0].sent if len(moved) == 2 else None,
+            "bytes_received": moved[1].received - moved[0].received if len(moved) == 2 else None,
+            "communication": None if communication is None else communication._asdict(),
+            "profiled_seconds": sum(self._step_seconds(step) for step in counted),
+            "dealt": 0 if plan.in_step else plan.shards,
+            "parameter_bytes": sum(p.nbytes for model in self._run._models for p in model.parameters()),
+            "steps": [self._step_record(step, number >= self._spec.warmup) for number, step in enumerate(steps)],
+        }
+        path = os.path.join(self._spec.directory, f"rank-{self._run.world.rank}.json")
+        with open(path + ".part", "w") as file:
+            json.dump(record, file)
+        os.replace(path + ".part", path)
+
+    def _step_record(self, step: _Step, timed: bool) -> dict[str, Any]:
+        return {
+            "epoch": step.epoch,
+            "step": step.number,
+            "total": step.total,
+            "parts": step.parts,
+            "timed": timed,
+            "seconds": self._step_seconds(step),
+            "waited": step.waited - step.waited_before,
+            "losses": {key.removeprefix(LOSS): list(pair) for key, pair in step.window.totals().items()},
+        }

@@ -1,0 +1,254 @@
+"""Tensors that stand for what another process computes: they have a shape, a dtype and a device, and no values.
+
+A process of a pipeline runs the user's whole forward, in which the layers of other stages are not computed. What such a
+layer returns is `Absent`. An operation on it gives an Absent too, whose form torch's fake tensors find; one that asks
+for values is refused. When the value arrives from the stage before, the Absent is filled, and from then on every
+operation on it is done on the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from paceline.errors import ModelError
+
+_fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+_FORM = frozenset(
+    [
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "__len__",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "element_size",
+        "get_device",
+        "requires_grad_",
+        "retain_grad",
+        "is_same_size",
+        "type",
+        "__hash__",
+    ]
+)
+"""Functions that ask for the form of a tensor, or change nothing that is in it."""
+_VALUES = frozenset(
+    [
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+        "__complex__",
+        "__contains__",
+        "item",
+        "tolist",
+        "numpy",
+        "backward",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "data_ptr",
+        "storage",
+        "untyped_storage",
+    ]
+)
+"""Functions that ask for what is in a tensor."""
+_IN_PLACE = frozenset(
+    [
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__idiv__",
+        "__itruediv__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+    ]
+)
+_CHOOSING = frozenset(["__getitem__", "masked_select"])
+"""Functions that choose from a tensor by the values of another."""
+_PARTS = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+"""Attributes of a tensor that are tensors with what is in it; all others ask for its form."""
+
+
+class Absent(Tensor):
+    """fake: a fake tensor of its form. value: what it stands for, once that is here."""
+
+    fake: Tensor
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, fake: Tensor) -> Absent:
+        made: Absent = Tensor._make_wrapper_subclass(
+            cls,
+            fake.shape,
+            strides=fake.stride(),
+            dtype=fake.dtype,
+            device=fake.device,
+            requires_grad=fake.dtype.is_floating_point,
+        )
+        made.fake, made.value = fake, None
+        return made
+
+    def __init__(self, fake: Tensor) -> None:
+        super().__init__()
+
+    def fill(self, value: Tensor) -> None:
+        """It stands for this value from here on. Gradients go to the value, and never here: a torch.autograd.Function
+        of one's own, which takes tensors without asking their class, would send its gradient here."""
+        self.value = value
+        if self.dtype.is_floating_point:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_lost)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Absent({form(self)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return call(func, args, kwargs or {})
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Absent:
+    with _fakes:
+        return Absent(torch.empty(tuple(shape), dtype=dtype, device=device))
+
+
+def form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.dtype
+
+
+Listener = Callable[[Sequence["Absent"], Sequence["Absent"]], None]
+"""Is told of an operation's absent inputs and outputs."""
+_listeners: list[Listener] = []
+
+
+def call(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What torch's function gives where some of its arguments are Absent."""
+    leaves, tree = tree_flatten((args, kwargs))
+    leaves = [leaf.value if type(leaf) is Absent and leaf.value is not None else leaf for leaf in leaves]
+    missing = [leaf for leaf in leaves if type(leaf) is Absent]
+    args, kwargs = tree_unflatten(leaves, tree)
+    if not missing:
+        return func(*args, **kwargs)
+    name = getattr(func, "__name__", "").partition(".")[0]  # an operation of aten has its overload in the name
+    if name in _FORM or (name == "__get__" and func.__self__.__name__ not in _PARTS):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in ("__repr__", "__format__", "__str__"):
+        return repr(missing[0])
+    if name == "__iter__":
+        return iter(call(Tensor.unbind, args, {}))
+    if name == "register_hook":  # whoever computes it calls the hook
+        return torch.utils.hooks.RemovableHandle({})
+    if name in _VALUES:
+        _refuse(name)
+    if name == "grad":
+        _refuse(name, "differentiates by something that another stage has (a gradient penalty)")
+    changed = args[0] if args and isinstance(args[0], Tensor) and _changes(name) else kwargs.get("out")
+    if isinstance(changed, Tensor) and type(changed) is not Absent:
+        _refuse(name, "writes what another stage computes into a tensor of this one")
+    own = {id(one.fake): one for one in missing}
+    faked = [leaf.fake if type(leaf) is Absent else leaf for leaf in leaves]
+    faked_args, faked_kwargs = tree_unflatten(faked, tree)
+    try:
+        with torch.no_grad():
+            result = func(*faked_args, **faked_kwargs)
+    except ModelError:
+        raise
+    except Exception as error:
+        if "DataDependent" not in type(error).__name__ and "DynamicOutputShape" not in type(error).__name__:
+            raise
+        if name not in _CHOOSING or len(missing) > 1 or not args or args[0] is not missing[0]:
+            _refuse(name)
+        with torch.no_grad():  # of an absent tensor a mask that is here chooses: so many it does of zeros too
+            chosen = func(torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+        result = _fakes.from_tensor(chosen)
+    made: list[Absent] = []
+
+    def wrapped(fake: FakeTensor) -> Absent:
+        one = own.get(id(fake))
+        if one is None:
+            one = Absent(fake)
+            made.append(one)
+        return one
+
+    result = tree_map_only(FakeTensor, wrapped, result)
+    for listener in _listeners:
+        listener(missing, made)
+    return result
+
+
+def _changes(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refuse(name: str, what: str = "asks for the values of what another stage computes") -> NoReturn:
+    raise ModelError(
+        f"strategy pipeline: the model, or the closure, {what} (torch's {name}), and has only its form here. Do this "
+        "inside a layer, or with the model's inputs, or in the closure with its output; or use strategy='ddp'."
+    )
+
+
+def _lost(gradient: Tensor) -> NoReturn:
+    raise ModelError(
+        "strategy pipeline: code between layers hands what another stage has computed to a torch.autograd.Function, "
+        "and the gradient would be lost. Call it in a layer, or use strategy='ddp'."
+    )
+
+
+class Watching(TorchFunctionMode):
+    """While it is entered, every parameter counts as absent, so that nothing of the model is computed."""
+
+    def __init__(self, parameters: Mapping[int, Absent], listener: Listener) -> None:
+        super().__init__()
+        self._parameters, self._listener = parameters, listener
+
+    def __enter__(self) -> Watching:
+        _listeners.append(self._listener)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _listeners.remove(self._listener)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, tree = tree_flatten((args, kwargs or {}))
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        found = [self._parameters.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(found, tree)
+        if any(type(leaf) is Absent for leaf in found):
+            return call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def buffers_kept(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Puts buffers back that the body has written to."""
+    kept = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers]
+    yield
+    with torch.no_grad():
+        for buffer, value, version in kept:
+            if buffer._version != version:
+                buffer.copy_(value)

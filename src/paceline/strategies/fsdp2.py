@@ -1,0 +1,334 @@
+"""Stages 2 and 3 of fsdp: parameters, gradients and optimizer state in slices, by torch's FSDP2 (`fully_shard`).
+
+Phase 1, forward: before a layer computes, its parameters are all-gathered; after it they are freed (stage 3), or stay
+  until the backward is over (stage 2).
+Phase 2, backward: parameters are gathered again where they were freed; a layer's gradients are reduce-scattered as
+  soon as they are there. When the backward returns, `.grad` of the user's parameters is this rank's slice of the sum
+  over all shards. Every micro-batch is reduced, so that no rank ever holds whole gradients of more than a layer or two.
+Phase 3, step: each rank updates its slices.
+
+A layer here is an entry of a list of layers (see `layers_of`); what is in none travels together. Parameters become
+DTensors, of the whole shape, whose memory is the rank's slice; the user's optimizers are given these. 0-dim parameters,
+which cannot be sliced, stay whole on every rank, and are summed together at the end of a backward.
+
+FSDP2 gathers when a wrapped module's forward is called. Here also when another method is, or a module inside one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from paceline.comm import collectives, dtensor
+from paceline.comm.mesh import DATA, Mesh
+from paceline.errors import ModelError, UnusedParameterError, UsageError
+from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
+from paceline.strategies.batch_plan import one_shard
+from paceline.strategies.fsdp_wrapping import enter_anywhere, layers_of, recompute
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.replicated import parameter_names
+from paceline.strategies.sliced_state import Masters, check_dense, load_sliced, sliced_state
+from paceline.world import World
+
+
+class FSDP2(LoopStrategy):
+    """keep: parameters stay gathered between forward and backward (stage 2). The others: as in FSDP."""
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        mesh: Mesh,
+        *,
+        keep: bool,
+        wrap: str,
+        min_params: int,
+        checkpointing: bool,
+        mixed: torch.dtype | None,
+        offload: bool,
+        find_unused: bool,
+    ) -> None:
+        self.world, self.device = world, device
+        self.mesh = mesh
+        self.plan = one_shard(self.mesh.shards, self.mesh.shard)
+        self.store = GradientStore(reduces_each=True)
+        self._keep, self._recompute, self._find_unused = keep, checkpointing, find_unused
+        self._layers = partial(layers_of, wrap=wrap, min_params=min_params)
+        self._offload: OffloadPolicy = (
+            CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        )
+        self._mixed = mixed
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._names: dict[Tensor, str] = {}
+        self._masters: Masters | None = None  # of 0-dim parameters
+        self._states: list[Any] = []  # FSDP2's of the models
+        self._params: list[Any] = []  # FSDP2's of all parameters
+        self._held = False  # parameters stay gathered until the backward is over: their graph is differentiated twice
+        self._expected: dict[tuple[bool, Kind, int], tuple[bool, ...]] = {}  # by kind of micro-batch, call and pass
+        self._flags: tuple[bool, ...] = ()
+        self._trainable: list[Tensor] = []
+        self._nodes: list[Any] = []  # where autograd adds to what stands for them, and
+        self._direct: list[Any] = []  # to the slices themselves
+
+    # --- taking charge
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        check_dense(models)
+        if self._masters is None:
+            self._masters = Masters(self.mesh.along(*(name for name in DATA if name in self.mesh.sizes)))
+        self._free()
+        moved: dict[Tensor, Tensor] = {}
+        for model in models:
+            if not any(model is own for own in self.models):
+                moved |= self._shard(model)
+        for optimizer in optimizers:
+            self._hand_over(optimizer, moved)
+            if not any(optimizer is known for known in self.optimizers):
+                self._masters.serve(optimizer)
+        self.models, self.optimizers = list(models), list(optimizers)
+        self._names = parameter_names(models)
+        retire(moved)
+        self._expected, self._flags = {}, ()
+
+    def _shard(self, model: nn.Module) -> dict[Tensor, Tensor]:
+        """Slices a model layer by layer, so that it never lies whole on the device. Returns old -> new parameters."""
+        assert self._masters is not None
+        _check_fresh(model)
+        names = dict(model.named_parameters(remove_duplicate=False))
+        scalars = {p for p in model.parameters() if not p.dim()}
+        alone = [*scalars, *model.buffers()]
+        for tensor in alone:
+            tensor.data = tensor.data.to(self.device)
+        collectives.broadcast_tensors(alone)
+        for p in scalars:
+            self._masters.add(p)
+        done: set[Tensor] = set()
+        layers = self._layers(model)
+        if self._recompute:
+            recompute(layers)
+        for layer in [*layers, model]:
+            own = [p for p in layer.parameters() if p not in done and p not in scalars]
+            for p in own:
+                if not dtensor.is_sharded(p):
+                    p.data = p.data.contiguous()
+            # Those of a layer that is cut already were made alike before it was.
+            collectives.broadcast_tensors(p for p in own if not dtensor.is_sharded(p))
+            _check_one_dtype(layer, own)
+            sharded: FSDPModule = fully_shard(
+                layer,
+                mesh=self._masters.mesh,
+                reshard_after_forward=False if self._keep else None,
+                mp_policy=MixedPrecisionPolicy(
+                    self._mixed,
+                    torch.float32 if self._mixed else None,  # gradients are summed in it, and
+                    torch.float32 if self._mixed and layer is model else None,  # given back in it
+                ),
+                offload_policy=self._offload,
+                ignored_params=scalars,
+            )
+            done |= set(layer.parameters())
+            sharded.set_gradient_divide_factor(1.0)  # the weights make a sum of it
+            sharded.set_force_sum_reduction_for_comms(True)
+        state = sharded._get_fsdp_state()  # of the model itself, which came last
+        state._lazy_init()  # with this model as the root, whichever of its modules is called first
+        enter_anywhere(model)
+        self._states.append(state)
+        for group in _groups(state):
+            self._params += group.fsdp_params
+            group.reshard = partial(self._reshard, group, group.reshard)
+        model.register_load_state_dict_pre_hook(_slice_loaded)
+        return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False) if names[name] is not p}
+
+    def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
+        """In place of FSDP2's. A backward with create_graph=True, as for a gradient penalty, leaves a graph that will
+        need the parameters again: from then on nothing is freed until `backward` is over. A forward without gradients
+        frees all: `state_dict` frees what is gathered, and on one rank alone (`if run.main: model.state_dict()`) would
+        else leave the others with what that rank has to gather anew, for which it would wait for ever."""
+        if group._training_state.name == "FORWARD" and not torch.is_grad_enabled():
+            group._to_sharded()
+            return
+        if group._training_state.name == "POST_BACKWARD" and torch.is_grad_enabled():
+            self._held = True
+        if not self._held:
+            reshard()
+
+    def _free(self) -> None:
+        """All parameters in slices, whatever has been computed; gradients that are left are reduced."""
+        self._held = False
+        for state in self._states:
+            with torch.no_grad():
+                state._root_post_backward_final_callback()
+
+    def _hand_over(self, optimizer: torch.optim.Optimizer, moved: dict[Tensor, Tensor]) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [moved.get(p, p) for p in group["params"]]
+        for p in [p for p in optimizer.state if p in moved]:
+            optimizer.state[moved[p]] = optimizer.state.pop(p)
+
+    # --- computing
+
+    def explain(self, error: Exception) -> Exception | None:
+        return UsageError(USED_OUTSIDE) if "mixed torch.Tensor and DTensor" in str(error) else None
+
+    def backward(self, work: Backward) -> None:
+        if dtensor.any_sharded(work.losses):
+            raise UsageError(USED_OUTSIDE)
+        leaves = self.leaves()
+        chosen = None if work.inputs is None else [leaves[p] for p in work.inputs if p in leaves]
+        scalars = [] if self._masters is None else list(self._masters.of)
+        before = [p.grad for p in scalars]
+        for p in scalars:
+            p.grad = None
+        hooks = self._comparing(work.losses, (work.final, work.kind, work.number), leaves)
+        try:
+            backward_here(work._replace(inputs=chosen))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._free()
+        present = [p.grad for p in scalars if p.grad is not None]
+        for grad in present:
+            grad.copy_(collectives.all_reduce(grad, group=self.mesh.data))
+        for p, earlier in zip(scalars, before, strict=True):
+            if earlier is not None:
+                p.grad = earlier if p.grad is None else earlier.add_(p.grad)
+
+    def leaves(self) -> dict[Tensor, Tensor]:
+        """The user's parameters, each with what stands for it in graphs; without those that no forward has used yet."""
+        leaves = {
+            param.sharded_param: unsharded
+            for param in self._params
+            if (unsharded := getattr(param, "_unsharded_param", None)) is not None
+        }
+        return leaves if self._masters is None else leaves | {p: p for p in self._masters.of}
+
+    def _comparing(
+        self, losses: Sequence[Tensor], key: tuple[bool, Kind, int], leaves: dict[Tensor, Tensor]
+    ) -> list[Any]:
+        """Hooks at the losses that compare, before any gradient, the parameters that this backward reaches: with the
+        other ranks' the first time (or always), then with what they were then. Ranks that reduced unlike sets would
+        wait for each other for ever, or add up wrong gradients."""
+        flags = tuple(leaf.requires_grad for leaf in leaves.values())
+        if flags != self._flags:
+            node = torch.autograd.graph.get_gradient_edge
+            self._flags, self._expected = flags, {}
+            self._trainable = [p for p, leaf in leaves.items() if leaf.requires_grad]
+            self._nodes = [node(leaves[p]).node for p in self._trainable]
+            self._direct = [node(p).node for p in self._trainable if leaves[p] is not p and p.requires_grad]
+        looked: list[bool] = []
+
+        def look(_: Tensor) -> None:
+            if not looked:  # with several losses, only at the first that autograd comes to
+                looked.append(True)
+                self._look(key, tuple(map(torch._C._will_engine_execute_node, self._nodes)))
+
+        return [loss.register_hook(look) for loss in losses if loss.requires_grad]
+
+    def _look(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
+        if any(map(torch._C._will_engine_execute_node, self._direct)):
+            raise UsageError(USED_OUTSIDE)
+        if key not in self._expected or self._find_unused:
+            everyone = collectives.gather_objects(mine)
+            self._expected[key] = mine
+            others = [other for other in everyone if other != mine]
+        else:
+            others = [] if mine == self._expected[key] else [self._expected[key]]
+        if others:
+            rows = zip(self._trainable, mine, others[0], strict=True)
+            differing = [self._names[p] for p, own, other in rows if own != other]
+            raise UnusedParameterError(_unlike_message(self.world.rank, key[1][0], differing, self._find_unused))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._masters is not None
+        self._free()  # what a forward for evaluation has left gathered is older than what comes now
+        self._masters.update(optimizer)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        self._free()
+        return sliced_state(self.models, self.optimizers, {} if self._masters is None else self._masters.of)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._free()
+        load_sliced(self.models, self.optimizers, {} if self._masters is None else self._masters.of, state)
+
+    def close(self) -> None:
+        self._free()
+        if self._masters is not None:
+            self._masters.close()
+        self._nodes, self._direct, self._trainable, self._flags = [], [], [], ()
+
+
+def _groups(state: Any) -> Iterator[Any]:
+    for one in state._state_ctx.all_states:
+        yield from one._fsdp_param_groups
+
+
+def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A state with whole tensors, as scripts load it, is taken in slices."""
+    for name, own in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor) or dtensor.is_sharded(value) or not dtensor.is_sharded(own):
+            continue
+        if value.shape == own.shape:  # else torch says which is wrong
+            state[prefix + name] = dtensor.sharded_like(own, value)
+
+
+class _Retired(nn.Parameter):
+    """A parameter as it was before `prepare`, which a script may still hold: to use it would do nothing, in silence."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UsageError(
+            "this parameter was taken before run.prepare, where strategy 'fsdp' put slices in its place. Take "
+            "parameters (for clipping, freezing, optimizers) from the model after run.prepare."
+        )
+
+
+def retire(parameters: Any) -> None:
+    for p in parameters:
+        if not dtensor.is_sharded(p):  # as a layer had them that was cut before, and no script
+            p.data, p.grad = torch.empty(0, dtype=p.dtype), None
+            p.__class__ = _Retired
+
+
+def _check_fresh(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ModelError(
+                f"strategy fsdp: {name or type(model).__name__} is sharded by fully_shard already. Delete that call, "
+                "or use strategy='fsdp' without it."
+            )
+
+
+def _check_one_dtype(layer: nn.Module, parameters: Sequence[Tensor]) -> None:
+    dtypes = sorted({str(p.dtype) for p in parameters if p.requires_grad})
+    if len(dtypes) > 1:
+        raise ModelError(
+            f"strategy fsdp: trainable parameters of {type(layer).__name__} have several dtypes ({', '.join(dtypes)}), "
+            "and travel together. Convert them to one, or use strategy='fsdp:stage=1'."
+        )
+
+
+USED_OUTSIDE = (
+    "strategy fsdp: a loss uses a model's parameters outside of any forward or method of the model, where stages 2 and "
+    "3 hold only slices of them (as sum(p.square().sum() for p in model.parameters())). Use strategy='fsdp:stage=1', "
+    "where parameters are whole; compute it in a method of the model; or, of weight decay, let the optimizer do it."
+)
+
+
+def _unlike_message(rank: int, call: int, names: Sequence[str], compared: bool) -> str:
+    return (
+        f"rank {rank}: backward call number {call + 1} of this step does not reach the parameters that "
+        f"{'other ranks reach' if compared else 'it reached before, or that other ranks reach'}: "
+        f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Stages 2 and 3 of fsdp need the same on all "
+        "ranks. Where it changes from step to step alike on all ranks, set strategy='fsdp:find_unused=true'; where it "
+        "depends on the data, use strategy='ddp:find_unused=true'."
+    )

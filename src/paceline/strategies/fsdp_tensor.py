@@ -1,0 +1,171 @@
+"""fsdp+tensor: layers in parts over `tensor`, and each part in slices over `shard`.
+
+    4 processes, size=2        tensor 0                     tensor 1
+                  shard 0:     rank 0: half of a half       rank 1: half of the other half     } the same examples
+                  shard 1:     rank 2: the rest of it       rank 3: the rest of it             } other examples
+
+Phase 1, forward: a layer's parts are gathered over `shard` (fsdp2.py) before it computes; it computes its part, and
+  what the parts give is put together over `tensor` (tensor_cut.py).
+Phase 2, backward: the same the other way round; gradients are reduced over `shard`, and sliced, as soon as they are
+  there.
+Phase 3, finish: gradients of parameters that are whole along `tensor` are equal there, up to what a device's kernels
+  leave open; their mean over `tensor` is taken, so that the copies cannot drift apart.
+Phase 4, step: each process updates its slices.
+
+Between processes: what fsdp sends over `shard`, of parts 1/size as large; what tensor sends over `tensor`; and the
+gradients of whole parameters once over `tensor`. Memory: of cut layers 1/n of parameters, gradients and optimizer state
+over all n processes; of the others 1/(n/size).
+
+Follows torch's composition of fully_shard over tensor parallelism (torch.distributed.fsdp, two dimensions of one
+DeviceMesh): the inner dimension cuts first, and what it has cut is sliced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from paceline.comm import collectives, dtensor
+from paceline.comm.mesh import Mesh
+from paceline.errors import SettingError
+from paceline.strategies import fsdp, tensor
+from paceline.strategies.base import Backward, LoopStrategy
+from paceline.strategies.fsdp2 import FSDP2
+from paceline.strategies.pickling import NoPickles
+from paceline.strategies.tensor_cut import LayerCuts, explained, replace
+from paceline.world import World
+
+
+def check(
+    world: int | None, *, size: int, plan: str, stage: int, min_params: int, mixed: str, offload: bool, replicate: int
+) -> dict[str, str]:
+    """The plan, read. Raises SettingError for what cannot work on so many processes."""
+    if stage == 1:
+        raise SettingError(
+            "strategy fsdp+tensor: stage=1 slices the optimizer's state beside whole parameters, and here they are cut "
+            "already. Use stage=2 or stage=3; or strategy='tensor', which keeps 1/size of the state of cut layers."
+        )
+    patterns = tensor.check(world, "fsdp+tensor", size=size, plan=plan)
+    if world is not None and world // size < 2:
+        raise SettingError(
+            f"strategy fsdp+tensor: size={size}: of {world} processes none are left to slice over. Start {2 * size} or "
+            "more; or use strategy='tensor'."
+        )
+    fsdp.check(
+        None if world is None else world // size,
+        "fsdp+tensor",
+        stage=stage,
+        min_params=min_params,
+        mixed=mixed,
+        offload=offload,
+        replicate=1,
+    )
+    if replicate < 1 or (world is not None and (world // size % replicate or world // size // replicate < 2)):
+        raise SettingError(
+            f"strategy fsdp+tensor: replicate={replicate}: {world or 'so many'} processes cannot be {replicate} "
+            f"replicas, each in slices over at least two and in parts over {size}. Start "
+            f"{2 * size * max(replicate, 1)} processes, or leave replicate out."
+        )
+    return patterns
+
+
+class FSDPTensor(LoopStrategy):
+    """size: devices that share the parts of a layer; plan: which layers are cut and how, as of tensor. The others: as
+    of fsdp, with stages 2 and 3."""
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        *,
+        size: int = 2,
+        plan: str = "",
+        stage: int = 3,
+        wrap: str = "auto",
+        min_params: int = 2**16,
+        checkpointing: bool = False,
+        mixed: str = "none",
+        offload: bool = False,
+        find_unused: bool = False,
+        replicate: int = 1,
+    ) -> None:
+        patterns = check(
+            world.size,
+            size=size,
+            plan=plan,
+            stage=stage,
+            min_params=min_params,
+            mixed=mixed,
+            offload=offload,
+            replicate=replicate,
+        )
+        sizes = {"replicate": replicate, "shard": world.size // size // replicate, "tensor": size}
+        self.mesh = Mesh(device, world.rank, {name: n for name, n in sizes.items() if n > 1 or name != "replicate"})
+        self.device = device
+        self._cuts = LayerCuts(self.mesh, device, patterns)
+        self._inner = FSDP2(
+            world,
+            device,
+            self.mesh,
+            keep=stage == 2,
+            wrap=wrap,
+            min_params=min_params,
+            checkpointing=checkpointing,
+            mixed=fsdp.MIXED[mixed],
+            offload=offload,
+            find_unused=find_unused,
+        )
+        self.plan, self.store = self._inner.plan, self._inner.store
+        self._no_pickles = NoPickles("fsdp+tensor")
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        replaced = self._cuts.cut(models)
+        for optimizer in optimizers:
+            replace(optimizer, replaced)
+        self._inner.setup(models, optimizers)
+        self._no_pickles.guard(m for model in models for m in model.modules() if isinstance(m, FSDPModule))
+
+    def backward(self, work: Backward) -> None:
+        self._cuts.place_gradients(self._inner.leaves().values())
+        whole = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in work.losses]
+        self._inner.backward(work._replace(losses=whole))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Phase 3."""
+        graded = [p.grad for p in self.store.parameters if p.grad is not None and not _is_cut(p)]
+        grads = [dtensor.local(grad) for grad in graded]
+        collectives.sum_all(grads, self.mesh.group("tensor"))
+        if grads:
+            torch._foreach_mul_(grads, 1 / self.mesh.size("tensor"))
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._inner.step(optimizer)
+
+    def explain(self, error: Exception) -> Exception | None:
+        found = explained(error, "Leave the layers before and after it out of the plan, or gather.")
+        return found or self._inner.explain(error)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def close(self) -> None:
+        self._inner.close()
+        self._cuts.close()
+        self._no_pickles.close()
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    """Whether the processes along `tensor` have other parts of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()

@@ -1,0 +1,279 @@
+"""Where the gradients of the open global batch lie, and what is done to them there.
+
+A gradient of the user's parameter p lies in `.grad` of its place. That is p itself; or, where a strategy says so:
+
+    places      another tensor, which holds this process's part of the gradient (an engine's slices)
+    replicas    also the copies of p on further devices of this process: what is done to p's gradient is done to theirs
+    DTensors    p or its place is cut over processes, and `.grad` with it
+    sums        each shard's gradient is a leaf of a tree, which is completed after the last shard (comm/tree_sums.py)
+
+What is done to each element is done to the part that is here. What is a property of all elements, their norm or whether
+they are finite, is then made alike over the processes that hold the other parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm import collectives, dtensor
+from paceline.comm.mesh import ALONE, Group
+from paceline.comm.tree_sums import TreeSums
+
+Grads = list[Tensor | None]
+"""A gradient, or none, for each place of each replica, in one order."""
+
+Factor = float | Tensor
+"""A number, or a 0-dim tensor."""
+
+_Groups = tuple[Group, ...]
+
+
+class GradientStore:
+    """Made by a strategy; the step works on it and knows nothing else of where gradients are."""
+
+    def __init__(
+        self,
+        *,
+        replicas: Sequence[Mapping[Tensor, Tensor]] = (),
+        others: Group = ALONE,
+        aliased: bool = False,
+        reduces_each: bool = False,
+        sums: TreeSums | None = None,
+    ) -> None:
+        # For each further replica of this process: the user's parameter -> its copy. Mutated in place, never rebound.
+        self.replicas = replicas
+        self.places: dict[Tensor, Tensor] = {}  # the user's parameter -> its place, where that is not itself
+        self.others = others  # processes whose gradients are of other parameters
+        self.aliased = aliased  # whether the next backward writes to the memory of a gradient (DDP's bucket views)
+        self.reduces_each = reduces_each  # whether every micro-batch is summed over the processes, not the last alone
+        self.sums = sums  # adds up the shards of a reproducible run in one order
+        self.loss_scale = 1.0  # fp16: a factor of all weights of this global batch
+        self.samples: Factor = 0.0  # examples, or tokens, that the gradient of this process is a mean over
+        self.parameters: list[Tensor] = []  # the places of all prepared parameters
+
+    def follow(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+        """These are the prepared parameters. Returns their names, also as those of their places."""
+        self.parameters = self.of(names)
+        return {**names, **dict(zip(self.parameters, names.values(), strict=True))}
+
+    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """The places of these parameters."""
+        if not self.places:
+            return list(parameters)
+        return [self.places.get(p, p) for p in parameters]
+
+    def everywhere(self) -> list[Tensor]:
+        """The places of all parameters, then their copies, always in this order."""
+        if not self.replicas:
+            return self.parameters
+        return [*self.parameters, *(copies[p] for copies in self.replicas for p in self.parameters if p in copies)]
+
+    # --- accounts
+
+    def any(self) -> bool:
+        """Whether a parameter has a gradient."""
+        for p in self.parameters:  # noqa: SIM110  # in every step: a generator takes twice as long
+            if p.grad is not None:
+                return True
+        return False
+
+    def any_left(self) -> bool:
+        """Whether a gradient is there that is not zero. It reads them on the device."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        return any(bool(dtensor.local(grad).any()) for grad in grads)
+
+    def take(self) -> Grads | None:
+        """The gradients, which are then here no more; None where there are none."""
+        everywhere = self.everywhere()
+        if not any_gradient(everywhere):
+            return None
+        grads = [p.grad.clone() if self.aliased and p.grad is not None else p.grad for p in everywhere]
+        for p in everywhere:
+            p.grad = None
+        return grads
+
+    def put(self, grads: Iterable[Tensor | None]) -> None:
+        """Puts these back where `take` took them. There are none now."""
+        for p, grad in zip(self.everywhere(), grads, strict=False):
+            p.grad = grad
+
+    def add(self, grads: Grads) -> None:
+        """Adds these to what is there, in place."""
+        both: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for p, grad in zip(self.everywhere(), grads, strict=False):
+            if p.grad is None:
+                p.grad = grad
+            elif grad is not None:
+                sums, addends = both.setdefault(grad.device, ([], []))
+                sums.append(p.grad)
+                addends.append(grad)
+        for sums, addends in both.values():  # tensors of several devices would be added one by one
+            torch._foreach_add_(list(map(dtensor.local, sums)), list(map(dtensor.local, addends)))
+
+    def take_from(self, replica: int) -> Grads:
+        """The gradients of one replica of this process, which are then there no more. None for a parameter that has
+        left the model (retied, say) and has no copy."""
+        owners: Sequence[Tensor | None] = self.parameters
+        if replica:
+            copies = self.replicas[replica - 1]
+            owners = [copies.get(p) for p in self.parameters]
+        grads = [None if p is None else p.grad for p in owners]
+        for p, grad in zip(owners, grads, strict=True):
+            if p is not None and grad is not None:
+                p.grad = None
+        return grads
+
+    def scale(self, factor: Factor) -> None:
+        """Multiplies all gradients, in place."""
+        scale_([p.grad for p in self.everywhere() if p.grad is not None], factor)
+
+    # --- before and after an update
+
+    def found_inf(self, places: Sequence[Tensor], flag: Tensor) -> Tensor:
+        """A 0-dim tensor: not zero where an element of a gradient of these places is not finite, on any process that
+        holds a part of them. flag: () float32, which is zero before, on the device; it may be what is returned. Waits
+        for nothing."""
+        grads = [p.grad for p in places if p.grad is not None]
+        one = _one(flag.device)
+        if self.others is ALONE and _plain(grads, flag.device):
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, one)  # by 1: unchanged
+            return flag
+        dense = [
+            g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
+            for g in _local(grads)
+        ]
+        if any(g.device != flag.device for g in dense):
+            return self._on_any_process(torch.nn.utils.get_total_norm(dense) * 0.0, grads)
+        if dense:
+            torch._amp_foreach_non_finite_check_and_unscale_(dense, flag, one)
+        return self._on_any_process(flag, grads)
+
+    def norm(self, places: Sequence[Tensor], device: torch.device) -> Tensor:
+        """(): the 2-norm of the gradients of these places together, over all processes that hold parts of them; not
+        finite as soon as one element is not. device: where it is computed on a process that has none."""
+        by_groups = self._by_groups([p.grad for p in places if p.grad is not None])
+        if by_groups.keys() == {()}:
+            return _norm(by_groups[()])
+        squares = []
+        for groups, tensors in by_groups.items():
+            norm = _norm(tensors) if tensors else torch.zeros((), device=device)
+            square = norm.to(torch.float64 if norm.device.type in ("cpu", "cuda") else torch.float32).square()
+            for group in groups:
+                collectives.all_reduce(square, group=group)
+            squares.append(square)
+        return torch.stack(squares).sum().sqrt()
+
+    def clip(self, places: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+        """Scales the gradients of these places, whose norm this is, to at most `max_norm`, on all replicas."""
+        _clip(places, max_norm, norm)
+        for copies in self.replicas:
+            _clip([copies[p] for p in places if p in copies], max_norm, norm)
+
+    def clear(self, places: Iterable[Tensor]) -> None:
+        """Drops the gradients of these places, on all replicas."""
+        places = list(places) if self.replicas else places
+        for p in places:
+            p.grad = None
+        for copies in self.replicas:
+            for p in places:
+                if p in copies:
+                    copies[p].grad = None
+
+    def _by_groups(self, grads: Sequence[Tensor]) -> dict[_Groups, list[Tensor]]:
+        """The parts of all gradients that are here, by the groups of processes that hold the other parts."""
+        if self.others is ALONE and not dtensor.any_sharded(grads):  # nearly always
+            return {(): list(grads)}
+        apart: _Groups = () if self.others is ALONE else (self.others,)
+        found: dict[_Groups, list[Tensor]] = {apart: []} if apart else {}
+        for grad, part in zip(grads, _local(grads), strict=True):
+            found.setdefault(_groups_of(grad) or apart, []).append(part)
+        return found
+
+    def _on_any_process(self, flag: Tensor, grads: Sequence[Tensor]) -> Tensor:
+        """In place: the greatest flag of all processes that hold a part of one of these gradients."""
+        if self.others is ALONE and not dtensor.any_sharded(grads):
+            return flag
+        for group in dict.fromkeys(group for groups in self._by_groups(grads) for group in groups):
+            collectives.all_reduce(flag, "max", group)
+        return flag
+
+
+def any_gradient(parameters: Collection[Tensor]) -> bool:
+    """Whether one of these has a gradient."""
+    for p in parameters:  # noqa: SIM110  # in every step: a generator takes twice as long
+        if p.grad is not None:
+            return True
+    return False
+
+
+def scale_(grads: Sequence[Tensor], factor: Factor) -> None:
+    """Multiplies gradients in place."""
+    if not grads:
+        return
+    parts = list(map(dtensor.local, grads))
+    if isinstance(factor, Tensor):
+        for grad in parts:
+            grad.mul_(factor.to(grad.device, grad.dtype))
+        return
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in parts:
+        by_device.setdefault(grad.device, []).append(grad)
+    for part in by_device.values():
+        torch._foreach_mul_(part, factor)
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def _one(device: torch.device) -> Tensor:
+    """() float32, 1, made once for each device."""
+    one = _ones.get(device)
+    if one is None:
+        one = _ones[device] = torch.ones((), dtype=torch.float32, device=device)
+    return one
+
+
+def _plain(grads: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether they are what nearly all gradients are: at least one, whole, dense and real, on this device. One look at
+    each, since this runs between an all-reduce and its update, where nothing hides it."""
+    for g in grads:
+        if type(g) is not Tensor or g.device != device or g.layout is not torch.strided or g.is_complex():
+            return False
+    return bool(grads)
+
+
+def _local(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each gradient, or its part that is here, which shares its memory."""
+    return list(map(dtensor.local, grads)) if dtensor.any_sharded(grads) else grads
+
+
+def _groups_of(grad: Tensor) -> _Groups:
+    """Over which processes a gradient is cut; empty where it is whole here."""
+    if not dtensor.is_sharded(grad):
+        return ()
+    mesh, placements = grad.device_mesh, grad.placements  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def _norm(grads: Sequence[Tensor]) -> Tensor:
+    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    first = dense[0]
+    if any(g.device != first.device or g.dtype != first.dtype for g in dense):
+        return torch.nn.utils.get_total_norm(dense)
+    wide = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else None
+    norms = torch._foreach_norm(dense, 2, dtype=wide)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _clip(places: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """torch.nn.utils.clip_grads_with_norm_, also where a process holds parts."""
+    if not any(dtensor.is_sharded(p.grad) for p in places):
+        torch.nn.utils.clip_grads_with_norm_(places, max_norm, norm)
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    parts = _local([p.grad for p in places if p.grad is not None])
+    for device in dict.fromkeys(part.device for part in parts):
+        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))

@@ -1,0 +1,516 @@
+"""A pipeline's stages as stretches of the user's own closure and forward, from one call of a layer to another.
+
+torch.fx can take a model apart whose forward it understands (`pipeline_cut.py`). Models that people bring often have
+another forward: keyword arguments, masks that are made by values, outputs as objects, one layer that is called many
+times. Here nothing is taken apart. Each process runs the closure on the same examples, and the model's own code with
+it, but computes only its stage:
+
+    stage 0     computes up to the call with which stage 1 begins, whose input it sends; there the run ends
+    stage 1     does not compute the layers before (they return Absent tensors: absent.py), fills the absent input of
+                this call with what it receives, and computes from there on
+    the last    computes to the end of the closure, and so the loss
+
+What stands between layers (masks, positions, labels) every stage makes itself, from the examples. Only one tensor
+travels at a cut.
+
+Phase 1, once for each form of the examples: the closure runs with every parameter absent, so that nothing is computed.
+  It is recorded which layer is called when, what it returns, which parameters are used when, and what is used later of
+  what was made before. A cut is possible at the call of a layer where a single tensor is all that is needed later, and
+  the layer is called with it.
+Phase 2, the cut: by names of layers, or so that the largest stretch has as few parameters as can be (a layer that is
+  called many times counts each time).
+Phase 3, the stages' runs. A parameter that several stages use (tied weights, a layer that is called on both sides of a
+  cut) belongs to the first of them (`stage_parameters.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.errors import ModelError, SettingError, UsageError, suggest
+from paceline.strategies.absent import Absent, Watching, absent, buffers_kept, form
+from paceline.strategies.base import Term
+from paceline.strategies.outputs import holds, mapped
+from paceline.strategies.pipeline_cut import Units
+
+Call = tuple[int, int]
+"""A module's number in `named_modules`, and which of its calls in a run of the closure, from 1 on."""
+END = float("inf")
+
+
+class Span(NamedTuple):
+    """A recorded call of a module. Time is counted in operations with absent tensors."""
+
+    start: float  # operations before it
+    end: float  # operations before its end
+    inner: Counter[int]  # calls of modules within it, itself included: module -> how many
+    given: list[tuple[tuple[int, ...], torch.dtype]]  # forms of its absent arguments
+    output: Any  # what it returned, with a form in the place of each absent tensor; None: not to be left out
+
+
+class _Form:
+    """In the place of a tensor. argument: which of the call's absent arguments it is itself (-1: none)."""
+
+    __slots__ = ("argument", "device", "dtype", "shape")
+
+    def __init__(self, one: Tensor, argument: int) -> None:
+        self.shape, self.dtype, self.device, self.argument = tuple(one.shape), one.dtype, one.device, argument
+
+
+class Cut(NamedTuple):
+    """A call at which a stage can begin."""
+
+    call: Call
+    name: str
+    at: float  # operations before it
+    where: int | str  # which argument of the call travels: its position, or its keyword
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Record(NamedTuple):
+    """What phase 1 found."""
+
+    spans: dict[Call, Span]
+    cuts: list[Cut]
+    uses: list[tuple[float, Tensor, bool]]  # when, which parameter, whether by the code of a module that has layers
+    written: set[Tensor]  # buffers that were written to
+    loss_dtype: torch.dtype
+
+
+class _Ended(BaseException):
+    """A stage has computed what it is to send. Not an Exception, which the user's code may catch."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+
+class _Run:
+    """One run of the closure. called: what is done at each call of a module. counts: calls of each so far."""
+
+    def __init__(self, called: Callable[[int, nn.Module, Any, Any], Any]) -> None:
+        self.called = called
+        self.counts: Counter[int] = Counter()
+
+
+class Calls:
+    """A model whose calls can be recorded, left out, and begun or ended with."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.names = dict(enumerate(name for name, _ in model.named_modules()))
+        self._modules = dict(enumerate(model.modules()))
+        self._absent = {id(p): absent(p.shape, p.dtype, device) for p in model.parameters()}
+        self._by_absent = {id(self._absent[id(p)]): p for p in model.parameters()}
+        self._run: _Run | None = None
+        for number, module in self._modules.items():
+            _intercept(module, partial(self._called, number, module))
+
+    @property
+    def running(self) -> bool:
+        """Whether the closure is being run for a stage, or recorded."""
+        return self._run is not None
+
+    def release(self) -> None:
+        """The modules are called as before."""
+        for module in self._modules.values():
+            vars(module).pop(_DOOR, None)
+
+    def _called(self, number: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return module._call_impl(*args, **kwargs)
+        return run.called(number, module, args, kwargs)
+
+    @contextmanager
+    def _running(self, called: Callable[[int, nn.Module, Any, Any], Any]) -> Iterator[_Run]:
+        self._run = run = _Run(called)
+        try:
+            yield run
+        finally:
+            self._run = None
+
+    # --- phase 1
+
+    def record(self, compute: Callable[[], Any]) -> Record:
+        """Runs the closure with all parameters absent. Raises ModelError where it asks for values."""
+        clock = [0.0]
+        born: dict[int, float] = {}
+        kept: list[Absent] = []  # so that no identity is used twice
+        used: dict[int, float] = {}
+        uses: list[tuple[float, Tensor, bool]] = []
+        spans: dict[Call, Span] = {}
+        entries: list[tuple[float, Call, list[tuple[int | str, Absent]]]] = []
+        open_calls: list[int] = []
+
+        def operation(inputs: Sequence[Absent], outputs: Sequence[Absent]) -> None:
+            clock[0] += 1
+            for one in inputs:
+                parameter = self._by_absent.get(id(one))
+                if parameter is None:
+                    used[id(one)] = clock[0]
+                else:
+                    outer = bool(open_calls) and bool(self._modules[open_calls[-1]]._modules)
+                    uses.append((clock[0], parameter, outer or not open_calls))
+            for one in outputs:
+                kept.append(one)
+                born[id(one)] = clock[0]
+
+        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            run.counts[number] += 1
+            made, start, before = (number, run.counts[number]), clock[0], run.counts.copy()
+            given = _absent_in(args, kwargs)
+            entries.append((start, made, given))
+            open_calls.append(number)
+            output = module._call_impl(*args, **kwargs)
+            open_calls.pop()
+            inner = run.counts - before
+            inner[number] += 1
+            spans[made] = Span(
+                start, clock[0], inner, [form(one) for _, one in given], _as_forms(output, [one for _, one in given])
+            )
+            return output
+
+        versions = {buffer: buffer._version for buffer in self.model.buffers()}
+        norms = [m for m in self._modules.values() if isinstance(m, _NormBase) and m.training]
+        for norm in norms:  # in training one would talk to other replicas
+            norm.training = False
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                buffers_kept(list(versions)),
+                torch.no_grad(),
+                Watching(self._absent, operation),
+                self._running(called) as run,
+            ):
+                terms = compute()
+                written = {buffer for buffer, version in versions.items() if buffer._version != version}
+        finally:
+            for norm in norms:
+                norm.training = True
+        for norm in norms:
+            written |= set(norm.buffers(recurse=False))
+        for term in terms:
+            if type(term.value) is Absent:
+                used[id(term.value)] = END
+        alive = sorted((moment, used[key], key) for key, moment in born.items() if key in used)
+        cuts: list[Cut] = []
+        for start, (number, count), given in entries:
+            needed = [key for moment, last, key in alive if moment <= start < last]
+            found = [(where, one) for where, one in given if needed == [id(one)] and one.dtype.is_floating_point]
+            first = next(iter(self._modules[number].parameters()), None)
+            if not found or first is None or (cuts and cuts[-1].at == start):
+                continue
+            (where, one), *_ = found
+            cuts.append(Cut((number, count), self.names[number], start, where, tuple(one.shape), one.dtype))
+        many = {number for number, count in run.counts.items() if count > 1}
+        cuts = [cut._replace(name=f"{cut.name}#{cut.call[1]}") if cut.call[0] in many else cut for cut in cuts]
+        return Record(spans, cuts, uses, written, terms[0].value.dtype)
+
+    # --- phase 3
+
+    def stretch(
+        self,
+        record: Record,
+        entry: tuple[Cut, Tensor] | None,
+        exit: Cut | None,
+        begin: Callable[[], None],
+        compute: Callable[[], Any],
+    ) -> Any:
+        """Runs the closure from one call (None: from its begin), whose input was received, to the call `exit` (None:
+        to its end). Returns what is to be sent, or what the closure returned. begin: called at the first of these."""
+        begun = entry is None
+
+        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            nonlocal begun
+            run.counts[number] += 1
+            made = (number, run.counts[number])
+            if exit is not None and begun and made == exit.call:
+                raise _Ended(_argument(exit, args, kwargs, self.names[number]))
+            if begun:
+                return module._call_impl(*args, **kwargs)
+            assert entry is not None
+            cut, received = entry
+            if made == cut.call:
+                one = _argument(cut, args, kwargs, self.names[number])
+                assert type(one) is Absent
+                one.fill(received)
+                begun = True
+                begin()
+                if isinstance(cut.where, int):
+                    args = (*args[: cut.where], received, *args[cut.where + 1 :])
+                else:
+                    kwargs = {**kwargs, cut.where: received}
+                return module._call_impl(*args, **kwargs)
+            span = record.spans.get(made)
+            if span is None or span.output is None or span.start <= cut.at < span.end:
+                return module._call_impl(*args, **kwargs)
+            return self._left_out(run, made, span, args, kwargs)
+
+        try:
+            with self._running(called) as run:
+                result = compute()
+        except _Ended as ended:
+            return ended.output
+        if exit is not None or not begun:
+            missed = exit if begun or entry is None else entry[0]
+            assert missed is not None
+            raise UsageError(
+                f"strategy pipeline: {missed.name}, with which a stage begins, was not called for these examples, and "
+                "was for earlier ones of the same form. What is called must not depend on the examples' values; or use "
+                "strategy='ddp'."
+            )
+        return result
+
+    def _left_out(self, run: _Run, made: Call, span: Span, args: Any, kwargs: Any) -> Any:
+        given = [one for _, one in _absent_in(args, kwargs)]
+        if [form(one) for one in given] != span.given:
+            raise UsageError(
+                f"strategy pipeline: {self.names[made[0]]} is called with tensors of other forms than for earlier "
+                "examples of the same form. The forms in a model must not depend on the examples' values; or use "
+                "strategy='ddp'."
+            )
+        run.counts.update(span.inner)
+        run.counts[made[0]] -= 1  # it was counted when it began
+        return _from_forms(span.output, given, lambda one: absent(one.shape, one.dtype, one.device))
+
+    def zeros(self, record: Record, compute: Callable[[], Any]) -> Any:
+        """Runs the closure with zeros in place of what the model gives it: what it counts."""
+        within = False
+
+        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            nonlocal within
+            run.counts[number] += 1
+            made = (number, run.counts[number])
+            span = record.spans.get(made)
+            outermost, within = not within, True
+            if span is not None and span.output is not None:
+                output = self._left_out(run, made, span, args, kwargs)
+            else:
+                output = module._call_impl(*args, **kwargs)
+            if outermost:
+                within = False
+                output = mapped(output, Absent, _zeros)
+            return output
+
+        with self._running(called) as run:
+            return compute()
+
+    @contextmanager
+    def seconds(self, cuts: Sequence[Cut]) -> Iterator[list[float]]:
+        """Within it a closure that runs to its end tells how long it took from cut to cut."""
+        told: list[float] = []
+        latest = time.perf_counter()
+        places = {cut.call for cut in cuts}
+
+        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            nonlocal latest
+            run.counts[number] += 1
+            if (number, run.counts[number]) in places:
+                now = time.perf_counter()
+                told.append(now - latest)
+                latest = now
+            return module._call_impl(*args, **kwargs)
+
+        with self._running(called) as run:
+            yield told
+        told.append(time.perf_counter() - latest)
+
+    # --- who has what
+
+    def units(self, record: Record) -> Units:
+        """The stretches between possible cuts, by name."""
+        first = next(
+            (self.names[number] for number, _ in record.spans if number and self._modules[number]._parameters), ""
+        )
+        return Units([], [first or "begin", *(cut.name for cut in record.cuts)])
+
+    def sizes(self, record: Record) -> list[float]:
+        """How many parameters each stretch uses."""
+        bounds = [0.0, *(cut.at for cut in record.cuts), END]
+        sizes = []
+        for start, end in pairwise(bounds):
+            used = {id(p): p for at, p, _ in record.uses if start < at <= end}
+            sizes.append(float(sum(p.numel() for p in used.values()) + 1))
+        return sizes
+
+    def holdings(self, record: Record, chosen: Sequence[Cut]) -> list[nn.Module]:
+        """For each stage a module that has the parameters that it uses, and the buffers of its layers."""
+        bounds = [0.0, *(cut.at for cut in chosen), END]
+        parts = []
+        for start, end in pairwise(bounds):
+            part = nn.Module()
+            parameters = {id(p): p for at, p, _ in record.uses if start < at <= end}
+            for number, p in enumerate(parameters.values()):
+                part.register_parameter(str(number), p)  # type: ignore[arg-type]
+            buffers: dict[int, Tensor] = {}
+            for (number, _), span in record.spans.items():
+                if start <= span.start and span.end <= end and (span.start < end or end == END):
+                    buffers |= {id(b): b for b in self._modules[number].buffers(recurse=False) if b in record.written}
+            for number, buffer in enumerate(buffers.values()):
+                part.register_buffer(f"b{number}", buffer)
+            parts.append(part)
+        return parts
+
+    def lacking(self, record: Record, start: Cut | None, end: Cut | None, kept: Collection[Tensor]) -> list[str]:
+        """Names of the parameters that the stretch from one cut to the other uses, and that are not kept."""
+        begin, until = 0.0 if start is None else start.at, END if end is None else end.at
+        missing = {id(p) for at, p, _ in record.uses if begin < at <= until and p not in kept}
+        return [name for name, p in self.model.named_parameters() if id(p) in missing]
+
+    @contextmanager
+    def absent_parameters(self, record: Record, kept: Collection[Tensor]) -> Iterator[None]:
+        """Within it the parameters that the code between layers uses, and this process has not, are absent."""
+        wanted = {p for _, p, outer in record.uses if outer and p not in kept}
+        swapped = [
+            (module, name, p)
+            for module in (self._modules.values() if wanted else ())
+            for name, p in module._parameters.items()
+            if p is not None and p in wanted
+        ]
+        for module, name, p in swapped:
+            module._parameters[name] = self._absent[id(p)]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for module, name, p in swapped:
+                module._parameters[name] = p
+
+
+def places_of(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any) -> list[str]:
+    """The layers with which stages of this model can begin, for `cut`, found with one batch. Nothing is computed."""
+    calls = Calls(model, torch.device("cpu"))
+    terms: list[Term] = []
+
+    def compute() -> list[Term]:
+        mapped(loss_fn(model, batch), Absent, lambda one: terms.append(Term(one, None)))
+        return terms
+
+    try:
+        return calls.units(calls.record(compute)).names
+    finally:
+        calls.release()
+
+
+_DOOR = "_compiled_call_impl"
+"""nn.Module.__call__ calls this attribute of an instance, where it has one, and not its hooks and its forward."""
+
+
+def _intercept(module: nn.Module, called: Callable[..., Any]) -> None:
+    if not hasattr(nn.Module, _DOOR):
+        raise ModelError("strategy pipeline: this version of torch has no way to stand before the calls of layers.")
+    if vars(module).get(_DOOR) is not None:
+        raise ModelError(
+            "strategy pipeline: a layer was compiled (module.compile()), and a pipeline cannot look at its calls. "
+            "Leave that out, or use strategy='ddp'."
+        )
+    vars(module)[_DOOR] = called
+
+
+def _zeros(one: Absent) -> Tensor:
+    return torch.zeros(one.shape, dtype=one.dtype, device=one.device, requires_grad=one.dtype.is_floating_point)
+
+
+def _absent_in(args: Any, kwargs: Any) -> list[tuple[int | str, Absent]]:
+    """The arguments that are absent tensors, and their places."""
+    found: list[tuple[int | str, Absent]] = [(i, one) for i, one in enumerate(args) if _is_absent(one)]
+    return found + [(key, one) for key, one in kwargs.items() if _is_absent(one)]
+
+
+def _is_absent(one: Any) -> bool:
+    return type(one) is Absent and one.value is None
+
+
+def _argument(cut: Cut, args: Any, kwargs: Any, name: str) -> Tensor:
+    place = args if isinstance(cut.where, int) else kwargs
+    try:
+        tensor = place[cut.where]
+    except (IndexError, KeyError):
+        tensor = None
+    if not isinstance(tensor, Tensor) or form(tensor) != (cut.shape, cut.dtype):
+        raise UsageError(
+            f"strategy pipeline: {name} is called with {tensor if tensor is None else form(tensor)} and was with "
+            f"{(cut.shape, cut.dtype)} for earlier examples of the same form. The forms in a model must not depend on "
+            "the examples' values; or use strategy='ddp'."
+        )
+    return tensor
+
+
+def _as_forms(output: Any, given: Sequence[Absent]) -> Any:
+    """None where something in it is of these examples, and has to be made anew for others: a tensor that is there, or a
+    number."""
+    places = {id(one): number for number, one in enumerate(given)}
+    forms = 0
+
+    def as_form(one: Absent) -> Any:
+        nonlocal forms
+        forms += 1
+        return _Form(one, places.get(id(one), -1))
+
+    found = mapped(output, Absent, as_form)
+    return found if forms and not holds(found, (Tensor, int, float)) else None
+
+
+def _from_forms(output: Any, given: Sequence[Tensor], make: Callable[[_Form], Tensor]) -> Any:
+    def made(one: _Form) -> Tensor:
+        return given[one.argument] if 0 <= one.argument < len(given) else make(one)
+
+    return mapped(output, _Form, made)
+
+
+def form_of(batch: Any) -> Any:
+    """The form of examples: what they are made of, with tensors' shapes in place of the tensors."""
+    if isinstance(batch, Tensor):
+        return form(batch)
+    if isinstance(batch, Mapping):
+        return tuple((key, form_of(value)) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return tuple(form_of(value) for value in batch)
+    if hasattr(batch, "__dict__") and not callable(batch):
+        return tuple((key, form_of(value)) for key, value in vars(batch).items())
+    return type(batch).__name__
+
+
+def check_names(model: nn.Module, cut: str, stages: int, known: Collection[str] = ()) -> None:
+    """Raises SettingError or ModelError for what can be known to be wrong before the examples are seen. known: names of
+    units that torch.fx found."""
+    layers = [
+        name for name, module in model.named_modules() if name and next(iter(module.parameters()), None) is not None
+    ]
+    own = [name for name, module in model.named_modules() if module._parameters]
+    if len(own) < stages:
+        raise ModelError(
+            f"strategy pipeline: the model has {len(own)} layers ({', '.join(own[:8])}), too few for {stages} stages. "
+            "Set stages, or start fewer processes."
+        )
+    parts = [part.strip() for part in cut.split(",")] if cut else []
+    for part in parts:
+        name, _, count = part.partition("#")
+        if part.isdigit() or part in known or (name in layers and (not count or count.isdigit())):
+            continue
+        near = suggest(name, layers) if len(layers) <= 12 else _nearest(name, layers)
+        raise SettingError(
+            f"strategy pipeline: cut={cut!r}: the model has no layer {part!r} with which a stage could begin. {near}"
+        )
+    if parts and len(parts) != stages - 1:
+        raise SettingError(
+            f"strategy pipeline: cut={cut!r}: {stages} stages need {stages - 1} places where a new one begins, in "
+            f"order: names of layers, such as {layers[len(layers) // 2]}."
+        )
+
+
+def _nearest(name: str, layers: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, layers, 3, 0.5)
+    return f"Did you mean {' or '.join(near)}?" if near else f"Its layers are: {', '.join(layers[:12])} ..."

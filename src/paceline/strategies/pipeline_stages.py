@@ -1,0 +1,269 @@
+"""The stages of a pipeline that is cut between calls of layers (`pipeline_calls.py`), and their schedule.
+
+Every process of a row has the same examples, so that each makes the same records of them, and nothing is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from paceline.comm import collectives
+from paceline.comm.mesh import Mesh
+from paceline.comm.replicas import ProcessReplicas
+from paceline.errors import ModelError, PacelineError, UsageError
+from paceline.strategies.base import Piece, Term, Work
+from paceline.strategies.pipeline_calls import Calls, Cut, Record, form_of
+from paceline.strategies.pipeline_cut import Units, boundaries
+from paceline.strategies.pipeline_loss import Losses, Share, on_one_stage
+from paceline.strategies.stage_parameters import StageParameters
+
+MOST_SCHEDULES = 4
+"""Each keeps buffers for what it receives."""
+MOST_RECORDS = 256
+"""Forms of examples that are remembered."""
+
+
+class Waiting:
+    """A model of which the first micro-batch decides how it is cut. units: those of torch.fx, where it found some."""
+
+    def __init__(self, model: nn.Module, units: Units | None) -> None:
+        self.model, self.units = model, units
+        self.sent = False
+
+    def send(self, device: torch.device) -> None:
+        """Takes rank 0's weights to the device, whole: someone needs the model before it is cut. Together on all."""
+        if not self.sent:
+            self.model.to(device)
+            collectives.broadcast_tensors([*self.model.parameters(), *self.model.buffers()])
+            self.sent = True
+
+
+class ByCalls:
+    """The stages, seen from one process. name: of the schedule."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, name: str, losses: Losses) -> None:
+        self._model, self._mesh, self._device, self._name, self._losses = model, mesh, device, name, losses
+        self._calls = Calls(model, device)
+        self._records: dict[Any, Record] = {}
+        self._has: list[set[Tensor]] = []  # of each stage, the parameters that it keeps
+        self._checked: dict[int, Record] = {}
+        self._chosen: list[Cut] = []  # where stages 1, 2, ... begin, in the first record
+        self._schedules: dict[Any, Any] = {}
+        self._stage = _Stage()
+
+    @property
+    def running(self) -> bool:
+        return self._calls.running
+
+    def close(self) -> None:
+        self._schedules = {}
+        self._calls.release()
+
+    # --- the cut
+
+    def cut(self, work: Work, cut: str, by_cost: bool) -> list[nn.Module]:
+        """Chooses where the stages begin, by the first micro-batch; for each the module of what it has. Raises
+        ModelError or SettingError."""
+        piece = next((piece for piece in work.pieces if piece.count), work.pieces[0])
+        record = self._record(work, piece)
+        units = self._calls.units(record)
+        if not record.cuts:
+            raise ModelError(
+                f"strategy pipeline: the forward of {type(self._model).__name__} has no call of a layer before which a "
+                "single tensor is all that is needed later. Make it of blocks that are called one after the other, "
+                "each with what the one before returned, or use another strategy, such as ddp."
+            )
+        sizes = self._seconds(work, piece, record) if by_cost and not cut else self._calls.sizes(record)
+        where = boundaries(units, self._mesh.size("stage"), cut, sizes)
+        chosen = collectives.broadcast_object([record.cuts[start - 1].call for start in where[1:-1]])
+        by_call = {found.call: found for found in record.cuts}
+        if not by_call.keys() >= set(chosen):
+            raise ModelError(
+                "strategy pipeline: processes with other examples find other places for a cut. Let the model call its "
+                "layers alike for all examples, or use strategy='ddp'."
+            )
+        self._chosen = [by_call[call] for call in chosen]
+        parts = self._calls.holdings(record, self._chosen)
+        self._has = [set(part.parameters()) for part in parts]
+        self._has[0] |= {p for p in self._model.parameters() if not any(p in has for has in self._has)}  # unused ones
+        return parts
+
+    def _record(self, work: Work, piece: Piece) -> Record:
+        key = (form_of(piece.batch), self._model.training, torch.is_autocast_enabled(self._device.type), work.call)
+        if key not in self._records:
+            if len(self._records) >= MOST_RECORDS:
+                self._records.clear()
+                self._checked.clear()
+            with on_one_stage():
+                self._records[key] = self._calls.record(partial(work.compute, self._model, piece, self._device))
+        return self._records[key]
+
+    def _seconds(self, work: Work, piece: Piece, record: Record) -> list[float]:
+        """What the forward of each stretch takes on rank 0, the least of a few trials, in evaluation mode."""
+        modes = {module: module.training for module in self._model.modules()}
+        trials = []
+        for _ in range(3 if self._mesh.rank == 0 else 0):
+            with torch.no_grad(), on_one_stage(), torch.random.fork_rng(devices=[]):
+                self._model.eval()
+                with self._calls.seconds(record.cuts) as told:
+                    work.compute(self._model, piece, self._device)
+                trials.append(told)
+        for module, was in modes.items():
+            module.training = was
+        sizes: list[float] = collectives.broadcast_object([min(times) for times in zip(*trials, strict=True)])
+        return sizes
+
+    # --- the step
+
+    def compute(self, work: Work, shares: Sequence[Share], key: int, owned: StageParameters) -> list[list[Term]]:
+        """Forwards and backwards of the micro-batches. Returns their terms, on the last stage."""
+        mesh = self._mesh
+        groups = [list(group) for _, group in groupby(shares, key=lambda share: form_of(share[0].batch))]
+        records = [self._record(work, group[0][0]) for group in groups]
+        for record in records:
+            self._check(record)
+        owned.release()
+        with self._of_this_stage(records[0], owned):
+            inverse = {}
+            if mesh.coordinate("stage") == mesh.size("stage") - 1:
+
+                def counted(number: int, piece: Piece) -> list[Term]:
+                    seed(key, self._device)
+                    compute = partial(work.compute, self._model, piece, self._device)
+                    with on_one_stage():
+                        terms: list[Term] = self._calls.zeros(records[number], compute)
+                    return terms
+
+                inverse = self._losses.inverse_counts(work, groups, counted)
+            terms: list[list[Term]] = []
+            with mesh.computing(ProcessReplicas(mesh.data)):
+                for group, record in zip(groups, records, strict=True):
+                    size = 1 if self._name == "naive" else len(group)
+                    for start in range(0, len(group), size):
+                        terms += self._pass(work, group[start : start + size], record, key, inverse)
+        return terms
+
+    @contextmanager
+    def _of_this_stage(self, record: Record, owned: StageParameters) -> Iterator[None]:
+        with self._calls.absent_parameters(record, owned.kept):
+            yield
+
+    def _pass(
+        self, work: Work, group: Sequence[Share], record: Record, key: int, inverse: dict[int, Tensor]
+    ) -> list[list[Term]]:
+        """Micro-batches of one form through the schedule."""
+        part = self._mesh.coordinate("stage")
+        entry, exit = self._all_ends(record)[part : part + 2]
+        found: list[list[Term]] = []
+
+        def reseed() -> None:
+            # Other draws on each stage; before it begins, those of the closure itself, alike on all.
+            seed(torch.default_generator.initial_seed() ^ part * 0x9E3779B97F4A7C15 % 2**63, self._device)
+
+        def run(received: Tensor, number: int) -> Tensor:
+            piece, weight, scale = group[number]
+            seed(key, self._device)
+            compute = partial(work.compute, self._model, piece, self._device)
+            with on_one_stage():
+                result = self._calls.stretch(record, entry and (entry, received), exit, reseed, compute)
+            if exit is not None:
+                output: Tensor = result
+                return output
+            self._losses.check_kind(work.call, result)
+            found.append([Term(term.value.detach(), term.count) for term in result])
+            parts = [t.value * (weight if t.count is None else inverse[i] * scale) for i, t in enumerate(result)]
+            return torch.stack([one.reshape(()) for one in parts]).sum().reshape(1)
+
+        self._stage.run = run
+        schedule = self._schedule_for(len(group), entry, exit, record)
+        numbers = torch.arange(len(group))
+        try:
+            if part == 0:
+                schedule.step(numbers, number=numbers)
+            elif exit is None:
+                schedule.step(number=numbers, target=numbers, losses=[])
+            else:
+                schedule.step(number=numbers)
+        except RuntimeError as error:  # torch's words around what was raised in a stage's forward
+            if isinstance(error.__cause__, (PacelineError, TypeError, ValueError)):
+                raise error.__cause__ from None
+            raise
+        return found
+
+    def _check(self, record: Record) -> None:
+        """Raises UsageError, on all stages, where one of them would use a parameter that it has not."""
+        if id(record) in self._checked:
+            return
+        ends = self._all_ends(record)
+        for part, (start, end) in enumerate(pairwise(ends)):
+            lacking = self._calls.lacking(record, start, end, self._has[part])
+            if lacking:
+                raise UsageError(
+                    f"strategy pipeline: this call uses {', '.join(lacking[:3])} in stage {part}, which did not use it "
+                    "in the first call, by which the model was cut. Let every call use what the first one uses, or use "
+                    "strategy='ddp'."
+                )
+        self._checked[id(record)] = record
+
+    def _all_ends(self, record: Record) -> list[Cut | None]:
+        """The calls with which the stages begin, for examples of this form; None for the begin of the first one and the
+        end of the last."""
+        by_call = {cut.call: cut for cut in record.cuts}
+        ends: list[Cut | None] = [None, *(by_call.get(cut.call) for cut in self._chosen), None]
+        missing = [cut.name for cut, found in zip(self._chosen, ends[1:-1], strict=True) if found is None]
+        if missing:
+            raise UsageError(
+                f"strategy pipeline: a stage begins with {missing[0]}, and for these examples this is no place where a "
+                "single tensor is all that is needed later, as it was for the first ones. Let the model call its "
+                "layers alike for all examples, or use strategy='ddp'."
+            )
+        return ends
+
+    def _schedule_for(self, count: int, entry: Cut | None, exit: Cut | None, record: Record) -> Any:
+        def meta(cut: Cut | None, form: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
+            shape, dtype = form if cut is None else (cut.shape, cut.dtype)
+            return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
+
+        key = (count, entry and (entry.shape, entry.dtype), exit and (exit.shape, exit.dtype), record.loss_dtype)
+        if key not in self._schedules:
+            if len(self._schedules) >= MOST_SCHEDULES:
+                self._schedules.clear()
+            stage = PipelineStage(
+                self._stage,
+                self._mesh.coordinate("stage"),
+                self._mesh.size("stage"),
+                self._device,
+                input_args=(meta(entry, ((1,), torch.int64)),),
+                output_args=(meta(exit, ((1,), record.loss_dtype)),),
+                group=self._mesh.along("stage").get_group(),
+            )
+            kind = Schedule1F1B if self._name == "1f1b" and count >= self._mesh.size("stage") else ScheduleGPipe
+            self._schedules[key] = kind(
+                stage, n_microbatches=count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
+            )
+        return self._schedules[key]
+
+
+class _Stage(nn.Module):
+    """What torch's schedule calls. run: of what was received and the number of the micro-batch, what is sent."""
+
+    run: Callable[[Tensor, int], Tensor]
+
+    def forward(self, received: Tensor, number: Tensor) -> Tensor:
+        return self.run(received, int(number))
+
+
+def seed(key: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    elif device.type != "cpu":
+        torch.get_device_module(device).manual_seed(key)

@@ -1,0 +1,260 @@
+"""Layers that torch's own tensor parallelism does not cut: linear layers with a transposed weight (GPT-2's Conv1D), one
+layer that computes q, k and v together, and convolutions.
+
+Such a layer computes on its part of the weight with plain tensors; what goes in and comes out are whole tensors or
+DTensors, as with torch's ColwiseParallel and RowwiseParallel:
+
+    kind     weight                    input               output
+    column   its outputs are cut       whole, on each      cut along the features (of a convolution, the channels)
+    gather   its outputs are cut       whole, on each      joined at once
+    row      its inputs are cut        cut                 the parts' sums, added by an all-reduce
+    qkv      each third of its         whole, on each      three tensors side by side (`Thirds`), each cut along the
+             outputs is cut                                features
+
+A grouped convolution computes each group of channels from the same group of inputs. Whole groups are shared out: column
+and gather cut its input too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map_only
+
+from paceline.errors import ModelError
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether the module computes x @ weight + bias, as GPT-2's Conv1D does. What it computes decides, not its name:
+    its forward is tried on a copy with numbers of our own, alike on all processes, whatever the weights are there."""
+    own = module._parameters
+    weight, bias = own.get("weight"), own.get("bias")
+    if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or len(own) != 2:
+        return False
+    if module._modules or module._buffers or isinstance(module, nn.Linear) or isinstance(weight, DTensor):
+        return False
+    if weight.dim() != 2 or bias.shape != weight.shape[1:] or weight.is_meta or not weight.is_floating_point():
+        return False
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        rows, columns = (torch.linspace(-1, 1, n, dtype=torch.float32, device=weight.device) for n in weight.shape)
+        tried = copy.copy(module)
+        vars(tried)["_parameters"] = {"weight": rows[:, None] - columns, "bias": columns * 2}
+        x = torch.stack([rows, rows.square() + 1])[None]
+        try:
+            found = type(module).forward(tried, x)
+        except Exception:  # whatever another layer's forward does with this input
+            return False
+        expected = x @ tried.weight + tried.bias  # type: ignore[operator]
+        return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Linear) or (module is not None and is_transposed_linear(module))
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """A linear layer's inputs and outputs."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    rows, columns = weight.shape
+    return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+
+
+def placements_of(module: nn.Module, kind: str) -> dict[str, Placement]:
+    """How each parameter of such a layer is cut."""
+    if isinstance(module, CONVOLUTIONS):
+        out, inner = 0, 1
+    else:
+        out, inner = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
+    if kind == "row":
+        return {"weight": Shard(inner), "bias": Replicate()}
+    if kind == "qkv":
+        return {"weight": _StridedShard(out, split_factor=3), "bias": _StridedShard(0, split_factor=3)}
+    return {"weight": Shard(out), "bias": Shard(0)}
+
+
+def cut(module: nn.Module, kind: str, mesh: Any) -> None:
+    """Cuts a layer's parameters in place. From here on its forward computes on its own part of them."""
+    for name, placement in placements_of(module, kind).items():
+        parameter = module._parameters.get(name)
+        if parameter is not None and not isinstance(parameter, DTensor):
+            made = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
+            module._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    module.forward = partial(_FORWARDS[kind], module)
+
+
+def _mesh(module: Any) -> Any:
+    return module.weight.device_mesh
+
+
+def _compute(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if isinstance(module, CONVOLUTIONS):
+        convolve: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+        size = _mesh(module).size()
+        groups = module.groups // size if module.groups > 1 else 1
+        return convolve(x, weight, bias, module.stride, module.padding, module.dilation, groups)
+    return F.linear(x, weight if isinstance(module, nn.Linear) else weight.t(), bias)
+
+
+def _axis(module: Any, x: Tensor) -> int:
+    """Which dimension of the input has its features; the output has them in the same one."""
+    return x.dim() - module.weight.dim() + 1 if isinstance(module, CONVOLUTIONS) else x.dim() - 1
+
+
+def _placed(x: Any, mesh: Any, placement: Placement) -> DTensor:
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    placed: DTensor = x.redistribute(placements=[placement])
+    return placed
+
+
+def _here(parameter: Any) -> Any:
+    return None if parameter is None else parameter.to_local()
+
+
+def _outputs(module: Any, x: Tensor) -> Tensor:
+    """This process's part of the outputs."""
+    mesh, weight = _mesh(module), _here(module.weight)
+    if isinstance(module, CONVOLUTIONS) and module.groups > 1:
+        given = _placed(x, mesh, Shard(_axis(module, x))).to_local()  # the channels of its own groups
+    else:
+        given = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
+    return _compute(module, given, weight, _here(module.bias))
+
+
+def _column(module: Any, x: Tensor) -> DTensor:
+    return DTensor.from_local(
+        _outputs(module, x),
+        _mesh(module),
+        [Shard(_axis(module, x))],
+        run_check=False,
+    )
+
+
+def _gather(module: Any, x: Tensor) -> Tensor:
+    return _column(module, x).redistribute(placements=[Replicate()]).to_local()
+
+
+def _row(module: Any, x: Tensor) -> Tensor:
+    mesh = _mesh(module)
+    given = _placed(x, mesh, Shard(_axis(module, x))).to_local()
+    added = DTensor.from_local(_compute(module, given, _here(module.weight), None), mesh, [Partial()], run_check=False)
+    output = added.redistribute(placements=[Replicate()]).to_local()
+    bias = _here(module.bias)
+    if bias is None:
+        return output
+    shape = [1] * output.dim()
+    shape[_axis(module, x)] = -1
+    return output + bias.reshape(shape)
+
+
+def _qkv(module: Any, x: Tensor) -> Tensor:
+    mesh = _mesh(module)
+    output = _outputs(module, x)
+    if not output.numel():  # of no examples: whole, and on the way of the gradient
+        return output.new_zeros((*output.shape[:-1], output.shape[-1] * mesh.size())) + output.sum()
+    last = [Shard(output.dim() - 1)]
+    return Thirds([DTensor.from_local(part, mesh, last, run_check=False) for part in output.chunk(3, -1)])
+
+
+_FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "column": _column,
+    "gather": _gather,
+    "row": _row,
+    "qkv": _qkv,
+}
+
+
+class Thirds(Tensor):
+    """Three tensors of one shape that stand side by side in the last dimension: q, k and v of one layer.
+
+    `split`, `chunk` and `tensor_split` into the thirds give these tensors, and a `view` that gives the thirds a
+    dimension of their own stacks them: nothing is communicated. Any other operation is done on the whole, joined first.
+    """
+
+    thirds: list[Tensor]
+
+    @staticmethod
+    def __new__(cls, thirds: list[Tensor]) -> Thirds:
+        first = thirds[0]
+        shape = (*first.shape[:-1], 3 * first.shape[-1])
+        needed = torch.is_grad_enabled() and any(third.requires_grad for third in thirds)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device, requires_grad=needed)
+        made.thirds = thirds
+        if needed:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_lost)
+        return made
+
+    def __init__(self, thirds: list[Tensor]) -> None:
+        super().__init__()
+
+    def joined(self) -> Tensor:
+        return torch.cat(self.thirds, -1)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Thirds({self.thirds!r})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and type(args[0]) is cls:
+            taken = _taken_apart(args[0], getattr(func, "__name__", ""), args[1:], kwargs)
+            if taken is not None:
+                return taken
+        if getattr(func, "__name__", "") in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Thirds, Thirds.joined, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Thirds, Thirds.joined, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _lost(gradient: Tensor) -> NoReturn:
+    """Gradients go to the thirds. A torch.autograd.Function of one's own, which takes tensors without asking their
+    class, would send one to what stands for them."""
+    raise ModelError(
+        "strategy tensor: the output of a layer that computes q, k and v together is handed to a "
+        "torch.autograd.Function, and its gradient would be lost. Leave the layer out of the plan, or give it as "
+        "gather."
+    )
+
+
+_QUESTIONS = ("size", "dim", "ndimension", "numel", "__len__", "is_floating_point", "__get__", "get_device")
+"""Functions that ask for the form of a tensor, and not for what is in it. `__get__`: shape, dtype, device, ndim."""
+
+
+def _taken_apart(whole: Thirds, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What this call gives where it takes the thirds apart; else None."""
+    first = whole.thirds[0]
+    last, width = first.dim() - 1, first.shape[-1]
+    if name in ("split", "split_with_sizes", "chunk", "tensor_split"):
+        how = args[0] if args else next((value for key, value in kwargs.items() if key != "dim"), None)
+        along = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        wanted = {"chunk": (3,), "tensor_split": (3,)}.get(name, (width, [width] * 3))
+        how = list(how) if isinstance(how, (tuple, list, torch.Size)) else how
+        return tuple(whole.thirds) if along in (-1, last) and how in wanted else None
+    if name in ("view", "reshape"):
+        shape = args[0] if args and isinstance(args[0], (tuple, list, torch.Size)) else args
+        shape = list(kwargs.get("shape", kwargs.get("size", shape)))
+        if not all(isinstance(length, int) for length in shape) or shape[:last].count(-1) > 1:
+            return None
+        rest = shape[last:]
+        if len(shape) <= last + 1 or rest[0] != 3 or -1 in rest[1:] or shape[:last] != list(first.shape[:-1]):
+            return None
+        return torch.stack(whole.thirds, last).view(shape)
+    return None

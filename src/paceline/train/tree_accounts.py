@@ -1,0 +1,115 @@
+"""The gradient of a global batch whose V shards are computed in turn, with bits that depend on V alone.
+
+Every account (gradients.py) has a tree of its own. A backward pass is of one account; when the last micro-batch of a
+shard has been computed, what `.grad` holds becomes the shard's leaf. Sums over counted things are divided by P, the
+power of two nearest to the examples of the global batch, on all micro-batches alike; when the tree is complete the sum
+is multiplied by P / C, C the counts of all shards added in the same tree. Accounts are added in the order of the calls.
+
+A shard without examples, and the zero-length batches of a process that has fewer shards than others, have no leaf.
+Where batch norm lets the shards of a process compute together, each has its replica's gradients for a leaf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.tree_sums import TreeSums
+from paceline.errors import UsageError
+from paceline.strategies.base import Term, Weight, Weights
+from paceline.strategies.batch_plan import Request, cut
+from paceline.strategies.gradient_store import GradientStore, Grads, scale_
+from paceline.train.gradients import MEANS, Accounts, Key, keys_of, weigh
+
+UPDATED_BETWEEN = (
+    "reproducible: a backward call came after an update within one yield of the loader. The shards that are computed "
+    "one after the other would see different weights. Make all backward calls before the first run.step of a global "
+    "batch, or leave reproducible out."
+)
+
+
+class TreeAccounts:
+    """The passes of one global batch after the other, in place of `Accounts.passes`. accounts, store: of the run."""
+
+    def __init__(self, sums: TreeSums, accounts: Accounts, store: GradientStore, device: torch.device) -> None:
+        self._sums, self._accounts, self._store, self._device = sums, accounts, store, device
+        self._counts: dict[Key, dict[int, Tensor]] = {}
+
+    def passes(
+        self, terms: list[list[Term]], request: Request, call: int, retain: bool, scale: float
+    ) -> Iterator[tuple[Weights, bool]]:
+        """As Accounts.passes."""
+        shards, parts = self._sums.shards, request.parts
+        empty = [p.shard >= shards or len(range(*cut(request.total, shards, p.shard))) == 0 for p in parts]
+        power = 2.0 ** round(math.log2(max(request.total, 1)))
+        keys = keys_of(terms, call)
+        for key in keys:
+            if request.micro == 0:
+                self._counts.pop(key, None)
+            for part, its, nothing in zip(parts, terms, empty, strict=True):
+                if key[1] != MEANS and not nothing:
+                    self._count(key, part.shard, its[key[1]].count)
+        last = parts[0].micro == request.micro_batches - 1
+        for number, key in enumerate(keys):
+            self._accounts.hold(key)
+            yield weigh(terms, request, scale, {key[1]: 1 / power}, only=key[1]), retain or number < len(keys) - 1
+            for place, (part, nothing) in enumerate(zip(parts, empty, strict=True)):
+                if last and part.shard < shards:
+                    self._leaf(key, part.shard, place, nothing)
+                elif nothing:
+                    self._take(place)
+            self._accounts.note(key)
+        if request.final:
+            self._complete(keys, power, scale)
+
+    def _count(self, key: Key, shard: int, count: Weight | None) -> None:
+        wide = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+        value = torch.as_tensor(count, device=self._device).detach().to(wide).reshape(())
+        mine = self._counts.setdefault(key, {})
+        mine[shard] = mine[shard] + value if shard in mine else value
+
+    def _take(self, place: int) -> list[Tensor | None]:
+        """The gradients of a replica of this process, which are then there no more."""
+        grads = self._store.take_from(place)
+        if any(grad is not None and grad.layout != torch.strided for grad in grads):
+            raise UsageError(
+                "reproducible: a parameter has a sparse gradient, as of nn.Embedding(sparse=True), whose entries are "
+                "added in no fixed order. Set sparse=False."
+            )
+        return grads
+
+    def _leaf(self, key: Key, shard: int, place: int, empty: bool) -> None:
+        grads = self._take(place)
+        tree = self._accounts.trees.get(key)
+        if tree is None:
+            tree = self._accounts.trees[key] = self._sums.tree()
+        tree.put(shard, [None] * len(grads) if empty else grads)
+
+    def _complete(self, keys: Sequence[Key], power: float, scale: float) -> None:
+        accounts = self._accounts
+        counted = [key for key in keys if key[1] != MEANS]
+        factors = dict(zip(counted, self._factors(counted, power), strict=True))
+        whole: list[Grads] = []
+        for key in keys:
+            found = self._sums.gradients(accounts.trees.pop(key), self._store.parameters, key)
+            if key in factors:
+                scale_([grad for grad in found if grad is not None], factors[key])
+            whole.append(found)
+        for found in whole:
+            self._store.add(found)
+        accounts.complete(scale)
+
+    def _factors(self, counted: Sequence[Key], power: float) -> list[Tensor]:
+        """P / C for each of these accounts; 0 where C is 0."""
+        if not counted:
+            return []
+        wide = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+        shards = sorted({shard for key in counted for shard in self._counts.get(key, ())})
+        nothing = torch.zeros((), dtype=wide, device=self._device)
+        rows = {i: torch.stack([self._counts.get(key, {}).get(i, nothing) for key in counted]) for i in shards}
+        counts = self._sums.numbers(rows, len(counted), self._device, wide)
+        inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(wide).tiny), 0)
+        return list((power * inverse).unbind())

@@ -1,0 +1,293 @@
+"""Which runs `paceline verify` makes, in turn, and what follows from how they differ.
+
+1. A, the run in question. It may fail, make no steps, or be of a kind that cannot be compared step by step.
+2. A's ranks are compared with each other (rank_disagreement.py): are they still alike?
+3. C and its repetitions, for the tolerances; B and A0; D, where no process can compute the shards.
+4. The first differences of A and C (cutting the batch), and of A and B (distributing the shards).
+5. Where there are any: further runs for the evidence, then the cause and its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.verify.answer import DATA, DIFFERENT, SAME, UNKNOWN, Answer, answer_different, answer_with, describe
+from paceline.verify.cause_rules import find_cause
+from paceline.verify.claims import Claim, claim_from, claim_without
+from paceline.verify.comparison import COMPUTED, NOISE, Comparison
+from paceline.verify.differences import differences_before
+from paceline.verify.evidence_runs import gather_evidence
+from paceline.verify.rank_disagreement import cause_from_ranks
+from paceline.verify.run_level_answers import answer_for_failed_run, answer_for_independent_replicas
+from paceline.verify.run_record import RunRecord
+from paceline.verify.runs import Runs
+from paceline.verify.tolerances import Difference, norm
+from paceline.verify.traced_runs import FaultLocator
+
+
+def decide(runs: Runs) -> Answer:
+    """Make the runs that are needed, in turn, and answer. Each sentence of the answer is bound to the runs that show
+    it."""
+    answer = _decided(runs)
+    answer.check(runs.recorded)
+    return answer
+
+
+def _decided(runs: Runs) -> Answer:
+    """The answer, before its sentences are checked."""
+    failed = runs.run("A")
+    if failed is not None:
+        return answer_for_failed_run(runs, failed)
+    ours = runs.load("A", runs.start.processes)
+    if ours is not None and ours.ranks[0]["dealt"]:
+        text = (
+            f"could not tell: {ours.ranks[0]['strategy']} hands out parts of global batches as processes come free, so "
+            "that there are no steps to compare. It changes the mathematics on purpose; `paceline compare` shows its "
+            "losses beside those of one process."
+        )
+        return Answer(UNKNOWN, [Claim(text)], cause="by-design")
+    if ours is not None and ours.ranks[0].get("ahead"):
+        text = (
+            "could not tell: the script fetches its next batch before it is done with the last one, so that its steps "
+            "lie in one another and cannot be made anew one by one. Fetch each batch at the top of the loop (`for "
+            "batch in loader:`) to have it verified: that changes nothing in what is trained."
+        )
+        return Answer(UNKNOWN, [Claim(text)])
+    if ours is None or not ours.steps:
+        text = (
+            "could not tell: the script made no step that could be seen. Does it call paceline.start, iterate over a "
+            "loader of the run, and call run.step?"
+        )
+        return Answer(UNKNOWN, [claim_without(text, "A")])
+    if ours.ranks[0]["local"]:
+        return answer_for_independent_replicas(runs, ours)
+    found = cause_from_ranks(ours)
+    if found is not None:
+        step, quantity, cause = found
+        difference = Difference(step, quantity, cause.name, float("nan"), 0.0)
+        answer = answer_different([difference], replace(cause, shown_by=(ours,)), ours.steps, [ours])
+        return FaultLocator(runs, ours, None, dropout_off=False).locate(answer, [difference])
+    return _answer_step_by_step(Comparison(runs, ours))
+
+
+def _answer_step_by_step(c: Comparison) -> Answer:
+    """The answer about a run that can be compared step by step."""
+    steady = c.check_tolerances()
+    if c.whole_batches is not None and (other := c.differently_seeded_run(c.whole_batches)) is not None:
+        return _with_notes(c, _not_a_function_of_the_seed(c, c.whole_batches, other))
+    by_cutting, by_distributing = c.differences_by_cutting(), c.differences_by_distributing()
+    if by_distributing and c.subject.gathers and not {d.quantity for d in by_distributing} & DATA:
+        c.same_shards, by_distributing = None, []
+        c.why_not_shards = (
+            "the loss depends on numbers of all processes (run.gather, run.mean), which are there together only "
+            "where each computes its shard"
+        )
+    if c.same_shards is None:
+        by_distributing = c.differences_by_asking(known=bool(by_cutting) and not c.may_be_noise(by_cutting))
+    if steady or {d.quantity for d in by_cutting} & DATA:
+        answer = _conclude(c, by_cutting, by_distributing)
+    else:
+        assert c.whole_batches is not None  # it was not the same twice
+        answer = _not_deterministic(c, c.whole_batches, "C4")
+    return _with_notes(c, answer)
+
+
+def _conclude(c: Comparison, by_cutting: Sequence[Difference], by_distributing: Sequence[Difference]) -> Answer:
+    """What follows from the differences."""
+    whole, shards, ours, told = c.whole_batches, c.same_shards, c.subject, c.told_alone
+    if (
+        ours.ranks[0]["lossy"]
+        and by_cutting
+        and by_cutting[0].quantity in COMPUTED
+        and whole is not None
+        and c.without_dropout
+    ):
+        text = f"different by design: {ours.ranks[0]['strategy']} sends numbers with errors. {describe(by_cutting[0])}"
+        return answer_with(DIFFERENT, [claim_from(text, c.without_dropout, whole)], by_cutting, "by-design")
+    if whole is not None and c.without_dropout is not None and not by_cutting:
+        if not ours.drew and not (by_distributing and shards is None):
+            return _the_same(c, whole, by_distributing)
+        if ours.drew and (shards or told) is not None and not by_distributing:
+            return _the_same(c, whole, by_distributing)
+        if (shards is None and told is None) or (shards is not None and c.shards_differ_without_dropout()):
+            return _nothing_to_compare_with_noise(c, c.without_dropout, whole)
+    if not by_cutting and not by_distributing:
+        return _cutting_not_compared(c)
+    quantities = {d.quantity for d in (*by_cutting, *by_distributing)}
+    if c.noisy and not by_distributing and quantities <= NOISE and c.without_dropout is not None and whole is not None:
+        return _noise_not_comparable(c, c.without_dropout, whole)
+    shaky = {d.quantity for d in by_distributing} & COMPUTED and not {d.quantity for d in by_distributing} & DATA
+    if shards is not None and shaky and c.shards_differ_from_themselves():
+        return _not_deterministic(c, shards, "B2")
+    noisy = bool(by_distributing and by_cutting) and c.may_be_noise(by_cutting)
+    evidence, locator = gather_evidence(c, [] if noisy else by_cutting, by_distributing)
+    evidence = replace(evidence, noisy=noisy)
+    by_cutting = evidence.by_cutting
+    answer = answer_different(by_cutting or by_distributing, find_cause(evidence), ours.steps, evidence.compared)
+    return locator.locate(answer, by_cutting or by_distributing)
+
+
+def _with_notes(c: Comparison, answer: Answer) -> Answer:
+    """The answer with further sentences: what was not compared, and what else was seen."""
+    answer.steps = c.subject.steps
+    answer.notes += c.notes
+    if c.subject.ranks[0]["full"]:
+        said = (
+            f"only {answer.steps} steps were compared: the disk for temporary files has no room for the states of "
+            "more. Point TMPDIR to a larger disk"
+        )
+        answer.notes.append(claim_from(said, c.subject))
+    compared = [record for record in (c.subject, c.whole_batches, c.again_whole) if record is not None]
+    answer.indeterminate = sorted(c.tolerances.indeterminate)
+    if answer.indeterminate:
+        answer.notes.append(claim_from(_describe_indeterminate(c), *compared))
+    if c.kinks:
+        kinks = (
+            f"in {c.kinks} of the steps some gradients differ in the second half of their digits, and nothing "
+            "else does: rounding takes a number over a kink (of a ReLU, say)"
+        )
+        answer.notes.append(claim_from(kinks, *compared))
+    if c.order_counts:
+        order = "a batch's loss depends on the order of its examples, which was left as it is for the tolerances"
+        answer.notes.append(claim_from(order, *compared[1:]))
+    if c.same_shards is None:
+        why = (c.why_not_shards or "").splitlines()[0]
+        made = [name for name in ("B", "B1") if name in c.runs.recorded]
+        said = f"B, the same shards in one process, could not be {'compared' if made else 'run'}: {why}"
+        answer.notes.append(Claim(said, tuple(made), () if made else ("B",)))
+    if c.whole_batches is None:
+        answer.notes.append(claim_without(f"C, whole batches in one process, could not be run: {c.why_not_whole}", "C"))
+    reached = {name for k in range(c.subject.steps) for name in c.subject.gradients(k, 0)}
+    unused = [name for name in c.subject.parameters if name not in reached]
+    if unused and c.subject.updates(0) == 1:
+        answer.notes.append(claim_from(f"no loss reaches these parameters: {', '.join(unused[:5])}", c.subject))
+    return answer
+
+
+def _describe_indeterminate(c: Comparison) -> str:
+    names = ", ".join(sorted(c.tolerances.indeterminate))
+    said = f"indeterminate, since their gradients are rounding and little else (judged by absolute size): {names}"
+    moves = ". An optimizer that scales gradients, such as Adam, makes whole steps of these, which are not compared"
+    norms = "; where a batch norm follows, evaluation with running statistics sees them (bias=False spares it)"
+    return said + moves + (norms if c.subject.ranks[0]["norms"] else "")
+
+
+def _nothing_to_compare_with_noise(c: Comparison, plain: RunRecord, whole: RunRecord) -> Answer:
+    """The model is the same with dropout off. With dropout on there is no run to compare with."""
+    text = "could not tell: the same with dropout off; with it on there is nothing to compare with."
+    return Answer(UNKNOWN, [claim_from(text, plain, whole)])
+
+
+def _cutting_not_compared(c: Comparison) -> Answer:
+    """Nothing differs, and no run of whole batches could be compared."""
+    found, left = c.same_shards or c.told_alone, c.runs.recorded
+    if found is None:
+        absent = [run for run in ("A0", "B", "C", "D") if run not in left]
+        return Answer(UNKNOWN, [claim_without("could not tell: there is nothing to compare with.", *absent)])
+    same = "one process that computes the same shards is the same,"
+    if c.same_shards is None:
+        same = "the run in question is the same where each process is told that it is the only one,"
+    text = f"could not tell whether cutting the batch changes the model: {same} but there is no run of whole "
+    text += "batches to compare with."
+    if "C" not in left:
+        return Answer(UNKNOWN, [Claim(text, (c.subject.name, found.name), ("C",))])
+    text = text.removesuffix("there is no run of whole batches to compare with.")
+    text += "it could not be run with dropout off, as one process was that computes whole batches."
+    return Answer(UNKNOWN, [Claim(text, (c.subject.name, found.name, "C"), ("A0",))])
+
+
+def _noise_not_comparable(c: Comparison, plain: RunRecord, whole: RunRecord) -> Answer:
+    """What one process draws for the whole batch is not what several processes draw for its parts."""
+    text = (
+        "could not tell whether cutting the batch changes the model: the script draws random numbers that cannot "
+        "be turned off."
+    )
+    claims = [claim_from(text, plain, whole)]
+    if c.same_shards is not None:
+        same = "Distribution changes nothing: one process that computes the same shards is the same."
+        claims.append(claim_from(same, c.subject, c.same_shards))
+    elif c.told_alone is not None:
+        same = (
+            "Asking for the rank, or for the number of processes, changes nothing: the run in question is the same "
+            "where each process is told that it is the only one."
+        )
+        claims.append(claim_from(same, c.subject, c.told_alone))
+    else:
+        text = (
+            "Whether distributing it does was not seen either. Write the step as a closure, "
+            "run.forward_backward(loss_fn, model, batch): then one process can compute the same shards."
+        )
+        claims.append(Claim(text))
+    return Answer(UNKNOWN, claims)
+
+
+def _not_a_function_of_the_seed(c: Comparison, whole: RunRecord, other: RunRecord) -> Answer:
+    """The answer where two runs of one process begin differently."""
+    start = [d for d in differences_before(other, whole, c.tolerances, 0) if d.quantity == "initial weights"]
+    what = f"begins with other weights ({start[0].name})" if start else "takes other examples, or in another order"
+    text = (
+        f"could not tell: one process, run twice, {what}: the program is no function of its seed. It seeds from a "
+        "clock, a process's number or the system, or it draws before paceline.start, or from a generator that is "
+        "not seeded."
+    )
+    answer = Answer(UNKNOWN, [claim_from(text, whole, other)], cause="not-deterministic")
+    answer.quantity, answer.parameter = ("initial weights", start[0].name) if start else ("examples", None)
+    answer.step = 0
+    return FaultLocator(c.runs, c.subject, None, dropout_off=True).locate_chance(answer, 0)
+
+
+def _not_deterministic(c: Comparison, first: RunRecord, again: str) -> Answer:
+    """The answer where one process differs from itself.
+
+    again: the name of the run that repeats `first`, if it could be made.
+    """
+    text = (
+        "could not tell: one process, run twice on the same batches, differs from itself by more than rounding: an "
+        "operator is not deterministic, or draws from a generator of its own that is not seeded. "
+        "paceline.start(deterministic=True) names operators that are not."
+    )
+    if again not in c.runs.recorded:
+        text = (
+            "could not tell: one process differs by more than rounding where its batches come in reverse order, "
+            "and could not be run on them once more."
+        )
+        claim = Claim(text, (first.name, *([c.again_whole.name] if c.again_whole is not None else [])), (again,))
+        return Answer(UNKNOWN, [claim])
+    answer = Answer(UNKNOWN, [Claim(text, (first.name, again))], cause="not-deterministic")
+    return FaultLocator(c.runs, c.subject, None, dropout_off=True).locate_chance(answer, 0)
+
+
+def _the_same(c: Comparison, whole: RunRecord, by_distributing: Sequence[Difference]) -> Answer:
+    """The answer that the models are the same, with the largest difference and its tolerance."""
+    assert c.without_dropout is not None
+    steps = min(c.without_dropout.steps, whole.steps)
+    worst, at, share = (0.0, 0.0, 1.0), "", []
+    for step in range(steps):
+        first, second = c.without_dropout.gradients(step, 0), whole.gradients(step, 0)
+        for name in first.keys() & second.keys():
+            apart, allowed = norm(first[name] - second[name]), c.tolerances.gradient(name, second)
+            if name not in c.tolerances.indeterminate and norm(second[name]):
+                share.append(allowed / norm(second[name]))
+            if allowed and apart / allowed > worst[0] / worst[2]:
+                worst, at = (apart, norm(second[name]), allowed), f"in the gradient of {name}, step {step + 1}"
+    both = (c.without_dropout, whole)
+    aside = sorted(c.tolerances.indeterminate)
+    text = f"the same, within rounding: {steps} steps" + (f" ({', '.join(aside[:3])} aside)" if aside else "")
+    if at:
+        text += f"; the largest difference is {worst[0]:.2g} of {worst[1]:.2g} (allowed: {worst[2]:.2g}), {at}."
+    else:
+        text += ", to the bit."
+    answer = Answer(SAME, [claim_from(text, *both)], difference=worst[0], tolerance=worst[2])
+    if share:
+        typical = sorted(share)[len(share) // 2]
+        wrong = f"a gradient that was wrong by {typical:.1g} of its norm would have shown"
+        answer.notes.append(claim_from(wrong, *both, *([c.again_whole] if c.again_whole is not None else [])))
+    if by_distributing and c.same_shards is not None:
+        what = describe(by_distributing[0])
+        turns = f"one process that computes the shards in turn differs, which is about itself: {what}"
+        answer.notes.append(claim_from(turns, c.subject, c.same_shards))
+    if c.same_shards is None and c.told_alone is not None:
+        told = "with each process told that it is the only one, which takes B's place, the run in question is the same"
+        answer.notes.append(claim_from(told, c.subject, c.told_alone))
+    return answer

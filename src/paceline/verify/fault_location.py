@@ -1,0 +1,306 @@
+"""In which line of the script a fault is: read from traced runs (verify/worker/script_tracer.py). Pure.
+
+Each rank has two traces: one of the run as it was (L), one of the run in which it was told that it is alone (LD). Where
+these differ, the script has asked for the rank or for the number of processes. Then the line is that of the first event
+that differs, among the kinds of events that bring about such a fault.
+
+Else the parts of the batch are compared with the whole batch (LC); or the line is that of the event itself, such as
+the write to a buffer. Where no trace tells, the text of the script is searched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.verify.slicing import (
+    CLOCK,
+    RANK,
+    Place,
+    Slice,
+    acting_lines,
+    calling_line,
+    carried_state,
+    defining_line,
+    matching_line,
+)
+from paceline.verify.trace_diff import (
+    RANDOM,
+    BatchParts,
+    Divergence,
+    Event,
+    ScriptTrace,
+    first_divergence,
+    first_mixing,
+    first_unmatched,
+)
+
+_WORDS = {  # the key of a cause -> the words of a script that sets it
+    "batch-norm-per-shard": r"batch_norm",
+    "not-in-the-model": r"requires_grad=True|nn\.Parameter\(|requires_grad_\(",
+    "clipped-early": r"clip_grad|\.grad\b",
+    "scheduler-steps": r"sched\w*\.step\(|scheduler\.step\(",
+    "learning-rate-scaled": r"\blr\b",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is looked for."""
+
+    cause: str  # the key of its cause
+    quantity: str  # what differs first
+    name: str | None  # of the parameter or the buffer
+    step: int  # the step in which it differs
+
+
+@dataclass(frozen=True)
+class FaultLine:
+    """The line that was found."""
+
+    place: Place  # the line
+    # Another line that has to do with it: the branch that decides on it, or where a statistic is used.
+    beside: Place | None = None
+    found: Divergence | None = None  # the event at this line
+    asks: bool = False  # the run does something else there when it is told that it is alone
+
+
+def find_line(
+    fault: Fault, ours: Sequence[ScriptTrace], told: Sequence[ScriptTrace], cut: Iterable[BatchParts]
+) -> FaultLine | None:
+    """The line of a fault; None where none was found.
+
+    Args:
+        ours, told: the traces of L and LD, by rank.
+        cut: the losses of the step, where the parts of the batch are to be compared with the whole batch.
+    """
+    asked = {(e["file"], e["line"]) for t in (*ours, *told) for e in t.events_of("ask")}
+    pairs = list(zip(ours, told, strict=False))
+    found = _first_by_asking(fault, pairs)
+    if found is not None:
+        return _origin(found, asked)
+    if told:
+        return _asking_line_by_text(fault, ours, asked)
+    by_event = _own_event(fault, ours)
+    if by_event is not None and fault.quantity not in ("loss", "gradient"):
+        if fault.quantity == "examples" and (where := _asking_line_by_text(fault, ours, asked)) is not None:
+            return where
+        place = _place(by_event.event)
+        beside = defining_line(place) if fault.quantity == "buffers" else None
+        return FaultLine(place, beside or calling_line(place), by_event)
+    for one in cut:
+        mixed = first_mixing(one)
+        if mixed is not None:
+            also = mixed.also
+            if also is None and fault.cause in ("mean-of-means", "in-batch-loss"):  # where the loss is, beside
+                trace, root = one.whole
+                also = root if fault.cause == "mean-of-means" else trace.at(root["of"])
+            return FaultLine(mixed.place, _place(also) if also is not None else None, mixed)
+    if by_event is not None:
+        return FaultLine(_place(by_event.event), found=by_event)
+    return _line_by_text(fault, ours, asked)
+
+
+def _place(event: Event) -> Place:
+    return event["file"], event["line"]
+
+
+def _origin(found: Divergence, asked: set[Place]) -> FaultLine:
+    origin = Slice(RANK, asked).origin(found.place)
+    if origin is None:
+        # The answer goes through an object's attributes: what the script does with it stands elsewhere.
+        files = dict.fromkeys(file for file, _ in sorted(asked))
+        places = [place for file in files for place in acting_lines(file, RANK, asked)]
+        if places:
+            return FaultLine(places[0], found.place if found.place != places[0] else None, found, asks=True)
+        return FaultLine(found.place, found=found, asks=True)
+    place, branch = origin
+    beside = branch if branch not in (None, place) else found.place if found.place != place else None
+    return FaultLine(place, beside, found, asks=True)
+
+
+def _first_by_asking(fault: Fault, pairs: Sequence[tuple[ScriptTrace, ScriptTrace]]) -> Divergence | None:
+    """The first event of the kinds that bring about such a fault which a rank has only as one of several processes."""
+    for rule in _rules(fault):
+        for a, b in pairs:
+            if (found := rule(a, b)) is not None:
+                return found
+    return None
+
+
+Rule = Callable[[ScriptTrace, ScriptTrace], Divergence | None]
+
+
+def _rules(fault: Fault) -> list[Rule]:
+    step, name = fault.step, fault.name
+
+    def first_of(*kinds: str, target: str | None = None, before: bool = False) -> Rule:
+        def rule(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
+            if target is not None:
+                a, b = _writes_to(a, target, name), _writes_to(b, target, name)
+            return first_unmatched(a, b, *kinds, step=step - 1 if before else step)
+
+        return rule
+
+    def loss(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
+        found = first_divergence(a, b, step)
+        if found is not None and found.event["name"] in RANDOM and found.how == "values":
+            return first_unmatched(a, b, "seed", step=step) or found
+        if found is not None and found.how == "state":
+            return first_unmatched(a, b, "write", step=step - 1) or found
+        return found
+
+    def backward(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
+        return first_unmatched(_ops(a, step, True), _ops(b, step, True), "op")
+
+    def fetched(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
+        found = first_unmatched(_ops(a, step, False), _ops(b, step, False), "op")
+        if found is not None and found.event["name"] in RANDOM and found.how == "values":
+            return first_unmatched(a, b, "seed", step=step) or found
+        return found
+
+    def lr(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
+        return first_unmatched(_with_names(a, ("lr",)), _with_names(b, ("lr",)), "option", step=step)
+
+    options = first_of("option")
+    gradient, weights = first_of("write", target="gradient"), first_of("write", target="weights")
+    rules: dict[str, list[Rule]] = {
+        "initial weights": [weights, first_of("seed"), first_of("write")],
+        "weights": [weights, first_of("write", target="state"), options, first_of("write"), gradient],
+        "optimizer state": [first_of("write", target="state"), weights, options],
+        "learning rate": [lr, options],
+        "gradient": [gradient, backward, first_of("hook"), loss],
+        "loss": [loss, first_of("set"), first_of("seed")],
+        "data": [fetched, first_of("seed"), first_of("set")],
+        "examples": [first_of("loader"), first_of("seed")],
+        "buffers": [first_of("write", target="buffers"), loss, first_of("write")],
+    }
+    return rules.get(fault.quantity, [])
+
+
+def _writes_to(trace: ScriptTrace, kind: str, name: str | None) -> ScriptTrace:
+    """The writes to this tensor; where there is none, to any tensor of its kind."""
+    exact = [e for e in trace.events if e.get("target") == f"{kind}:{name}"]
+    return ScriptTrace(exact or [e for e in trace.events if str(e.get("target", "")).startswith(f"{kind}:")])
+
+
+def _ops(trace: ScriptTrace, step: int, backward: bool) -> ScriptTrace:
+    """The ops of the backward of that step; or the ops before that step which are in no backward."""
+    if backward:
+        return ScriptTrace([e for e in trace.events_of("op") if e["backward"] and e["step"] == step])
+    return ScriptTrace([e for e in trace.events_of("op") if not e["backward"] and e["step"] < step])
+
+
+def _with_names(trace: ScriptTrace, names: tuple[str, ...]) -> ScriptTrace:
+    return ScriptTrace([e for e in trace.events if e["name"] in names])
+
+
+def state_line(step: int, ours: Sequence[ScriptTrace]) -> FaultLine | None:
+    """The statement that updates what the script keeps from step to step in Python's own variables."""
+    files = list(dict.fromkeys(e["file"] for t in ours for e in t.events))
+    places = carried_state(files, [_place(e) for t in ours for e in t.roots(step)])
+    return FaultLine(*places[0]) if places else None
+
+
+def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
+    """The event that does what the cause says, in the run in question alone."""
+    events = [e for trace in ours for e in trace.events]
+
+    def first(wanted: Callable[[Event], bool]) -> Divergence | None:
+        found = [e for e in events if wanted(e)]
+        near = [e for e in found if e["step"] >= fault.step - 1]
+        return Divergence((near or found)[0], "values") if found else None
+
+    def writes(kind: str) -> Divergence | None:
+        exact = f"{kind}:{fault.name}"
+        found = first(lambda e: e["kind"] == "write" and e.get("target") == exact and e["step"] >= 0)
+        return found or first(
+            lambda e: e["kind"] == "write" and str(e.get("target")).startswith(f"{kind}:") and e["step"] >= 0
+        )
+
+    if fault.cause == "buffer-not-synchronised" or fault.quantity == "buffers":
+        return writes("buffers")
+    if fault.cause == "clipped-early":
+        return writes("gradient") or first(lambda e: e["kind"] == "hook") or first(lambda e: e.get("backward") is True)
+    if fault.cause == "overflow-on-some-ranks":
+        return _first_overflow(ours)
+    if fault.cause == "registered-late":
+        return first(lambda e: e["kind"] == "parameter" and e["name"].endswith(str(fault.name).rpartition(".")[2]))
+    if fault.quantity in ("weights", "optimizer state"):
+        return writes("weights") or writes("state")
+    if fault.quantity == "initial weights":
+        return first(lambda e: e["kind"] == "seed") or first(lambda e: str(e.get("target")).startswith("weights:"))
+    if fault.quantity == "learning rate":
+        moved = first(lambda e: e["kind"] == "option" and e["name"] == "lr" and e["step"] >= 0)
+        return moved or first(lambda e: e["kind"] == "option" and e["name"] == "lr")
+    if fault.quantity == "examples":
+        return first(lambda e: e["kind"] == "loader")
+    if fault.quantity == "gradient":
+        return writes("gradient") or first(lambda e: e.get("backward") is True)
+    return None
+
+
+def _first_overflow(ours: Sequence[ScriptTrace]) -> Divergence | None:
+    """The first op with a result that is not finite and inputs that are."""
+    for trace in ours:
+        for event in trace.events_of("op"):
+            if 1e308 in (event["values"] or ()) and not any(
+                1e308 in (one["values"] or ()) for one in trace.inputs(event) if one is not None
+            ):
+                return Divergence(event, "values")
+    return None
+
+
+def _asking_line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) -> FaultLine | None:
+    """The script asks for the rank, and no event differs: the line that does something with the answer, by the text."""
+    files = list(dict.fromkeys(file for file, _ in sorted(asked)))
+    if fault.quantity == "examples":
+        for event in (e for trace in ours for e in trace.events_of("loader")):
+            if (origin := Slice(RANK, asked).origin(_place(event))) is not None and origin[0] != _place(event):
+                return FaultLine(origin[0], _place(event), asks=True)
+    for file in files:
+        if places := acting_lines(file, RANK, asked):
+            return FaultLine(places[0], asks=True)
+    return None
+
+
+def _line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) -> FaultLine | None:
+    """A line of the traced files that contains the words of the cause, or does something with a rank."""
+    files = list(dict.fromkeys([*(e["file"] for t in ours for e in t.events), *(file for file, _ in asked)]))
+    if fault.cause in _WORDS and (place := matching_line(files, re.compile(_WORDS[fault.cause]))) is not None:
+        return FaultLine(place)
+    if fault.cause == "not-deterministic":
+        for file in files:
+            if places := acting_lines(file, CLOCK):
+                return FaultLine(places[0])
+        return None
+    if asked:
+        for file in files:
+            if places := acting_lines(file, RANK, asked):
+                return FaultLine(places[0])
+    if fault.quantity == "loss" and (root := next((e for t in ours for e in t.roots(fault.step)), None)) is not None:
+        return FaultLine(_loss_line(root, ours))
+    return None
+
+
+def _loss_line(root: Event, ours: Sequence[ScriptTrace]) -> Place:
+    trace = next(t for t in ours if any(e is root for e in t.events))
+    event = trace.at(root["of"]) or root
+    return _place(event)
+
+
+def chance_line(first: Sequence[ScriptTrace], second: Sequence[ScriptTrace], step: int) -> FaultLine | None:
+    """Where two runs that ought to be alike diverge."""
+    for a, b in zip(first, second, strict=False):
+        for found in (
+            first_unmatched(a, b, "seed", step=step),
+            first_unmatched(a, b, "op", "write", step=-1),
+            first_divergence(a, b, step),
+            first_unmatched(a, b, "op", "write", step=step),
+        ):
+            if found is not None:
+                origin = Slice(CLOCK).origin(found.place)
+                place, branch = origin if origin is not None else (found.place, None)
+                return FaultLine(place, branch or (found.place if found.place != place else None), found)
+    return None

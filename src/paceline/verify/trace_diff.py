@@ -1,0 +1,279 @@
+"""Where two runs begin to differ, in the lines of the script. Pure.
+
+The traces are those of verify/worker/script_tracer.py. A loss is followed back, in both runs at once: from the backward
+call, through the tensors that the loss was made from, to the first op whose result differs although its inputs are the
+same.
+
+- Runs with the same shards (`first_divergence`): inputs are the same where their numbers are.
+- A batch that is cut, and one that is whole (`first_mixing`): inputs are the same where each example has the same
+  numbers; and where a number for the whole batch is the mean of the parts' numbers, or their sum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.verify.run_record import RunRecord
+
+Event = Mapping[str, Any]
+_ARITHMETIC = {
+    "mul", "div", "add", "sub", "true_divide", "rsub", "__rmul__", "__mul__", "__truediv__", "__rtruediv__", "__add__",
+    "__radd__", "__sub__", "__rsub__", "mul_", "div_", "add_", "sub_", "pow", "__pow__", "clamp", "clamp_", "__rdiv__",
+    "multiply", "divide", "lerp", "lerp_", "leaky_relu", "softmax", "log_softmax", "fill_", "full", "tensor",
+    "arange", "linspace",
+}  # fmt: skip
+RANDOM = {
+    "rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "normal", "bernoulli",
+    "multinomial", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "trunc_normal_", "kaiming_uniform_",
+    "scaled_dot_product_attention", "gumbel_softmax", "rrelu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """An event at which runs begin to differ."""
+
+    event: Event  # the event
+    # What differs there: "values"; "numbers" (given beside tensors); "path" (only one run has this event); "state" (a
+    # tensor made before this yield); "mean" (no mean, nor sum, of the parts'); "rows" (examples have other values).
+    how: str
+    also: Event | None = None  # an event that goes with it: where a statistic is used, for example
+    numbers: tuple[Sequence[float], Sequence[float]] = ((), ())  # the numbers given beside tensors, in both runs
+    inputs: Sequence[Event] = ()  # the events that made its inputs
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The line of the event."""
+        return self.event["file"], self.event["line"]
+
+
+@dataclass
+class ScriptTrace:
+    """The events of one rank of a run, in order."""
+
+    events: list[Event]  # in order
+
+    def events_of(self, *kinds: str) -> list[Event]:
+        """The events of these kinds."""
+        return [event for event in self.events if event["kind"] in kinds]
+
+    def roots(self, step: int) -> list[Event]:
+        """The losses that were handed to backward calls in a step."""
+        return [event for event in self.events_of("root") if event["step"] == step]
+
+    def at(self, number: int | None) -> Event | None:
+        """The event of this number; None where there is none."""
+        return None if number is None or not 0 <= number < len(self.events) else self.events[number]
+
+    def inputs(self, event: Event) -> list[Event | None]:
+        """The events that made the inputs of an op; None for an input that no recorded op made."""
+        return [self.at(number) for number in event.get("inputs", ())]
+
+
+def load_traces(run: RunRecord) -> list[ScriptTrace]:
+    """The traces of a run, by rank."""
+    found = []
+    for record in run.ranks:
+        path = os.path.join(run.folder, f"lines-{record['rank']}.json")
+        if os.path.exists(path):
+            with open(path) as file:
+                found.append(ScriptTrace(json.load(file)))
+    return found
+
+
+def nearly_equal(a: Sequence[float], b: Sequence[float], within: float = 1e-9) -> bool:
+    """Whether the numbers are equal, in relation to the largest of them."""
+    if len(a) != len(b):
+        return False
+    scale = max((abs(x) for x in (*a, *b)), default=0.0)
+    return all(abs(x - y) <= within * scale for x, y in zip(a, b, strict=True))
+
+
+def first_unmatched(ours: ScriptTrace, theirs: ScriptTrace, *kinds: str, step: int | None = None) -> Divergence | None:
+    """The first event of these kinds that one run has and the other has not, or that has other values."""
+    mine = [e for e in ours.events_of(*kinds) if step is None or e["step"] <= step]
+    other = [e for e in theirs.events_of(*kinds) if step is None or e["step"] <= step]
+    for a, b in zip(mine, other, strict=False):
+        if _identity(a) != _identity(b):
+            remaining = {_identity(one) for one in other}
+            return Divergence(a if _identity(a) not in remaining else b, "path")
+        if a.get("kind") != "ask" and not _alike(a, b):
+            return Divergence(a, "values", numbers=(a.get("numbers", ()), b.get("numbers", ())))
+    longer = mine[len(other) :] or other[len(mine) :]
+    return Divergence(longer[0], "path") if longer else None
+
+
+def _identity(event: Event) -> tuple[Any, ...]:
+    return event["kind"], event["file"], event["line"], event["name"], event.get("target")
+
+
+def _alike(a: Event, b: Event) -> bool:
+    x, y = a.get("values") or [], b.get("values") or []
+    if any(not isinstance(value, (int, float)) for value in (*x, *y)):
+        return list(x) == list(y)
+    return nearly_equal(x, y) and nearly_equal(a.get("numbers", ()), b.get("numbers", ()))
+
+
+def first_divergence(ours: ScriptTrace, theirs: ScriptTrace, step: int) -> Divergence | None:
+    """Where the losses of a step diverge, of runs that compute the same shards."""
+    mine, other = ours.roots(step), theirs.roots(step)
+    for a, b in zip(mine, other, strict=False):
+        if not _alike(a, b):
+            found = _first_divergence(ours, ours.at(a["of"]), theirs, theirs.at(b["of"]), set())
+            return found or Divergence(a, "values")
+    longer = mine[len(other) :] or other[len(mine) :]
+    return Divergence(longer[0], "path") if longer else None
+
+
+def _first_divergence(
+    ours: ScriptTrace, a: Event | None, theirs: ScriptTrace, b: Event | None, been: set[int]
+) -> Divergence | None:
+    if a is None or b is None:
+        event = a or b
+        return None if event is None else Divergence(event, "path")
+    if id(a) in been:
+        return None
+    been.add(id(a))
+    if _alike(a, b):
+        return None
+    if _identity(a) != _identity(b) or len(a["inputs"]) != len(b["inputs"]):
+        lines = {_identity(one) for one in theirs.events}
+        return Divergence(
+            a if _identity(a) not in lines or _identity(b) in {_identity(one) for one in ours.events} else b, "path"
+        )
+    for one, two in zip(ours.inputs(a), theirs.inputs(b), strict=True):
+        if (one is None) != (two is None):
+            continue
+        if (
+            one is not None
+            and two is not None
+            and (found := _first_divergence(ours, one, theirs, two, been)) is not None
+        ):
+            return found
+    numbers = (a["numbers"], b["numbers"])
+    outer = [x and x["values"] for x in a["outer"]], [y and y["values"] for y in b["outer"]]
+    kept = any(x is not None and y is not None and not nearly_equal(x, y) for x, y in zip(*outer, strict=True))
+    return Divergence(a, "state" if kept else "values" if nearly_equal(*numbers) else "numbers", numbers=numbers)
+
+
+@dataclass(frozen=True)
+class BatchParts:
+    """One loss of the same batch: in parts, of several ranks or yields, and whole."""
+
+    parts: Sequence[tuple[ScriptTrace, Event]]  # (trace, the part's loss), for each part
+    examples: Sequence[Sequence[int]]  # the indices of the examples in each part
+    whole: tuple[ScriptTrace, Event]  # (trace, the loss) of the whole batch
+    order: Sequence[int]  # the indices of the examples of the whole batch, in its order
+    within: float  # how far rounding may take numbers apart, in relation to them
+
+
+def batch_parts(ours: RunRecord, whole: RunRecord, step: int, within: float) -> Iterator[BatchParts]:
+    """The losses of each backward call of a yield, where all parts have as many calls as the whole batch."""
+    theirs = load_traces(whole)
+    if not theirs or step >= whole.steps:
+        return
+    ids = [indices for *_, indices in whole.step_records(step)[0]["ids"]]
+    parts: list[tuple[ScriptTrace, list[Event]]] = []
+    examples: list[list[int]] = []
+    for trace, record in zip(load_traces(ours), ours.step_records(step), strict=False):
+        by_yield: dict[int, list[Event]] = {}
+        for root in trace.roots(step):
+            by_yield.setdefault(root["yield"], []).append(root)
+        for number, (*_, indices) in enumerate(record["ids"]):
+            parts.append((trace, by_yield.get(number, [])))
+            examples.append(list(indices))
+    roots = theirs[0].roots(step)
+    for call, root in enumerate(roots):
+        if len(ids) != 1 or any(len(own) <= call for _, own in parts) or not parts:
+            return
+        yield BatchParts([(t, own[call]) for t, own in parts], examples, (theirs[0], root), ids[0], within)
+
+
+def first_mixing(cut: BatchParts) -> Divergence | None:
+    """Where a part's numbers stop being those of its examples in the whole batch."""
+    trace, root = cut.whole
+    nodes = [t.at(own["of"]) for t, own in cut.parts]
+    event = trace.at(root["of"])
+    if event is None or any(node is None for node in nodes):
+        return None
+    if "mean" in _relations(cut, nodes, event):
+        return None
+    return _first_mixing(cut, nodes, event, set()) or Divergence(event, "mean")
+
+
+def _first_mixing(cut: BatchParts, nodes: Sequence[Any], event: Event, been: set[int]) -> Divergence | None:
+    """Where the numbers of `event` stop being made of those of the nodes, which are the same op in each part."""
+    if id(event) in been:
+        return None
+    been.add(id(event))
+    trace = cut.whole[0]
+    if any(_identity(node) != _identity(event) or len(node["inputs"]) != len(event["inputs"]) for node in nodes):
+        return Divergence(event, "path")
+    kinds, below = _relations(cut, nodes, event), []
+    for place, one in enumerate(trace.inputs(event)):
+        theirs = [t.inputs(node)[place] for (t, _), node in zip(cut.parts, nodes, strict=True)]
+        if one is None or any(node is None for node in theirs):
+            continue
+        below.append((one, theirs, _relations(cut, theirs, one)))
+    for one, theirs, own in below:
+        if not own and (found := _first_mixing(cut, theirs, one, been)) is not None:
+            return found
+    numbers = next((n["numbers"] for n in nodes if not nearly_equal(n["numbers"], event["numbers"])), event["numbers"])
+    differing = event["name"] in _ARITHMETIC and not nearly_equal(numbers, event["numbers"])
+    if kinds == {"sum"} and not any("mean" in own for *_, own in below):
+        for one, theirs, own in below:
+            if own == {"sum"} and (found := _first_mixing(cut, theirs, one, been)) is not None:
+                return found
+    made = [one for one, _, _ in below]
+    statistic = next(
+        (one for one, _, own in below if one["shape"] != "rows" and own and event["shape"] == "rows"), None
+    )
+    how = "numbers" if differing else "rows" if event["shape"] == "rows" else "mean"
+    for place, outer in enumerate(event["outer"]):
+        of_parts = [node["outer"][place] for node in nodes]
+        if outer is not None and all(of_part is not None for of_part in of_parts):
+            # What is kept has its own size; a part of what the loader gave, of nodes or tokens, is smaller.
+            kept = outer["shape"] != "rows" and all(
+                of_part["shape"] != "rows" and of_part["size"] == outer["size"] for of_part in of_parts
+            )
+            if kept and "same" not in _relations(cut, of_parts, outer):
+                return Divergence(event, "state", inputs=[one for one, _, _ in below])
+    if statistic is not None and not differing:
+        return Divergence(statistic, how, event, inputs=made)
+    return Divergence(event, how, numbers=(numbers, event["numbers"]), inputs=made)
+
+
+def _relations(cut: BatchParts, nodes: Sequence[Any], event: Event) -> set[str]:
+    """How the parts' numbers make those of the whole batch: "rows", "mean", "sum", "same"; empty: not at all."""
+    values = [node["values"] for node in nodes]
+    if event["shape"] == "none" or any(node["shape"] == "none" for node in nodes):
+        return {"rows", "mean", "sum", "same"}
+    if event["shape"] == "rows" and len(event["values"]) == len(cut.order):
+        whole = dict(zip(cut.order, event["values"], strict=True))
+        parts: dict[int, float] = {}
+        for own, indices in zip(values, cut.examples, strict=True):
+            if len(own) != len(indices):
+                return set()
+            parts |= dict(zip(indices, own, strict=True))
+        scale = max((abs(x) for x in whole.values()), default=0.0)
+        alike = parts.keys() == whole.keys() and all(abs(parts[k] - whole[k]) <= cut.within * scale for k in whole)
+        return {"rows"} if alike else set()
+    if len(event["values"]) != 1 or any(len(own) != 1 for own in values):
+        return set()
+    (x,), numbers = event["values"], [own[0] for own in values]
+    total = sum(len(indices) for indices in cut.examples) or 1
+    scale = cut.within * max(abs(x), *(abs(n) for n in numbers), 1e-30)
+    found = set()
+    mean = sum(n * len(indices) for n, indices in zip(numbers, cut.examples, strict=True)) / total
+    if abs(mean - x) <= scale:
+        found.add("mean")
+    if abs(sum(numbers) - x) <= scale:
+        found.add("sum")
+    if all(abs(n - x) <= scale for n in numbers):
+        found.add("same")
+    return found

@@ -1,0 +1,221 @@
+"""Further runs of a fault that was found, with the script's lines traced: which line it is, and what the line says.
+
+L is the run in question once more. LD is the same, with each process told that it is the only one. LC is one process
+with whole batches. What differs between L and LD is there because the script asks for its rank or for the number of
+processes. Where the script asks and nothing differs, asking does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.verify.answer import Answer
+from paceline.verify.cause_rules import STATE, STATE_REMEDY
+from paceline.verify.claims import Claim, claim_without, run_names
+from paceline.verify.differences import differences
+from paceline.verify.evidence import Evidence
+from paceline.verify.fault_location import Fault, FaultLine, chance_line, find_line, state_line
+from paceline.verify.rank_disagreement import cause_from_ranks
+from paceline.verify.run_record import RunRecord
+from paceline.verify.runs import SINGLE, Runs
+from paceline.verify.slicing import line_text
+from paceline.verify.tolerances import ROUNDOFF, Difference, Tolerances
+from paceline.verify.trace_diff import RANDOM, batch_parts, load_traces
+
+# Causes that follow from how the gradients of the parts are related to that of the whole batch.
+_CAUSES_BY_PARTS = {
+    "mean-of-means",
+    "in-batch-loss",
+    "sum-for-mean",
+    "mean-for-sum",
+    "depends-on-shard-size",
+    "unknown",
+}
+_HOOKS_ON_GRADIENTS = {"register_hook", "register_full_backward_hook", "register_full_backward_pre_hook"}
+# Causes without a line.
+_WITHOUT_LINE = {"by-design", "unused-parameters", "not-finite"}
+
+
+class FaultLocator:
+    """Finds the line of a fault.
+
+    Args:
+        ours: A, the run in question.
+        whole: C, where the difference is one of A and C.
+        dropout_off: whether the traced runs have dropout off.
+    """
+
+    def __init__(self, runs: Runs, ours: RunRecord, whole: RunRecord | None, *, dropout_off: bool) -> None:
+        self._runs, self._subject, self._whole_batches, self._dropout_off = runs, ours, whole, dropout_off
+        self._traced: RunRecord | None = None  # L
+        self._traced_alone: RunRecord | None = None  # LD
+        self._depends_on_rank = False  # whether the fault is gone in LD
+        self._made = False  # whether L and LD have been made
+        self._why_not_traced: str | None = None  # the error that L ended in
+
+    def _make_traced_runs(self, step: int) -> None:
+        """Make L and LD, once."""
+        if self._made or not self._runs.may_trace:
+            return
+        self._made = True
+        processes = self._runs.start.processes
+        how: dict[str, Any] = {"trace_from": step, "steps": step + 1, "dropout_off": self._dropout_off}
+        self._why_not_traced = self._runs.run("L", **how)  # it may end in the error that the run in question ended in
+        self._traced = self._runs.load("L", processes)
+        if processes > 1:
+            self._runs.run("LD", told_alone=True, **how)
+            self._traced_alone = self._runs.load("LD", processes)
+        for run in (self._traced, self._traced_alone):
+            if run is not None and load_traces(
+                run
+            ):  # a run whose ranks differ before the first step has traces and no steps
+                self._runs.recorded.add(run.name)
+
+    def add_told_alone(self, known: Evidence, tolerances: Tolerances) -> Evidence:
+        """The evidence, with LD: it shows whether the difference is there because the script asks."""
+        step = known.step
+        self._make_traced_runs(step)
+        lines, told = self._traced, self._traced_alone
+        if lines is None or told is None or min(lines.steps, told.steps) <= step:
+            return known
+        reference = known.without_dropout if self._dropout_off else known.subject
+        again = [d for k in range(step + 1) for d in differences(reference, lines, known.subject, tolerances, k)]
+        apart = [d for k in range(step + 1) for d in differences(reference, told, known.subject, tolerances, k)]
+        same = [(d.step, d.quantity) for d in again]
+        apart = [d for d in apart if (d.step, d.quantity) not in same]
+        self._depends_on_rank = bool(apart)
+        if apart and known.same_shards is None and known.told_alone is None and not known.by_cutting:
+            known = replace(known, by_distributing=apart)
+        return replace(known, told_alone=told, by_asking=apart)
+
+    def locate(self, answer: Answer, found: Sequence[Difference]) -> Answer:
+        """The answer with its line; and with another cause, where the line shows another one."""
+        first = found[0]
+        if answer.cause in _WITHOUT_LINE:
+            return answer
+        self._make_traced_runs(first.step)
+        lines = self._traced
+        if lines is None:
+            if self._why_not_traced is not None:
+                answer.notes.append(claim_without(f"its lines could not be watched: {self._why_not_traced}", "L"))
+            return answer
+        if self._traced_alone is not None and cause_from_ranks(self._subject) is not None:
+            self._depends_on_rank = cause_from_ranks(self._traced_alone) is None
+        if (hooked := self._locate_hook(answer, found, lines)) is not None:
+            return hooked
+        fault = Fault(answer.cause or "unknown", first.quantity, first.name, first.step)
+        told = load_traces(self._traced_alone) if self._traced_alone is not None and self._depends_on_rank else []
+        parts, of_parts = [], None
+        cut = self._whole_batches is not None and first.quantity in ("loss", "gradient", "buffers", "data")
+        if cut and not self._depends_on_rank:
+            how = {"trace_from": first.step, "steps": first.step + 1}
+            of_parts, _ = self._runs.run_single_process("LC", SINGLE, dropout_off=True, whole_batches=True, **how)
+            if of_parts is not None:
+                precision = lines.ranks[0]["precision"]
+                within = 64 * ROUNDOFF[precision] ** (1 if precision == "fp32" else 0.8)
+                parts = list(batch_parts(lines, of_parts, first.step, within))
+        where = find_line(fault, load_traces(lines), told, parts)
+        if where is None and answer.cause == "state-outside":
+            where = state_line(first.step, load_traces(lines))
+        if where is None:
+            return answer
+        runs = [lines, *([self._traced_alone] if told and self._traced_alone is not None else [])]
+        runs += [of_parts] if of_parts is not None else []
+        self._correct_cause(answer, where, runs)
+        if answer.cause == "state-outside" and (state := state_line(first.step, load_traces(lines))) is not None:
+            where = FaultLine(state.place, state.beside or (where.place if where.place != state.place else None))
+        return _add_line(answer, where, runs)
+
+    def _locate_hook(self, answer: Answer, found: Sequence[Difference], lines: RunRecord) -> Answer | None:
+        """The answer where losses are alike, gradients are not, and the script has put a hook on a gradient."""
+        # A hook sees a gradient times the weight of a part, which looks like these causes.
+        may_be = {*_CAUSES_BY_PARTS, "state-outside", "control-by-rank"}
+        if found[0].quantity != "gradient" or answer.cause not in may_be:
+            return None
+        if self._depends_on_rank or answer.line is not None:
+            return None
+        hooks = [e for trace in load_traces(lines) for e in trace.events_of("hook") if e["name"] in _HOOKS_ON_GRADIENTS]
+        hooks = [e for e in hooks if e["step"] <= found[0].step]
+        if not hooks:
+            return None
+        where = FaultLine((hooks[-1]["file"], hooks[-1]["line"]))
+        sentence = (
+            "the losses are alike and the gradients are not, and the script has put a hook on a gradient: it acts on "
+            "what each part of the batch gives, before that is combined"
+        )
+        remedy = "Change gradients after the last backward of a global batch, when .grad is the mean over it."
+        _set_cause(answer, "clipped-early", sentence, remedy, [lines])
+        return _add_line(answer, where, [lines])
+
+    def locate_chance(self, answer: Answer, step: int) -> Answer:
+        """The answer about a program that is not the same twice: where two runs of one process diverge."""
+        if not self._runs.may_trace:
+            return answer
+        how = {"dropout_off": True, "whole_batches": True, "trace_from": step, "steps": step + 1}
+        first, _ = self._runs.run_single_process("LC", SINGLE, **how)
+        second, _ = self._runs.run_single_process("LC2", SINGLE, **how)
+        if first is None or second is None:
+            return answer
+        where = chance_line(load_traces(first), load_traces(second), step)
+        if where is None:
+            fault = Fault("not-deterministic", answer.quantity or "loss", answer.parameter, step)
+            where = find_line(fault, load_traces(first), [], [])
+        return answer if where is None else _add_line(answer, where, [first, second])
+
+    def _correct_cause(self, answer: Answer, where: FaultLine, runs: Sequence[RunRecord]) -> None:
+        """Replace the cause where the event at the line shows another one."""
+        found = where.found
+        if found is None:
+            return
+        kind, name = found.event["kind"], found.event["name"]
+        drawn = kind == "seed" or (kind == "op" and name in RANDOM and found.how == "values")
+        if where.asks and answer.cause == "control-by-rank" and drawn and answer.quantity in ("data", "loss"):
+            sentence = "random numbers are drawn by the rank, or by the number of processes"
+            remedy = (
+                "Draw from torch's default generator, as it is seeded: for each shard of each step, and each example."
+            )
+            _set_cause(answer, "other-random-numbers", sentence, remedy, runs)
+        elif where.asks and answer.cause in ("other-random-numbers", *_CAUSES_BY_PARTS) and not drawn:
+            sentence = "a setting, or a number, of the script depends on the rank or on the number of processes"
+            _set_cause(answer, "control-by-rank", sentence, "Set it alike on every rank and for every number.", runs)
+        elif not where.asks and answer.cause in (*_CAUSES_BY_PARTS, "control-by-rank") and found.how == "state":
+            _set_cause(answer, "state-outside", STATE, STATE_REMEDY, runs)
+        elif not where.asks and answer.cause in _CAUSES_BY_PARTS and found.how == "numbers":
+            given, whole = found.numbers
+            sentence = (
+                f"an op is given {_numbers(given)} with a part of the batch, and {_numbers(whole)} with the whole: the "
+                "script computes with the size of what it is given, or with how many parts there were"
+            )
+            remedy = "Count in updates, and leave sizes out: Paceline weighs each part by its examples."
+            _set_cause(answer, "depends-on-shard-size", sentence, remedy, runs)
+
+
+def _set_cause(answer: Answer, cause: str, sentence: str, remedy: str, runs: Sequence[RunRecord]) -> None:
+    answer.cause, answer.remedy = cause, remedy
+    kept = [claim for claim in answer.claims if not claim.text.startswith(("\nCause:", "\nRemedy:"))]
+    answer.claims = [*kept, Claim(f"\nCause: {sentence}.", run_names(runs)), Claim(f"\nRemedy: {remedy}")]
+
+
+def _numbers(given: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in given[:3]) or "nothing"
+
+
+def _add_line(answer: Answer, where: FaultLine, runs: Sequence[RunRecord]) -> Answer:
+    file, answer.line = where.place
+    answer.file, answer.source = _short(file), line_text(where.place)
+    said = f"\nAt {answer.file}:{answer.line}: {answer.source}"
+    if where.beside is not None and where.beside != where.place:
+        answer.beside = f"{_short(where.beside[0])}:{where.beside[1]}"
+        said += f"\n  with {answer.beside}: {line_text(where.beside)}"
+    at = next((i for i, claim in enumerate(answer.claims) if claim.text.startswith("\nRemedy:")), len(answer.claims))
+    answer.claims.insert(at, Claim(said, run_names(runs)))
+    return answer
+
+
+def _short(file: str) -> str:
+    """The path from the current directory, where the file lies below it."""
+    near = os.path.relpath(file)
+    return file if near.startswith("..") else near

@@ -1,0 +1,568 @@
+"""The recorder: it keeps what each step of a run computes, and makes each step start from a given state.
+
+Like the probe of `paceline compare`, the recorder replaces some of a run's methods. A step is one global batch, from
+the first yield of a training loader to the last update that acts on it.
+
+1. A step begins. The run in question writes its whole state. Every other run loads that state, and so makes the same
+   step again. A run of whole batches keeps its own options of the optimizer, such as the learning rate.
+2. Before each update the recorder keeps the gradients. A run of one process then loads the gradients of the run in
+   question. So what an update makes of a gradient is compared apart from the gradient.
+3. After each update the recorder keeps weights and buffers.
+
+An optimizer that is given a closure: the gradients of its first evaluation are kept. No prepared optimizer: gradients
+are kept after each backward of a last micro-batch, and the step ends when the script has cleared them.
+
+Replicas that train apart have no common state between two steps. Only their first state is loaded, and the last one is
+kept.
+
+Each rank writes `rank-N.json`. Tensors are in safetensors files. K is the number of a step, U of an update, N of a
+rank, M of a yield:
+
+state-K       the whole state before the step, of the run in question
+start-K       the models of that state
+own-K         tensors that were changed since the last update, as they were before the run loaded state-K
+grad-K-U-rN   gradients before the update
+take-K-U-rN   the same, of the run in question
+after-K-U     weights and buffers after the update
+part-K-M      gradients so far when the yield begins, where one process computes all shards in turn
+initial, end  weights and buffers before the run loaded its first state; after the last step
+
+Other runs load `state` and `take`, which hold whole tensors. The other files are only compared. Their large tensors are
+sketches (sketches.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from paceline.comm import collectives, dtensor
+from paceline.comm.mesh import replicas_here
+from paceline.errors import ModelError, UsageError
+from paceline.monitor.window import LOSS, Window
+from paceline.run import Run
+from paceline.train.loader import Loader
+from paceline.train.loss import terms_of
+from paceline.trials.spec import TrialEnded, TrialSpec
+from paceline.verify.worker.backward_watch import BackwardWatch, leaves_outside, watch_hooks, zeroed
+from paceline.verify.worker.call_site import Place, call_site
+from paceline.verify.worker.collate_recorder import CollateRecorder
+from paceline.verify.worker.patches import Patches, dropout_off, recurrent_dropout_off
+from paceline.verify.worker.perturbation import ScaledPrecision, nudge_weights
+from paceline.verify.worker.rank_queries import RankQueries
+from paceline.verify.worker.record_files import (
+    digest,
+    has_room,
+    keep_own_options,
+    load_gradients,
+    load_state,
+    named_tensors,
+    new_step_record,
+    optimizer_options,
+    rank_record,
+    save_state,
+    save_tensors,
+)
+from paceline.verify.worker.rng_draws import RandomDraws
+from paceline.verify.worker.script_tracer import BACKWARD_HOOKS, ScriptTracer
+from paceline.verify.worker.sketches import sketched
+
+
+class Recorder:
+    """Attached to a run when the run is made."""
+
+    def __init__(self, run: Run, spec: TrialSpec) -> None:
+        assert spec.reference is not None
+        self._run, self._spec, self._reference_folder = run, spec, spec.reference
+        self._world = run.world  # the real one, whatever the script is told
+        self._steps: list[dict[str, Any]] = []  # the records of the steps that are complete
+        self._current: dict[str, Any] | None = None  # the record of the step that is being made
+        self._window = Window(run.device)  # the losses of that step
+        self._watch = BackwardWatch(run, lambda: self._current)
+        self._changing_hooks: set[str] = set()  # the names of parameters with a hook that changes gradients
+        self._collate_recorders: dict[Loader, CollateRecorder] = {}
+        self._disk_full = False  # the disk has no room for another step
+        self._hooks_gradients = False  # whether the script has put a hook on a gradient
+        self._outside_leaves: list[Tensor] = []  # tensors with gradients that are in no model
+        self._buffers_at_start: list[tuple[Tensor, Tensor]] = []  # (buffer, its value when the step began)
+        self._used_batch_norm = False  # whether a batch norm was training
+        self._written = False  # whether the record is written
+        self._evaluations = 0  # of the closure, in this run.step, by an optimizer that is given one
+        self._manual_updates = 0  # updates that the script has made without an optimizer
+        self._path = os.path.join(spec.directory, f"rank-{run.world.rank}.json")
+        if os.path.exists(self._path):  # the script has made an earlier run, which is recorded
+            raise TrialEnded(0)
+        plan = run._strategy.plan
+        if spec.rotated_shards:
+            run._strategy.plan = plan = plan.shifted()
+        # Whether each rank holds a whole model. Leaves outside the models are noted where each yield is one piece, too.
+        self._replicated = not plan.whole_shards
+        self._notes_leaves = not plan.bundled
+        self._layer_names: dict[nn.Module, str] = {}  # the layers whose calls are noted
+        self._call_hook: Any = None  # the handle of the hook that notes these calls
+        run._stepper.losses = []
+        own: dict[str, Callable[..., Any]] = {
+            "prepare": self._prepare,
+            "loader": self._loader,
+            "_on_yield": self._on_yield,
+            "_on_end": self._on_end,
+            "forward_backward": self._forward_backward,
+            "backward": self._backward,
+            "step": self._step,
+            **{name: self._watch.watch_request(getattr(run, name)) for name in ("gather", "sum", "mean", "ratio")},
+            "save": lambda directory, **_: Path(directory) / f"step-{self._run.steps:08d}",
+            "restore": lambda *_, **__: False,
+            "export": lambda *_, **__: None,
+            "add_tracker": lambda *_, **__: None,
+            "close": self._close,
+        }
+        self._originals: dict[str, Callable[..., Any]] = {name: getattr(run, name) for name in own}
+        for name, method in own.items():
+            setattr(run, name, method)
+        self._original_update, self._original_evaluated = run._stepper._update, run._stepper.evaluated
+        run._stepper._update = self._apply_update  # type: ignore[method-assign]
+        run._stepper.evaluated = self._closure_evaluated  # type: ignore[method-assign]
+        self._patches = Patches()
+        # With noise="example" every run draws alike, and dropout may stay.
+        self._dropout_off = spec.dropout_off and run._noise is None
+        if self._dropout_off:
+            dropout_off(self._patches)
+        self._tracer: ScriptTracer | None = None
+        if spec.trace_from is not None:
+            path = os.path.join(spec.directory, f"lines-{run.world.rank}.json")
+            self._tracer = ScriptTracer(run, path, spec.trace_from, self._patches)
+        if spec.told_alone or spec.trace_from is not None:
+            RankQueries(run, spec.told_alone, self._note_rank_query, self._patches)
+        if spec.perturbed:
+            run._stepper.precision = ScaledPrecision(run._stepper.precision, self._may_scale_loss)  # type: ignore[assignment]
+            for owner, name in BACKWARD_HOOKS:
+                self._patches.replace(owner, name, self._watch_hook_registration(getattr(owner, name)))
+
+    def _note_rank_query(self, at: Place) -> None:
+        if self._tracer is not None:
+            self._tracer.record_rank_query(at)
+
+    # --- in place of the run's methods
+
+    def _prepare(self, *objects: Any) -> Any:
+        if self._tracer is not None:  # before prepare moves tensors: earlier writes went to these addresses
+            models = [thing for thing in objects if isinstance(thing, nn.Module)]
+            self._tracer.register_models(models, len(self._run._models))
+        made = self._originals["prepare"](*objects)
+        for number, model in enumerate(self._run._models):
+            if self._dropout_off:
+                recurrent_dropout_off(model)
+            compiled = self._run.settings.compile  # whose graphs hooks would break
+            self._used_batch_norm |= compiled and any(isinstance(module, _BatchNorm) for module in model.modules())
+            for name, module in model.named_modules() if self._replicated and not compiled else ():
+                if not list(module.children()):
+                    self._layer_names.setdefault(module, f"{number}/{name}" if number else name)
+        if self._layer_names and self._call_hook is None:
+            self._call_hook = register_module_forward_pre_hook(self._note_layer_call)
+        if self._tracer is not None:
+            self._tracer.accept_options()
+        return made
+
+    def _watch_hook_registration(self, original: Any) -> Any:
+        """In the place of register_hook, of a tensor or of a module's backward. Hooks that Paceline or the recorder
+        registers do not count."""
+
+        def register_hook(own: Any, *args: Any, **options: Any) -> Any:
+            at, inside = call_site(from_recorder=True)
+            self._hooks_gradients |= at is not None and not inside
+            return original(own, *args, **options)
+
+        return register_hook
+
+    def _may_scale_loss(self) -> bool:
+        """Whether the loss may be scaled in the backward. It may not where something else would see that: a hook of the
+        script that bounds a gradient by its norm, or a tensor beside the model."""
+        hooked = self._hooks_gradients or any(parameter._backward_hooks for parameter in self._run._stepper.names)
+        seen = bool(self._outside_leaves) or hooked
+        if self._current is not None:
+            self._current["scaled"] = not seen
+        return not seen
+
+    def _note_layer_call(self, module: nn.Module, *_: Any) -> None:
+        """A hook before the forward of every module. It is registered for all modules, and not on a model, which a
+        script may save, pickle or copy."""
+        name = self._layer_names.get(module)
+        if name is None:
+            return
+        if self._current is not None and name not in self._current["modules"]:
+            self._current["modules"].append(name)
+        self._used_batch_norm |= isinstance(module, _BatchNorm) and module.training
+
+    def _loader(self, dataset: Any, **options: Any) -> Loader:
+        if not options.get("train", True):
+            loader: Loader = self._originals["loader"](dataset, **options)
+            return loader
+        if self._spec.whole_batches:
+            options["micro_batch"] = None
+        if self._tracer is not None:
+            self._tracer.record_loader(dataset, options)
+        collate_recorder = CollateRecorder.install(options)
+        loader = self._originals["loader"](dataset, **options)
+        self._collate_recorders[loader] = collate_recorder
+        loader.streams.backwards = self._spec.reversed_batches
+        loader._source.probing = False  # a difference of the ranks' data is a finding, and must not end the run here
+        return loader
+
+    def _on_yield(self, loader: Loader) -> None:
+        request = loader.current
+        assert request is not None
+        turns = self._run._strategy.plan.sequential
+        if loader.train and request.micro == 0:
+            self._detect_manual_update()
+        if loader.train and request.micro == 0 and (self._current is None or self._current["updates"]):
+            self._begin_step(request.epoch, request.step)
+        elif loader.train and turns and request.micro:
+            if self._world.size == 1:
+                self._write(f"part-{len(self._steps)}-{request.micro}", self._gradients())
+            for buffer, value in self._buffers_at_start if request.micro * turns % request.micros == 0 else ():
+                buffer.copy_(value)  # each of several processes would begin with these values
+        self._watch.asked_all_ranks = False
+        self._originals["_on_yield"](loader)
+        current = self._current
+        if not loader.train or current is None:
+            return
+        current["yields"] += 1
+        if self._tracer is not None:
+            self._tracer.begin_yield(request.examples)
+        parts, drew = self._collate_recorders[loader].collect(request, self._spec.reversed_batches)
+        current["drew"] |= drew
+        for part, digests in parts:
+            if part.indices:
+                current["ids"].append([loader.name, part.shard, part.micro, list(part.indices)])
+                current["data"].append([loader.name, part.shard, part.micro, digests])
+        keys = [loader.streams.torch_key(request, part.shard, part.micro) for part in request.parts]
+        # Where a yield has several pieces, the strategy seeds each piece anew.
+        self._watch.draws.remember(*(keys if self._run._strategy.plan.bundled else []))
+
+    def _on_end(self, loader: Loader, whole: bool) -> None:
+        if loader.train and whole:
+            self._detect_manual_update()
+        self._originals["_on_end"](loader, whole)
+
+    def _detect_manual_update(self) -> None:
+        """The script may have updated the weights itself, and cleared the gradients, since its last backward."""
+        current, found = self._current, 0 if self._run._optimizers else self._run._stepper.count_by_hand()
+        if current is not None and found > self._manual_updates:
+            self._record_update(current)
+        self._manual_updates = found
+
+    def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:
+        def seen(model: Any, batch: Any) -> Any:
+            draws = RandomDraws(self._run.device, self._run._noise)  # of this replica, which may run in a thread
+            draws.remember()
+            loss = loss_fn(model, batch)
+            self._watch.note_draws(draws)
+            if self._notes_leaves:
+                self._note_outside_leaves([term.value for term in terms_of(loss)])
+            if self._tracer is not None:
+                self._tracer.begin_backward([term.value for term in terms_of(loss)])
+            mine = self._run._strategy.plan.mine
+            shard = replicas_here().rank if len(mine) > 1 else mine[0]
+            return zeroed(loss) if self._is_zeroed(shard) else loss
+
+        together = self._run._strategy.plan.whole_shards  # the closure does not run as a whole
+        self._watch.before_backward(self._gradients)
+        made: Tensor = self._originals["forward_backward"](loss_fn if together else seen, *args, **options)
+        if together:
+            self._watch.note_draws()
+        if self._tracer is not None:
+            self._tracer.end_backward()
+        self._watch.after_backward(self._gradients if self._notes_leaves else dict)
+        self._keep_gradients_without_optimizer()
+        return made
+
+    def _backward(self, loss: Tensor | None = None, **options: Any) -> None:
+        roots = [root for root in (loss, options.get("total")) if isinstance(root, Tensor)]
+        if self._notes_leaves:
+            self._note_outside_leaves(roots)
+        if self._is_zeroed(*self._run._strategy.plan.mine):
+            loss = None if loss is None else zeroed(loss)
+            options |= {"total": zeroed(options["total"])} if options.get("total") is not None else {}
+        self._watch.before_backward(self._gradients)
+        if self._tracer is not None:
+            self._tracer.begin_backward(roots)
+        self._originals["backward"](loss, **options)
+        if self._tracer is not None:
+            self._tracer.end_backward()
+        self._watch.note_draws()
+        self._watch.after_backward(self._gradients if self._notes_leaves else dict)
+        self._keep_gradients_without_optimizer()
+
+    def _keep_gradients_without_optimizer(self) -> None:
+        """Without an optimizer nothing tells when the script uses the gradients: they are kept after each backward."""
+        current, latest = self._current, self._run.latest
+        if current is None or self._run._optimizers or self._run._strategy.mesh.independent:
+            return
+        if latest is not None and latest.current is not None and latest.current.final:
+            self._keep_gradients(current)
+            current["own"] = True
+
+    def _is_zeroed(self, *shards: int) -> bool:
+        """Whether the loss of these shards is multiplied by zero in this update."""
+        spec, current = self._spec, self._current
+        return spec.only_shard not in (None, *shards) and current is not None and current["updates"] == spec.only_update
+
+    def _note_outside_leaves(self, roots: Sequence[Tensor]) -> None:
+        """Note tensors with gradients that are in no model and stay from step to step. (An input is another tensor at
+        each step.)"""
+        names = self._run._stepper.names
+        if self._current is None or dtensor.any_sharded(names):
+            return
+        found = leaves_outside(roots, names)
+        stay = [leaf for leaf in found if any(leaf is other for other in self._outside_leaves)]
+        self._current["strangers"] |= {f"{i}, of shape {tuple(x.shape)}": digest(x) for i, x in enumerate(stay)}
+        self._outside_leaves = found
+
+    def _step(self, *args: Any, **options: Any) -> bool:
+        acted: bool = self._originals["step"](*args, **options)
+        self._evaluations = 0
+        if acted and self._current is not None:
+            self._record_update(self._current)
+        return acted
+
+    def _record_update(self, current: dict[str, Any]) -> None:
+        """Record an update that was made: the losses that led to it, and what it has made of weights and buffers."""
+        self._collect_losses(current)
+        if not self._run._strategy.mesh.independent:
+            state = self._state()
+            if self._world.rank == 0 and state is not None:
+                self._write(f"after-{len(self._steps)}-{current['updates']}", named_tensors(state["models"]))
+        current["updates"] += 1
+        current["after"] = self._digests()
+        if self._tracer is not None:
+            self._tracer.accept_options()  # a prepared scheduler has moved
+        self._watch.asked_all_ranks = False
+        self._watch.draws.remember()  # the update has seeded the generators anew
+
+    def _collect_losses(self, current: dict[str, Any]) -> None:
+        """Take the losses of the stepper into the record of the step."""
+        losses = self._run._stepper.losses
+        if losses:
+            self._window.add_losses(losses)
+            for call, value, count, request, _, _, term in losses:
+                current["counted"] |= count is not None
+                if request.examples and len(request.parts) == 1:
+                    current["apart"].append([request.parts[0].shard, request.parts[0].micro, call, term, float(value)])
+            losses.clear()
+
+    def _apply_update(self, optimizer: Any, graded: list[Tensor], max_grad_norm: float | None) -> bool:
+        """In place of the stepper's update of an optimizer."""
+        current = self._current
+        if current is not None:
+            self._keep_optimizer_options(current, optimizer)
+            if current["updates"]:
+                current["between"] += [
+                    name for name, made in self._digests().items() if current["after"].get(name, made) != made
+                ]
+            self._keep_gradients(current)
+            if not self._spec.in_question and self._world.size == 1 and not self._trains_apart():
+                graded = self._load_reference_gradients(optimizer, current["updates"])
+        return self._original_update(optimizer, graded, max_grad_norm)
+
+    def _closure_evaluated(self, optimizer: Any) -> None:
+        """An optimizer that is given a closure has evaluated it.
+
+        The first evaluation is at the weights that the step started from. Later ones are at weights that follow from
+        the run's own gradients, and so is the update.
+        """
+        self._original_evaluated(optimizer)
+        current, self._evaluations = self._current, self._evaluations + 1
+        if current is not None and self._evaluations == 1:
+            self._keep_optimizer_options(current, optimizer)
+            self._keep_gradients(current)
+            current["own"] = True
+
+    def _keep_optimizer_options(self, current: dict[str, Any], optimizer: Any) -> None:
+        current["options"] += optimizer_options(optimizer)
+        current["lrs"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+    def _keep_gradients(self, current: dict[str, Any]) -> None:
+        """Keep the gradients of the next update, in place of gradients that were kept for it before."""
+        gradients, update = self._gradients(), current["updates"]
+        place = f"{len(self._steps)}-{update}"
+        if self._replicated and self._world.size > 1:
+            digests = {name: digest(gradient) for name, gradient in gradients.items()}
+            current["graded"] = [*current["graded"][:update], digests]
+        if self._world.rank == 0 or not self._replicated:
+            self._write(f"grad-{place}-r{self._world.rank}", gradients)
+            if self._spec.in_question:
+                self._write(f"take-{place}-r{self._world.rank}", gradients, whole=True)
+        current["not_finite"] += [name for name, g in gradients.items() if not bool(g.isfinite().all())]
+
+    def _load_reference_gradients(self, optimizer: Any, update: int) -> list[Tensor]:
+        """Replace the gradients by those of the run in question. Return the parameters that have one. Where the run in
+        question has kept none, the gradients stay."""
+        found = load_gradients(self._reference_folder, len(self._steps), update)
+        if not all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            found = {}  # the run in question has made no update of them
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters if found else ():
+            given = found.get(self._run._stepper.names[p])
+            p.grad = None if given is None else given.to(p.device, p.dtype if p.grad is None else p.grad.dtype)
+        return [p for p in parameters if p.grad is not None]
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._write_record()
+        if self._call_hook is not None:
+            self._call_hook.remove()
+        self._patches.undo()
+        self._originals["close"]()
+
+    # --- steps
+
+    def _begin_step(self, epoch: int, number: int) -> None:
+        """Complete the step before, and begin this one from its given state."""
+        self._complete_step()
+        strategy, step = self._run._strategy, len(self._steps)
+        if not strategy.plan.in_step:
+            self._end_trial()
+        if step == self._spec.steps:
+            if strategy.mesh.independent or self._trains_apart():
+                self._keep_final_weights()
+            self._end_trial()
+        if self._replicated:
+            watch_hooks(self._run._stepper.names, self._changing_hooks)
+        current = new_step_record(epoch, number)
+        current["start"] = self._digests()
+        last = self._steps[-1]["after"] if self._steps else None
+        current["outside"] = [name for name, made in current["start"].items() if last and last.get(name, made) != made]
+        if not step or not (strategy.mesh.independent or self._trains_apart()):
+            state = self._state()
+            if state is None:  # the ranks' weights differ; this step's record says which, and on which ranks
+                self._steps.append(current)
+                self._end_trial()
+            self._share_start_state(state, current["outside"])
+        if strategy.plan.sequential:
+            buffers = [buffer for model in self._run._models for buffer in model.buffers()]
+            self._buffers_at_start = [(buffer, buffer.clone()) for buffer in buffers]
+        self._window = Window(self._run.device)
+        self._current = current
+        if self._tracer is not None:
+            self._tracer.begin_step(step)
+
+    def _share_start_state(self, state: dict[str, Any], outside: Sequence[str]) -> None:
+        """The run in question writes its state; every other run loads it."""
+        step, main = len(self._steps), self._world.rank == 0
+        path = os.path.join(self._reference_folder, f"state-{step}.safetensors")
+        if self._spec.in_question:
+            self._disk_full = step > 1 and not collectives.broadcast_object(
+                main and has_room(state, self._reference_folder)
+            )
+            if self._disk_full:
+                self._end_trial()
+            if main:
+                save_state(state, path)
+                self._write(f"start-{step}", named_tensors(state["models"]))
+                if self._run._strategy.mesh.independent:
+                    Path(self._reference_folder, "apart").touch()
+            return
+        own = named_tensors(state["models"])
+        if main and not step:
+            self._write("initial", own)
+        if main and outside:
+            self._write(f"own-{step}", {name: own[name] for name in outside})
+        if (given := load_state(path)) is None:  # the run in question made no more steps
+            self._end_trial()
+        if self._spec.whole_batches or self._spec.told_alone:
+            keep_own_options(state, given)
+        if self._spec.perturbed:
+            nudge_weights(given["models"], set(self._run._stepper.names.values()), seed=step)
+        self._run._strategy.load_state_dict(given)
+        if self._tracer is not None:
+            self._tracer.accept_options()
+
+    def _trains_apart(self) -> bool:
+        """Whether the run in question has replicas that train apart."""
+        return not self._spec.in_question and os.path.exists(os.path.join(self._reference_folder, "apart"))
+
+    def _keep_final_weights(self) -> None:
+        """Keep the weights after the last step, of replicas that train apart."""
+        state = self._state()
+        if self._world.rank == 0 and state is not None:
+            self._write("end", named_tensors(state["models"]))
+
+    def _end_trial(self) -> NoReturn:
+        self._write_record()
+        raise TrialEnded(0)
+
+    def _state(self) -> dict[str, Any] | None:
+        """The whole state. None where the strategy refuses, on all ranks alike, because their weights differ."""
+        try:
+            return self._run._strategy.state_dict()
+        except ModelError:
+            return None
+
+    def _complete_step(self) -> None:
+        current, self._current = self._current, None
+        if current is None or not current["updates"]:
+            return
+        current["losses"] |= {key.removeprefix(LOSS): list(pair) for key, pair in self._window.totals().items()}
+        self._steps.append(current)
+
+    # --- what is kept
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """The gradients by name, whole. Collective where they are sharded."""
+        found = {}
+        for parameter, name in self._run._stepper.names.items():
+            grad = self._gradient(parameter)
+            if grad is not None:
+                found[name] = grad.full_tensor() if dtensor.is_sharded(grad) else grad  # type: ignore[attr-defined]
+        return found
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        try:
+            return parameter.grad
+        except UsageError as error:
+            raise UsageError(
+                "paceline verify compares gradients, and this strategy has none to show. Verify the script with "
+                "--strategy fsdp, which cuts the model in the same way; `paceline compare` compares losses under any."
+            ) from error
+
+    def _digests(self) -> dict[str, str]:
+        """Digests of this rank's weights and buffers, where it holds them whole."""
+        if not self._replicated:
+            return {}
+        values = named_tensors([model.state_dict() for model in self._run._models])
+        return {name: digest(value) for name, value in values.items() if not dtensor.is_sharded(value)}
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor], whole: bool = False) -> None:
+        """Write tensors to a file. whole: other runs load them. Else they are only compared, and large ones are written
+        as sketches."""
+        save_tensors(tensors if whole else sketched(tensors), os.path.join(self._spec.directory, f"{name}.safetensors"))
+
+    def _write_record(self) -> None:
+        if self._written:
+            return
+        self._written = True
+        if self._tracer is not None:
+            self._tracer.close()
+        unfinished = self._current["modules"] if self._current is not None and not self._current["updates"] else []
+        self._complete_step()
+        record = {
+            **rank_record(self._run, self._replicated),
+            "rank": self._world.rank,
+            "steps": self._steps,
+            "unfinished": unfinished,
+            "normalised": self._used_batch_norm,
+            "hooked": sorted(self._changing_hooks),
+            "ahead": self._run._stepper._ahead,
+            "full": self._disk_full,
+        }
+        with open(self._path + ".part", "w") as file:
+            json.dump(record, file)
+        os.replace(self._path + ".part", self._path)

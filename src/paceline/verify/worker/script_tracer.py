@@ -1,0 +1,449 @@
+"""What each line of a script does, in a run that `paceline verify` makes once more to find the line of a fault.
+
+Meanwhile a TorchFunctionMode sees every call of torch, sys.settrace sees every line of the user's, and some functions
+are replaced. What they do is kept as events, in order. Each event has the innermost line of the user's that was being
+run:
+
+op         a call that gives a tensor: its name, its inputs, the numbers among its arguments, and its values
+write      an op in place, or an assignment, writes a parameter, a buffer, a gradient or an optimizer's state
+root       a loss is handed to a backward call: which op made it
+hook       a hook is put on a gradient or a module
+seed       a generator is seeded, and with what
+option     an option of an optimizer, such as the learning rate, has another value than before
+parameter  a module gets a parameter after the models were prepared
+set        a module gets a number, a bool or a text as an attribute
+ask        the script asks for its rank or for the number of processes
+loader     the script makes a training loader
+
+The values of a tensor are kept as scalar products with fixed weights: one number for each example, where one of the
+first two dimensions is the examples of this yield; else one number for the whole tensor. They show whether two tensors
+are alike, and in which example they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paceline.run import Run
+from paceline.verify.worker.call_site import Place, call_site, owner_of_code
+from paceline.verify.worker.patches import Patches
+
+_MAX_EVENTS = 60_000
+_MAX_EXTERNAL_ELEMENTS = 1 << 16  # an input that no op has made is recorded up to this size
+_MAX_ELEMENTS_READ = 1 << 20  # of a larger tensor, elements at equal distances are read
+_SEEDS: tuple[tuple[Any, str], ...] = (
+    (torch, "manual_seed"), (torch, "seed"), (random, "seed"), (np.random, "seed"), (np.random, "default_rng"),
+)  # fmt: skip
+BACKWARD_HOOKS = (  # functions whose hooks see gradients on their way
+    (torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook"),
+    (nn.Module, "register_full_backward_pre_hook"),
+)  # fmt: skip
+_HOOKS = (
+    *BACKWARD_HOOKS, (torch.Tensor, "register_post_accumulate_grad_hook"), (nn.Module, "register_forward_hook"),
+    (nn.Module, "register_forward_pre_hook"),
+)  # fmt: skip
+
+
+class ScriptTracer:
+    """Attached by the recorder.
+
+    Args:
+        path: the file that the events are written to.
+        first: ops are recorded before the first step, and from this step on.
+    """
+
+    def __init__(self, run: Run, path: str, first: int, patches: Patches) -> None:
+        self._run, self._path, self._first = run, path, first
+        self.events: list[dict[str, Any]] = []
+        self._step, self._yield = -1, -1  # -1: before the first
+        self._examples: int | None = None  # of this yield
+        self._backward = False  # whether a backward call is running
+        # The id of a tensor -> (the number of the event that made it, the tensor). The tensor is kept alive, so that no
+        # other gets its id.
+        self._made_by: dict[int, tuple[int, Tensor]] = {}
+        self._options: dict[tuple[int, int, str], Any] = {}  # (optimizer, group, option) -> its last value
+        self._optimizers: list[Any] = []  # all that the script has made
+        self._prepared_tensors: dict[int, str] = {}  # the addresses that tensors had before run.prepare -> their names
+        self._weights: dict[int, Tensor] = {}  # the number of columns -> the fixed weights of a scalar product
+        self._last_lines: dict[int, int] = {}  # the id of a running frame of the user's -> the line that it is in
+        self._mode = _Mode(self)
+        self._watch_functions(patches)
+        self._mode.__enter__()
+        self._previous_trace = sys.gettrace()
+        if self._previous_trace is None:
+            self._trace_running_frames()
+
+    # --- told by the recorder
+
+    def begin_step(self, step: int) -> None:
+        self._step, self._yield, self._examples = step, -1, None
+
+    def begin_yield(self, examples: int) -> None:
+        self._yield, self._examples = self._yield + 1, examples
+        self._made_by.clear()
+
+    def begin_backward(self, roots: Iterable[Any]) -> None:
+        at, _ = call_site(from_recorder=True)
+        for root in roots:
+            if isinstance(root, Tensor):
+                self._record("root", at, "loss", of=self._event_of(root), values=self._values(root)[1])
+        self._backward = True
+
+    def end_backward(self) -> None:
+        self._backward = False
+
+    def register_models(self, models: Iterable[nn.Module], first: int) -> None:
+        """Models are being prepared: earlier writes to their tensors went to the addresses that they have now."""
+        for number, model in enumerate(models, start=first):
+            prefix = f"{number}/" if number else ""
+            for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+                kind = "weights" if isinstance(tensor, nn.Parameter) else "buffers"
+                self._prepared_tensors[tensor.untyped_storage().data_ptr()] = f"{kind}:{prefix}{name}"
+
+    def record_loader(self, dataset: Any, options: dict[str, Any]) -> None:
+        at, _ = call_site(from_recorder=True)
+        sized = len(dataset) if hasattr(dataset, "__len__") else None
+        self._record("loader", at, type(dataset).__name__, values=[sized, sorted(options)])
+
+    def record_rank_query(self, at: Place) -> None:
+        self._record("ask", at, "")
+
+    def close(self) -> None:
+        """Stop tracing and write the events."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None  # type: ignore[assignment]
+        if self._previous_trace is None:
+            sys.settrace(None)
+        for event in self.events:
+            address = event.pop("address", None)
+            if event["kind"] == "write" and event.get("target") is None:
+                event["target"] = self._prepared_tensors.get(address)
+        with open(self._path + ".part", "w") as file:
+            json.dump(self.events, file)
+        os.replace(self._path + ".part", self._path)
+
+    # --- events
+
+    def _record(self, kind: str, at: Place | None, name: str, **more: Any) -> int:
+        """Add an event, if there is a line for it. Return the number of the last event."""
+        if at is not None and len(self.events) < _MAX_EVENTS:
+            where = {"step": self._step, "yield": self._yield, "file": at[0], "line": at[1]}
+            self.events.append({"kind": kind, "name": name, **where, **more})
+        return len(self.events) - 1
+
+    def record_call(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Record a call of torch: an op, a write, or neither."""
+        name = getattr(function, "__name__", "")
+        if name == "__set__":
+            self._record_assignment(getattr(getattr(function, "__self__", None), "__name__", ""), args)
+            return
+        results = [one for one in _flat(out) if isinstance(one, Tensor)]
+        in_place = (name.endswith("_") and not name.startswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
+        if name in ("__get__", "detach", "requires_grad_") or not (results or in_place):
+            if name in ("__get__", "detach") and results and args and isinstance(args[0], Tensor):
+                self._record_alias(results[0], args[0])
+            return
+        at, inside = call_site()
+        if at is None:
+            return
+        if in_place and not inside:
+            given = _flat((args[:1], [(kwargs or {}).get(key) for key in ("out", "tensor", "input")]))
+            self._record_writes(name, at, [one for one in given if _is_tensor(one)])
+        if not results or "empty" in name or inside or (0 <= self._step < self._first - 1):
+            return
+        self._record_op(name, at, results, args, kwargs)
+
+    def _record_op(self, name: str, at: Place, results: list[Tensor], args: Any, kwargs: Any) -> None:
+        inputs = [one for one in _flat((args, kwargs)) if isinstance(one, Tensor)]
+        numbers = [one for one in _flat((args, kwargs)) if isinstance(one, (int, float)) and not isinstance(one, bool)]
+        shape, values = self._values(results[0])
+        number = self._record(
+            "op",
+            at,
+            name,
+            backward=self._backward,
+            inputs=[self._event_of(one) for one in inputs],
+            outer=[self._external_input(one) for one in inputs],
+            numbers=[float(one) for one in numbers[:8]],
+            shape=shape,
+            values=values,
+        )
+        for result in results:
+            self._made_by[id(result)] = (number, result)
+
+    def _record_assignment(self, attribute: str, args: Any) -> None:
+        at, inside = call_site()
+        if at is None or inside or attribute not in ("grad", "data") or not args:
+            return
+        target = self._name_of(args[0])
+        if target is None and attribute == "data":
+            self._record(
+                "write", at, "data", address=args[0].untyped_storage().data_ptr(), values=self._digest(args[1])
+            )
+        elif target is not None:
+            kind = "gradient" if attribute == "grad" else "weights"
+            name = target.partition(":")[2]
+            made = self._digest(args[1]) if isinstance(args[1], Tensor) else None
+            if made is not None:  # not where gradients are cleared
+                self._record("write", at, "assigned", target=f"{kind}:{name}", values=made)
+
+    def _record_writes(self, name: str, at: Place, targets: list[Tensor]) -> None:
+        known: dict[int, str] | None = None
+        for tensor in targets:
+            address = tensor.untyped_storage().data_ptr()
+            known = _tensors_by_address(self._run) if known is None else known
+            target = known.get(address)
+            if target is None and self._step >= 0 and self._event_of(tensor) is not None:
+                continue  # an op of this yield has made it
+            self._record("write", at, name, target=target, address=address, values=self._digest(tensor))
+
+    def _name_of(self, tensor: Any) -> str | None:
+        if not isinstance(tensor, Tensor) or tensor.is_meta:
+            return None
+        return _tensors_by_address(self._run).get(tensor.untyped_storage().data_ptr())
+
+    def _record_alias(self, made: Tensor, of: Tensor) -> None:
+        """A tensor that shares the memory of another was made by the same event."""
+        if id(of) in self._made_by:
+            self._made_by[id(made)] = (self._made_by[id(of)][0], made)
+
+    def _event_of(self, tensor: Tensor) -> int | None:
+        """The number of the event that made a tensor in this yield; None where none did."""
+        found = self._made_by.get(id(tensor))
+        return None if found is None else found[0]
+
+    def _external_input(self, tensor: Tensor) -> dict[str, Any] | None:
+        """An input that no op of this yield has made: the batch, a parameter, or what the script has kept."""
+        if self._event_of(tensor) is not None or tensor.numel() > _MAX_EXTERNAL_ELEMENTS or tensor.is_meta:
+            return None
+        shape, values = self._values(tensor)
+        return {"shape": shape, "values": values, "size": tensor.numel()}
+
+    def _digest(self, tensor: Tensor) -> list[float]:
+        return [self._projections(tensor.detach().reshape(1, -1))[0]] if tensor.numel() else []
+
+    def _values(self, tensor: Tensor) -> tuple[str, list[float]]:
+        """(shape, values).
+
+        The shape is "rows" (a value for each example), "scalar" (the number itself), "all" (one value for the whole
+        tensor) or "none" (no value).
+        """
+        examples, tensor = self._examples, tensor.detach()
+        if type(tensor) is not Tensor and hasattr(tensor, "full_tensor"):
+            return "none", []
+        if not tensor.ndim:
+            return "scalar", [_json_number(tensor.item())]
+        if not tensor.numel():
+            return "none", []
+        if examples and examples > 1 and tensor.shape[0] % examples == 0:
+            return "rows", self._projections(tensor.reshape(examples, -1))
+        if examples and examples > 1 and tensor.ndim > 1 and tensor.shape[1] == examples:
+            return "rows", self._projections(tensor.transpose(0, 1).reshape(examples, -1))
+        if examples == 1:
+            return "rows", self._projections(tensor.reshape(1, -1))
+        return "all", self._projections(tensor.reshape(1, -1))
+
+    def _projections(self, rows: Tensor) -> list[float]:
+        """The scalar product of each row with fixed weights."""
+        if rows.is_complex():
+            rows = torch.view_as_real(rows).flatten(1)
+        rows = rows[:, :: max(1, rows.numel() // _MAX_ELEMENTS_READ)].to("cpu", torch.float64)
+        width = rows.shape[1]
+        if width not in self._weights:
+            self._weights[width] = torch.cos(torch.arange(width, dtype=torch.float64) * 2.399963) + 1.5
+        return [_json_number(value) for value in (rows @ self._weights[width]).tolist()]
+
+    # --- functions in the place of others
+
+    def _watch_functions(self, patches: Patches) -> None:
+        for owner, name in _SEEDS:
+            patches.replace(owner, name, self._watch_seeding(getattr(owner, name), name))
+        for owner, name in _HOOKS:
+            patches.replace(owner, name, self._watch_hook_registration(getattr(owner, name), name))
+        patches.replace(torch, "Generator", self._watched_generator(torch.Generator))
+        made, put = torch.optim.Optimizer.__init__, nn.Module.__setattr__
+        tracer = self
+
+        def init(optimizer: Any, *args: Any, **options: Any) -> None:
+            made(optimizer, *args, **options)
+            tracer._optimizers.append(optimizer)
+            tracer._record_changed_options(call_site()[0])
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            put(module, name, value)
+            if isinstance(value, nn.Parameter) and tracer._prepared_tensors:
+                tracer._record("parameter", call_site()[0], name)
+            if isinstance(value, (bool, int, float, str)) and not name.startswith("_") and name != "training":
+                at, inside = call_site()
+                if not inside:
+                    tracer._record("set", at, f"{type(module).__name__}.{name}", values=[str(value)])
+
+        patches.replace(torch.optim.Optimizer, "__init__", init)
+        patches.replace(nn.Module, "__setattr__", set_attribute)
+
+    def _watch_seeding(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def seeded(*args: Any, **options: Any) -> Any:
+            at, inside = call_site()
+            made = function(*args, **options)
+            if not inside:
+                given = [str(one) for one in (*args, *options.values()) if isinstance(one, (int, float, str))]
+                self._record("seed", at, name, values=given)
+            return made
+
+        return seeded
+
+    def _watched_generator(self, base: Any) -> Any:
+        tracer = self
+
+        class Kind(type(base)):  # type: ignore[misc]
+            def __instancecheck__(cls, one: Any) -> bool:
+                return isinstance(one, base)
+
+        class Generator(base, metaclass=Kind):
+            def manual_seed(self, seed: int) -> Any:
+                tracer._record("seed", call_site()[0], "manual_seed", values=[str(seed)])
+                return super().manual_seed(seed)
+
+            def seed(self) -> int:
+                found: int = super().seed()
+                tracer._record("seed", call_site()[0], "seed", values=[str(found)])
+                return found
+
+        return Generator
+
+    def _watch_hook_registration(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def hooked(own: Any, hook: Any, *args: Any, **options: Any) -> Any:
+            at, inside = call_site()
+            if not inside:
+                code = getattr(hook, "__code__", None)
+                body = [code.co_filename, code.co_firstlineno] if code is not None else None
+                self._record("hook", at, name, target=self._name_of(own), values=[body])
+            return function(own, hook, *args, **options)
+
+        return hooked
+
+    # --- lines
+
+    def _trace_running_frames(self) -> None:
+        """Trace the user's lines: of all frames to come, and of those that are running."""
+        sys.settrace(self._on_call)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:  # frames that are running already
+            if owner_of_code(frame.f_code.co_filename) == "own":
+                frame.f_trace = self._on_line
+                self._last_lines[id(frame)] = frame.f_lineno
+            frame = frame.f_back
+
+    def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
+        """A function is called: its lines are traced where it is the user's."""
+        if owner_of_code(frame.f_code.co_filename) != "own":
+            return None
+        self._last_lines[id(frame)] = frame.f_lineno
+        return self._on_line
+
+    def _on_line(self, frame: FrameType, event: str, _: Any) -> Any:
+        """A line is over when the next one begins, or when its function returns."""
+        if event in ("line", "return"):
+            before = self._last_lines.get(id(frame))
+            if self._optimizers and before is not None:
+                self._record_changed_options((frame.f_code.co_filename, before))
+            self._last_lines[id(frame)] = frame.f_lineno
+            if event == "return":
+                self._last_lines.pop(id(frame), None)
+        return self._on_line
+
+    def accept_options(self) -> None:
+        """Take the options as they are now. What Paceline itself has changed or loaded is not the script's doing."""
+        self._options = dict(self._read_options())
+
+    def _read_options(self) -> Iterator[tuple[tuple[int, int, str], Any]]:
+        for number, optimizer in enumerate(self._optimizers):
+            for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+                for key, value in group.items():
+                    if key != "params" and isinstance(value, (bool, int, float, tuple)):
+                        yield (number, index, key), value
+
+    def _record_changed_options(self, at: Place | None) -> None:
+        """Record options that have changed since they were read last."""
+        for key, value in self._read_options():
+            if self._options.get(key) != value:
+                self._options[key] = value
+                self._record("option", at, key[2], values=[repr(value)])
+
+
+class _Mode(TorchFunctionMode):
+    """Hands every call of torch to the tracer."""
+
+    def __init__(self, tracer: ScriptTracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError, TypeError):
+            # A kind of tensor that cannot be read raises one of these errors: its events are left out.
+            self._tracer.record_call(func, args, kwargs or {}, out)
+        return out
+
+
+def _tensors_by_address(run: Run) -> dict[int, str]:
+    """What lies at each address of memory: parameters, buffers, their gradients, and the optimizers' state."""
+    found: dict[int, str] = {}
+    for number, model in enumerate(run._models):
+        prefix = f"{number}/" if number else ""
+        for name, buffer in model.named_buffers():
+            found[_storage_address(buffer)] = f"buffers:{prefix}{name}"
+        for name, parameter in model.named_parameters():
+            found[_storage_address(parameter)] = f"weights:{prefix}{name}"
+            if not run._strategy.plan.bundled and (grad := parameter.grad) is not None:
+                found.setdefault(_storage_address(grad), f"gradient:{prefix}{name}")
+    names = run._stepper.names
+    for optimizer in run._optimizers:
+        for own, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor) and own in names:
+                    found.setdefault(_storage_address(value), f"state:{names[own]}")
+    found.pop(0, None)
+    return found
+
+
+def _storage_address(tensor: Tensor) -> int:
+    """The address of the memory of a tensor; 0 where it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _flat(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _flat(one)
+    else:
+        yield value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
+
+
+def _json_number(value: Any) -> float:
+    number = float(value.real if isinstance(value, complex) else value)
+    return number if math.isfinite(number) else 1e308  # JSON knows no other

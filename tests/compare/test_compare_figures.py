@@ -1,0 +1,281 @@
+"""From records to figures to a sentence: pure functions, against sums done by hand."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.compare import rounds
+from paceline.compare.cases import (
+    Case,
+    CompareOptions,
+    baseline_case,
+    make_cases,
+    read_batches,
+    read_precisions,
+    read_strategies,
+)
+from paceline.compare.document import make_document
+from paceline.compare.figures import (
+    Figures,
+    Row,
+    communication_shares,
+    compute_figures,
+    examples_per_second,
+    loss_difference,
+    mean_losses,
+    percentile,
+    wire_bytes,
+)
+from paceline.compare.html_page import render_page
+from paceline.compare.recommendation import recommend
+from paceline.compare.table import render_table
+from paceline.config import StrategySpec
+from paceline.errors import SettingError
+from paceline.launcher.interrupts import Interrupts
+from paceline.strategies import STRATEGIES
+from paceline.trials.start import Length, Script
+from paceline.trials.trial import one_line_reason
+
+
+def step(number: int, parts: list[tuple[int, int, int]], *, total: int = 8, **values: Any) -> dict[str, Any]:
+    known = {"epoch": 0, "step": number, "total": total, "parts": parts, "timed": number > 0}
+    return known | {"seconds": 0.5, "waited": 0.1, "losses": {}} | values
+
+
+def record(steps: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {"rank": 0, "device": "cpu", "start_up_seconds": 2.0, "memory_bytes": 100}
+    known |= {"memory_kind": "resident", "bytes_sent": 0, "bytes_received": 0, "parameter_bytes": 40}
+    known |= {"communication": {"operations": 0, "seconds": 0.0, "exposed": 0.0}, "profiled_seconds": 1.0}
+    return known | {"steps": steps} | values
+
+
+# --- examples, bytes, time
+
+
+def test_replicas_have_a_shard_each() -> None:
+    """4 examples in 0.5 s on one rank, 4 in 1 s on the other. The step that is not timed does not count."""
+    fast = record([step(n, [(0, 0, 4)]) for n in range(3)])
+    slow = record([step(n, [(1, 0, 4)], seconds=1.0) for n in range(3)])
+    assert examples_per_second([fast, slow]) == pytest.approx(8 + 4)
+
+
+def test_stages_share_a_shard() -> None:
+    stages = [record([step(n, [(0, 0, 4), (0, 1, 4)]) for n in range(3)]) for _ in range(2)]
+    assert examples_per_second(stages) == pytest.approx(16)
+
+
+def test_workers_that_are_not_in_step_count_what_they_computed() -> None:
+    """Three parts in 0.5 s each on one rank, while the other computes one in 1.5 s."""
+    fast = record([step(n, [(0, 0, 4)]) for n in range(4)])
+    slow = record([step(n, [(1, 0, 4)], seconds=1.5) for n in range(2)])
+    assert examples_per_second([fast, slow, record([])]) == pytest.approx(8 + 4 / 1.5)
+
+
+def test_bytes_of_a_step() -> None:
+    ranks = [record([step(n, []) for n in range(5)], bytes_sent=40, bytes_received=30) for _ in range(2)]
+    assert wire_bytes(ranks) == 20  # 80 in four timed steps
+    assert wire_bytes([*ranks, record([])]) == 35  # a server sent what they received
+    assert wire_bytes([*ranks, record([step(0, [])], bytes_sent=None)]) is None
+    assert wire_bytes([dict(rank, device="cuda:0") for rank in ranks]) is None  # NCCL
+
+
+def test_time_in_communication() -> None:
+    talk = {"operations": 5, "seconds": 0.4, "exposed": 0.1}
+    ranks = [record([step(1, [(rank, 0, 4)])], communication=talk, profiled_seconds=2.0) for rank in range(2)]
+    assert communication_shares([ranks], 1e6) == pytest.approx((0.05, 0.2))
+    silent = {"operations": 0, "seconds": 0.0, "exposed": 0.0}
+    quiet = [dict(rank, communication=silent) for rank in ranks]
+    assert communication_shares([quiet], 1e6) is None  # bytes went, and the profiler saw none of it
+    assert communication_shares([quiet], 100.0) == (0.0, 0.0)
+    assert communication_shares([[*ranks, dict(ranks[0], communication=None)]], 1e6) is None
+    assert (
+        communication_shares([[record([step(1, [(0, 0, 4), (1, 0, 4)])])]], 0.0) is None
+    )  # two replicas in one process
+
+
+def test_percentile() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], part) for part in (0.25, 0.5, 0.95)] == [1.0, 2.0, 4.0]
+
+
+def test_figures_of_two_rounds() -> None:
+    def of(seconds: float) -> list[dict[str, Any]]:
+        talk = {"operations": 5, "seconds": 0.4, "exposed": 0.2}
+        steps = [step(n, [(0, 0, 8)], seconds=seconds, losses={"0": [8.0, 8.0]}) for n in range(3)]
+        return [record(steps, communication=talk, memory_bytes=int(100 * seconds))]
+
+    found = compute_figures([of(1.0), of(3.0)])
+    assert found.rounds == pytest.approx((8.0, 8 / 3))
+    assert found.examples_per_second == pytest.approx((8 + 8 / 3) / 2)
+    assert (found.step_seconds, found.p95_seconds, found.mean_seconds) == (2.0, 3.0, 2.0)
+    assert found.waiting == pytest.approx(0.1)
+    assert found.communicating == pytest.approx(0.2 * 2.0)
+    assert found.hidden == pytest.approx(0.2 * 2.0)
+    assert found.compute == pytest.approx(2.0 - 0.1 - 0.4)
+    assert found.memory == (300,)
+
+
+# --- losses
+
+
+def test_losses_are_means_over_the_ranks() -> None:
+    """A step of 3 + 5 examples; one whose second call has another count; one of which a part is missing."""
+    first = [step(0, [(0, 0, 3)], losses={"0": [3.0, 3]}), step(1, [(0, 0, 4)], losses={"0": [4.0, 4], "1": [6.0, 2]})]
+    second = [
+        step(0, [(1, 0, 5)], losses={"0": [13.0, 5]}),
+        step(1, [(1, 0, 4)], losses={"0": [8.0, 4], "1": [0.0, 0]}),
+    ]
+    alone = [step(2, [(0, 0, 4)], losses={"0": [4.0, 4]})]
+    found = mean_losses([record(first + alone), record(second)])
+    assert found == {(0, 0): 2.0, (0, 1): 12 / 8 + 6 / 2}
+    assert loss_difference(found, {(0, 0): 1.5, (0, 2): 9.0}) == 0.5
+    assert loss_difference(found, {}) is None
+    assert math.isnan(loss_difference({(0, 0): math.nan}, found) or 0.0)
+
+
+def test_the_loss_of_a_batch_that_was_dealt_out_is_that_of_all_its_parts() -> None:
+    fast = [
+        step(0, [(0, 0, 4)], total=4, losses={"0": [8.0, 4]}),
+        step(1, [(1, 0, 3)], total=3, losses={"0": [3.0, 3]}),
+    ]
+    slow = [step(0, [(1, 0, 3)], total=3, losses={"0": [6.0, 3]})]
+    assert mean_losses([record(fast, dealt=2), record(slow, dealt=2), record([], dealt=2)]) == {(0, 0): 2.0}
+
+
+# --- cases
+
+
+def test_commas_stand_between_strategies_and_between_options() -> None:
+    found = read_strategies("ddp,ddp:bucket_mb=50,static_graph=true,data_parallel:devices=cpu,cpu,pipeline,ddp", 2)
+    assert [str(spec) for spec in found] == [
+        "single", "ddp", "ddp:bucket_mb=50,static_graph=true", "data_parallel:devices=cpu,cpu", "pipeline",
+    ]  # fmt: skip
+    everything = [spec.name for spec in read_strategies(None, 4)]
+    assert everything[0] == "single"
+    assert sorted(set(everything)) == sorted(STRATEGIES)
+    more = ["fsdp:replicate=2", "parameter_server:mode=async"]
+    assert sorted(str(spec) for spec in read_strategies(None, 4) if spec.options) == more
+    assert not {"fsdp:replicate=2", "fsdp+tensor"} & {str(spec) for spec in read_strategies(None, 3)}
+    with pytest.raises(SettingError, match="'cpu' is not known"):
+        read_strategies("ddp,cpu", 2)
+
+
+def test_every_strategy_with_every_precision_and_batch() -> None:
+    specs, places = read_strategies("ddp,data_parallel", 2), ["cpu", "cpu"]
+    cases = make_cases(specs, read_precisions("fp32,bf16"), read_batches("64"), 2, places)
+    assert [case.name for case in cases] == [
+        "single fp32", "single bf16", "ddp fp32", "ddp bf16", "data_parallel fp32", "data_parallel bf16",
+    ]  # fmt: skip
+    assert [case.processes for case in cases] == [1, 1, 2, 2, 1, 1]
+    assert str(cases[4].spec) == "data_parallel:devices=cpu,cpu"
+    assert {case.global_batch for case in cases} == {64}
+    assert all(baseline_case(case, cases).name == "single fp32" for case in cases)
+    with pytest.raises(SettingError, match="0"):
+        read_batches("0")
+
+
+def test_servers_come_on_top_of_the_replicas() -> None:
+    specs = read_strategies("ddp,parameter_server,parameter_server:servers=2,parameter_server:servers=x", 3)
+    cases = make_cases(specs, [None], [None], 3, ["cpu"] * 3)
+    assert [(case.processes, case.servers) for case in cases] == [(1, 0), (3, 0), (4, 1), (5, 2), (3, 0)]
+
+
+def test_rounds_begin_with_another_case_and_leave_out_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [Case(name, StrategySpec("single"), 1) for name in "abc"]
+    tried: list[str] = []
+
+    def trial(script: Script, case: Case, length: Length, interrupts: Interrupts) -> Any:
+        tried.append(case.name)
+        return "it broke" if case.name == "b" else [record([step(n, [(0, 0, 8)]) for n in range(3)])]
+
+    monkeypatch.setattr(rounds, "run_trial", trial)
+    options = CompareOptions(Script("x.py", (), False, {}), 1, rounds=3)
+    rows = rounds.run_rounds(options, asked, Length(3, 1, 9.0), Interrupts())
+    assert "".join(tried) == "abc" + "ca" + "ca"
+    assert [(row.case.name, row.failed) for row in rows] == [("a", None), ("b", "it broke"), ("c", None)]
+
+
+@pytest.mark.parametrize(
+    ("story", "line"),
+    [
+        ("rank 1 failed: ValueError: no data\nTraceback ...\n", "ValueError: no data"),
+        ("rank 0 failed: paceline.errors.UsageError: Not so. Do this:\n  code\n", "UsageError: Not so."),
+        ("rank 3 was killed by SIGKILL (perhaps out of memory)\n", "was killed by SIGKILL (perhaps out of memory)"),
+        ("rank 0 ended with exit code 2\nThe last it printed:\n  usage\n  error: --x\n",
+         "ended with exit code 2; the last it printed: error: --x"),
+        ("not done after 5 s\nrank 0 stands at a.py, line 3\nrank 1 runs\n",
+         "not done after 5 s (rank 0 stands at a.py, line 3; rank 1 runs)"),
+    ],
+)  # fmt: skip
+def test_a_failure_in_one_line(story: str, line: str) -> None:
+    assert one_line_reason(story) == line
+
+
+# --- which one
+
+
+def row(name: str, speed: float, difference: float | None = 1e-7, memory: int = 100, rounds: float = 0.01) -> Row:
+    speeds = (speed * (1 - rounds), speed, speed * (1 + rounds))
+    losses = {(0, 0): 2.0}
+    made = Figures(speed, speeds, 1.0, 1.0, 1.0, 0.5, 0.3, 0.2, 0.1, (memory,), "resident", 0.0, 2.0, 40, losses)
+    return Row(Case(name, StrategySpec(name), 2), made, difference=difference)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen", "words"),
+    [
+        ([row("single", 100, 0.0), row("ddp", 190)], "ddp", "1.90 times as many as single with 100; its losses are"),
+        ([row("single", 100, 0.0), row("ddp", 60)], "single", "none that trains the same model is faster"),
+        ([row("single", 100, 0.0), row("ddp", 190), row("mirrored", 192)], "ddp", "(mirrored is as fast within"),
+        ([row("single", 100, 0.0), row("ddp", 150), row("mirrored", 192)], "mirrored", "192 examples/s"),
+        ([row("single", 100, 0.0), row("ddp", 190), row("local_sgd", 300, 0.5)], "ddp",
+         "local_sgd is 1.58 times as fast, but its losses differ by 5.0e-01"),
+        ([row("single", 100, 0.0), row("ddp", 190, memory=100), row("fsdp", 120, memory=40)], "ddp",
+         "fsdp needs 0.40 of it at 0.63 of the speed"),
+        ([row("single", 100, 0.0), row("ddp", 190, 0.3), row("fsdp", 210, 0.4)], "fsdp",
+         "single to 4.0e-01"),  # dropout
+        ([row("single", 100, 0.0), row("ddp", 190, math.nan)], "single", "could not be compared"),
+        ([row("single", 100, 0.0), row("ddp", 150, rounds=0.3), row("mirrored", 170)], "ddp", "within the noise"),
+        ([row("single", 100, 0.0, rounds=0.6), row("ddp", 190, rounds=0.6)], "ddp", "1.90 times"),  # a noisy machine
+        ([Row(Case("single", StrategySpec("single"), 1), failed="x"), row("ddp", 9, None)], "ddp", "it is the fastest"),
+    ],
+)  # fmt: skip
+def test_which_one(rows: list[Row], chosen: str, words: str) -> None:
+    found = recommend(rows)
+    assert found is not None
+    assert found[0].case.name == chosen
+    assert words in found[1]
+    assert found[1].count(". ") == 0  # one sentence
+
+
+def test_the_report_says_by_which_command_and_on_what_it_was_measured() -> None:
+    script = Script("my train.py", ("--lr", "0.1"), False, {"seed": 3})
+    document = make_document(CompareOptions(script, "2", "ddp,fsdp:stage=2", rounds=2), 2, Length(30, 5, 9.0), [])
+    assert document["command"] == (
+        "paceline compare --nproc=2 --strategies=ddp,fsdp:stage=2 --rounds=2 --seed=3 'my train.py' --lr 0.1"
+    )
+    machine = document["machine"]
+    assert machine["processor"] in Path("/proc/cpuinfo").read_text() + platform.processor() + platform.machine()
+    assert len(machine["processor"]) > 2
+    assert machine["cores"] >= 1
+    assert {machine["torch"], machine["python"]} == {str(torch.__version__), platform.python_version()}
+    assert datetime.datetime.fromisoformat(document["time"]).tzinfo is not None
+
+
+def test_nothing_ran() -> None:
+    failed = [Row(Case("single", StrategySpec("single"), 1), failed="<b>no</b> & " + "words " * 60)]
+    assert recommend(failed) is None
+    assert max(map(len, render_table(failed).splitlines())) <= 118
+    options = CompareOptions(Script("<x>.py", ("a b",), False, {}), 1)
+    document = make_document(options, 1, Length(30, 5, 9.0), failed)
+    assert document["verdict"] is None
+    text = render_page(document).partition("</style>")[0] + render_page(document).rpartition("</script>")[2]
+    assert "<b>" not in text
+    assert "&lt;b&gt;no&lt;/b&gt; &amp; words" in text
+    assert "&lt;x&gt;.py" in text

@@ -1,0 +1,58 @@
+"""What `paceline verify` puts around a run in its processes, on its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.errors import LaunchError
+from paceline.verify.worker import backward_watch, rank_queries, record_files
+from paceline.verify.worker import patches as patching
+
+
+def test_what_a_script_asks_all_processes_is_passed_on_whole() -> None:
+    """run.ratio(sum=..., count=...) is as good as run.ratio(..., ...)."""
+    run = paceline.start(device="cpu", progress="off")
+    try:
+        watch = backward_watch.BackwardWatch(run, lambda: None)
+        assert watch.watch_request(run.ratio)(sum=6.0, count=4) == watch.watch_request(run.ratio)(6.0, 4) == 1.5
+        assert watch.asked_all_ranks
+    finally:
+        run.close()
+
+
+def test_a_disk_that_takes_no_more_is_named_with_what_helps(tmp_path: Path) -> None:
+    """Stood in for by the kernel's limit of a file's size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(LaunchError, match=r"(?s)state-0.*too large.*--steps.*TMPDIR"):
+            record_files.save_tensors({"weight": torch.zeros(4096)}, str(tmp_path / "state-0.safetensors"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not (tmp_path / "state-0.safetensors").exists()
+    record_files.save_tensors({"weight": torch.zeros(4096)}, str(tmp_path / "state-0.safetensors"))
+    assert (tmp_path / "state-0.safetensors").exists()
+
+
+def test_every_name_by_which_a_script_asks_for_its_rank_is_noted_and_told() -> None:
+    run = paceline.start(device="cpu", progress="off")
+    real, patches, lines = run.world, patching.Patches(), []
+    run.world = dataclasses.replace(real, rank=1, size=3, local_rank=1, local_size=3)
+    try:
+        rank_queries.RankQueries(run, True, lines.append, patches)
+        assert (run.rank, run.local_rank, run.world_size, run.world.rank, run.main) == (0, 0, 1, 0, True)
+        assert len(lines) == 5
+        assert {file for file, _ in lines} == {__file__}
+    finally:
+        patches.undo()
+        run.world = real
+        run.close()
