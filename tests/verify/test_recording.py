@@ -12,7 +12,7 @@ import torch
 
 import paceline
 from paceline.errors import LaunchError
-from paceline.verify.worker import backward_watch, rank_queries, record_files
+from paceline.verify.worker import backward_watch, perturbation, rank_queries, record_files
 from paceline.verify.worker import patches as patching
 
 
@@ -55,4 +55,35 @@ def test_every_name_by_which_a_script_asks_for_its_rank_is_noted_and_told() -> N
     finally:
         patches.undo()
         run.world = real
+        run.close()
+
+
+@pytest.mark.parametrize("may", [True, False])
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_perturbed_run_goes_back_through_the_model_with_three_quarters_of_the_loss(closure: bool, may: bool) -> None:
+    """What enters the backward is 0.75 times as large; what stands in .grad is as before."""
+    factor = 0.75 if may else 1.0
+    run = paceline.start(device="cpu", progress="off")
+    try:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        run._stepper.precision = perturbation.ScaledPrecision(run._stepper.precision, lambda: may)  # type: ignore[assignment]
+        run.prepare(model, optimizer)
+        entered: list[float] = []
+
+        def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+            loss = model(batch[0]).sum() / 4
+            loss.register_hook(lambda grad: entered.append(float(grad)))
+            return loss
+
+        for batch in run.loader(torch.utils.data.TensorDataset(torch.arange(4.0)[:, None]), global_batch=4):
+            if closure:
+                run.forward_backward(loss_fn, model, batch)
+            else:
+                run.backward(loss_fn(model, batch))
+            assert model.weight.grad is not None
+            assert model.weight.grad.item() == 1.5
+            run.step(optimizer)
+        assert entered == [factor]
+    finally:
         run.close()

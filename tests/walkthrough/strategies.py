@@ -33,7 +33,6 @@ class Way:
 
 _SLICES = {"d": "cannot be copied with copy.deepcopy", "f-other": "cannot be copied", "h-separate": "outside of any"}
 _STAGES = {
-    "b-mlm": "has no place between its layers",
     "c": "takes one model, not 2",
     "d": "cannot be copied with copy.deepcopy",
     "f-other": "cannot be copied",
@@ -57,9 +56,9 @@ WAYS = {
         "fsdp:replicate=2", sgd=1e-10, jobs="abcegh", refused=("separate",), worlds=(4,), refuses=_SLICES, daily=False
     ),
     "hsdp-1": Way("fsdp:replicate=2,stage=1", sgd=1e-10, worlds=(4,), daily=False),
-    "pipeline": Way("pipeline", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2, 3), refuses=_STAGES),
+    "pipeline": Way("pipeline", forms=("closure",), jobs="abe", sgd=1e-8, worlds=(2, 3), refuses=_STAGES),
     "pipeline-2": Way(
-        "pipeline:stages=2,schedule=1f1b", forms=("closure",), jobs="ae", sgd=1e-8, worlds=(2,), factor=2
+        "pipeline:stages=2,schedule=1f1b", forms=("closure",), jobs="abe", sgd=1e-8, worlds=(2,), factor=2
     ),
     "tensor": Way("tensor:size=2", jobs="bg", sgd=1e-8, worlds=(1, 2), factor=2, refuses=_BLOCKS),
     "fsdp-tensor": Way("fsdp+tensor:size=2", jobs="bg", sgd=1e-10, worlds=(2,), factor=2, refuses=_BLOCKS, daily=False),

@@ -290,11 +290,10 @@ class Stepper:
         retain_graph: bool,
     ) -> None:
         """The backward passes of one call, of the terms of one piece."""
-        scaler = self.precision.scaler
         if self._in_turn is not None:
             self._check_not_updated()
         kind = call, id(inputs[0]) if inputs else None
-        passes = self._passes(terms, request, call, retain_graph, 1.0 if scaler is None else scaler.scale)
+        passes = self._passes(terms, request, call, retain_graph, self.precision.loss_scale)
         for number, ((weights,), retain) in enumerate(passes):
             losses = [term.value for term, weight in zip(terms[0], weights, strict=True) if weight is not None]
             shares = [weight for weight in weights if weight is not None]
@@ -310,12 +309,11 @@ class Stepper:
         inputs: list[Tensor] | None,
     ) -> list[list[Term]]:
         """The terms of each piece, where the strategy runs the closure."""
-        scaler = self.precision.scaler
         if self._in_turn is not None:
             self._check_not_updated()
 
         def passes(terms: list[list[Term]]) -> Iterator[tuple[Weights, bool]]:
-            return self._passes(terms, request, call, False, 1.0 if scaler is None else scaler.scale)
+            return self._passes(terms, request, call, False, self.precision.loss_scale)
 
         work = Work(model, pieces, compute, passes, self.precision.autocast, request.final, call, inputs, request.total)
         return self._closure.forward_backward(work)
