@@ -360,19 +360,19 @@ class Run:
             with self._noise.outside():
                 acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         if acted:
-            self._normalisation.agree(self._models, self._stepper.fetched_ahead)
+            self._normalisation.agree(self._models, self._stepper.prefetched)
         return acted
 
     @property
     def steps(self) -> int:
         """Updates that the first prepared optimizer has made. Where none is prepared, global batches whose gradients
         the script has used and cleared itself."""
-        return self._stepper.updates[self._optimizers[0]] if self._optimizers else self._stepper.count_by_hand()
+        return self._stepper.updates[self._optimizers[0]] if self._optimizers else self._stepper.count_manual_updates()
 
     @property
     def skipped(self) -> int:
         """Updates that were left out because a gradient was not finite; of replicas that train apart this one's."""
-        return self._stepper.skipped + self._stepper.sat_out
+        return self._stepper.skipped + self._stepper.skipped_alone
 
     # --- numbers over all processes
 

@@ -64,7 +64,7 @@ def test_a_sum_over_nothing_counts_unless_it_is_no_number(later: bool) -> None:
     sums, other = WeightedSum(CPU), WeightedSum(CPU)
     for value, weight in ((6.0, 2.0), (0.5, 0.0), (float("nan"), 0.0)):
         sums.add(torch.tensor(value), weight, summed=True)
-    other.take(sums)
+    other.merge(sums)
     other.add(1.0, 1)
     assert result(other) == [7.5, 3.0]
 
@@ -82,7 +82,7 @@ def test_the_order_changes_no_bit(later: bool) -> None:
         for place, i in enumerate(order):
             processes[place % len(processes)].add(values[i], counts[i])
         for other in processes[1:]:
-            processes[0].take(other)
+            processes[0].merge(other)
         found.add(result(processes[0])[0])
         plain.add(sum(float(values[i]) * counts[i] for i in order))
     assert len(found) == 1 < len(plain)

@@ -11,7 +11,7 @@ from tests.verify.prepared import Prepared
 
 from paceline.monitor.window import Window
 from paceline.strategies.base import Term
-from paceline.train.loss import local_loss, losses_of
+from paceline.train.loss import local_loss, term_losses
 from paceline.verify.answer import DIFFERENT, SAME, Answer
 from paceline.verify.decision import decide
 
@@ -92,7 +92,7 @@ def test_recorded_terms_of_the_shards_make_those_of_the_whole_batch() -> None:
         terms = [[Term(torch.tensor(total), count), Term(torch.tensor(mean), None)]]
         loss = local_loss(terms, [n])
         assert float(loss) == total / count + mean
-        found = losses_of(loss, terms, [n], False)
+        found = term_losses(loss, terms, [n], False)
         window.add_losses([(0, value, each, request, False, value._version, i) for i, value, each in found])  # type: ignore[misc]
     pairs = window.totals()
     assert sum(top / weight for top, weight in pairs.values()) == pytest.approx(7 / 5 + 11 / 4)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
-from paceline.train.loss import Seen
+from paceline.train.loss import LossRecord
 from paceline.train.weighted_sum import WeightedSum
 
 LOSS = "\0loss"  # followed by the number of the backward call, and of a further term; no key of a user's begins so
@@ -49,7 +49,7 @@ class Window:
         """A value that is a mean over `weight` things."""
         self._sum(key, _CHANGED.format(key=key)).add(value, weight)
 
-    def add_losses(self, losses: Iterable[Seen]) -> None:
+    def add_losses(self, losses: Iterable[LossRecord]) -> None:
         """What the step has seen. A loss that the script changed in place since is left out."""
         for call, value, count, request, summed, version, term in losses:
             weight: Weight
@@ -61,10 +61,10 @@ class Window:
             key = _LOSSES[min(call, CALLS - 1)]
             self._sum(f"{key}.{term}" if term else key, "").add(value, weight, summed=summed, version=version)
 
-    def take(self, other: Window) -> None:
+    def merge(self, other: Window) -> None:
         """Adds what another window has."""
         for key, sums in other._sums.items():
-            self._sum(key, _CHANGED.format(key=key)).take(sums)
+            self._sum(key, _CHANGED.format(key=key)).merge(sums)
 
     def triples(self, keys: Iterable[str]) -> tuple[list[float], dict[int, Tensor]]:
         """[sum, weight, rest of the sum, sum, ...] of the host's part in the order of the keys, and the device's part

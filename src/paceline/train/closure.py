@@ -19,7 +19,7 @@ from paceline.train.randomness import mix, seed_torch
 
 
 def pieces_of(batch: Any, request: Request) -> list[Piece]:
-    """What a loader yielded."""
+    """The pieces of what a loader has yielded for this request."""
     if isinstance(batch, Bundle):
         return batch.pieces
     part = request.parts[0]
@@ -27,7 +27,7 @@ def pieces_of(batch: Any, request: Request) -> list[Piece]:
 
 
 def _noise(loader: Loader, request: Request, piece: Piece, call: int) -> AbstractContextManager[Any]:
-    """With noise="example": what is drawn belongs to the examples of the piece."""
+    """A context in which random draws belong to the examples of the piece, with noise="example"."""
     if loader.noise is None:
         return nullcontext()
     part = next(part for part in request.parts if (part.shard, part.micro) == (piece.shard, piece.micro))
@@ -37,8 +37,12 @@ def _noise(loader: Loader, request: Request, piece: Piece, call: int) -> Abstrac
 def computing(
     loss_fn: Callable[[Any, Any], Any], precision: Precision, loader: Loader, request: Request, call: int, seeded: bool
 ) -> Callable[[Any, Piece, torch.device], list[Term]]:
-    """Work.compute. call: see Work; each call draws numbers of its own, the same under every strategy. seeded: torch's
-    generators are, for the first call, still as the loader has keyed them for the only piece."""
+    """`Work.compute`: a function that runs the closure on one piece, and returns the terms of its loss.
+
+    call: the number of the backward call in its micro-batch. Each call draws random numbers of its own, the same under
+    every strategy. seeded: at the first call torch's generators still have the key that the loader gave them for the
+    only piece.
+    """
 
     def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:
         if call or not seeded:

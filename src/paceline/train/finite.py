@@ -1,11 +1,12 @@
-"""Finding a loss or gradient that is not finite, without waiting for the device.
+"""Find a loss or a gradient that is not finite, without waiting for the device.
 
-One fused operation, that of torch's own loss scaler, looks at all gradients of a step and sets a flag; where gradients
-are clipped, their norm tells, since it is inf or NaN as soon as one element is. On ddp all ranks see the same, since
-gradients are reduced by then. On a CPU the flag is looked at before the update. On an accelerator its copy to the host
-is only enqueued, and looked at one step later, when it has long arrived: nothing waits that plain DDP would not wait
-for. Then, and only then, all ranks tell each other which examples they had and whether their losses were finite.
-(Replicas that train apart tell nothing: one alone may have such a gradient.)
+1. The fused operation of torch's loss scaler checks all gradients of a step and sets a flag. Where gradients are
+   clipped, their norm serves as the flag: it is inf or NaN as soon as one element is. Gradients are reduced by then, so
+   all ranks of a gradient group see the same.
+2. On a CPU the flag is read before the update. On an accelerator the copy of the flag to the host is enqueued, and read
+   one step later, when it has arrived: nothing waits that plain DDP would not wait for.
+3. Only if the flag is set, all ranks tell each other which examples they had and whether their losses were finite.
+   Independent replicas tell nothing: one of them alone may have such a gradient.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ from paceline.errors import NonFiniteError
 from paceline.strategies.batch_plan import Request
 from paceline.strategies.gradient_store import GradientStore
 
-Seen = tuple[Tensor, Request]
-"""A backward call: its loss, detached, and the yield that it was computed from."""
+BackwardCall = tuple[Tensor, Request]
+"""(the loss of a backward call, detached; the request of the yield that it was computed from)."""
 
 
 class _Pending(NamedTuple):
-    found: Tensor  # not finite where a gradient is not
-    event: torch.Event | None
-    step: int
-    seen: list[Seen]
+    """A check whose flag has not been read yet."""
+
+    found: Tensor  # (), the flag: not 0 if a gradient is not finite
+    event: torch.Event | None  # when the copy of the flag has arrived on the host
+    step: int  # the number of updates before the step that is checked
+    calls: list[BackwardCall]  # the backward calls of that step
 
 
 class FiniteWatch:
-    """Looks at the gradients of every step, at once or one step later. mesh: of the run. Independent replicas see their
-    own gradients, and tell nobody."""
+    """Checks the gradients of every step, at once on a CPU, one step later on an accelerator."""
 
     def __init__(self, store: GradientStore, mesh: Mesh, device: torch.device) -> None:
         self._store, self._mesh = store, mesh
         self._flag = torch.zeros((), dtype=torch.float32, device=device)  # 0 until a gradient is not finite
         self._pending: _Pending | None = None
-        self.seen: list[Seen] = []  # the backward calls of the open global batch
+        self.calls: list[BackwardCall] = []  # the backward calls of the open global batch
 
     def all_finite(self, places: Sequence[Tensor]) -> bool:
-        """Whether every element of the gradients of these places is finite; waits for the device."""
+        """Whether every gradient of these places is finite. Waits for the device."""
         finite = self._store.found_inf(places, self._flag).item() == 0.0
         if not finite:
             self._flag.zero_()
@@ -54,24 +56,27 @@ class FiniteWatch:
     def check(
         self, places: Sequence[Tensor], norm: Tensor | None, updates: Mapping[Any, int], names: Mapping[Tensor, str]
     ) -> None:
-        """Raises NonFiniteError for this step (CPU) or the one before it (accelerators). places: that have gradients.
-        norm: of these, where known."""
+        """Raises NonFiniteError for this step (CPU) or the step before it (accelerators).
+
+        places: the tensors that have a gradient. norm: (), the norm of these gradients, if known. updates: how many
+        each optimizer has made. names: of the places, for the message.
+        """
         found = self._store.found_inf(places, self._flag) if norm is None else norm.detach() * 0.0
         if found.device.type == "cpu":
             if found.item() != 0.0:
                 here = [dtensor.local(p.grad) for p in places if p.grad is not None]
                 where = [names.get(p, "?") for p, g in zip(places, here, strict=True) if not bool(g.isfinite().all())]
-                self._stop(_Pending(found, None, sum(updates.values()), self.seen), where)
+                self._stop(_Pending(found, None, sum(updates.values()), self.calls), where)
             return
         self.drain()
         host = torch.empty((), dtype=found.dtype, pin_memory=True)
         host.copy_(found, non_blocking=True)
         event = torch.Event(device=found.device)
         event.record()
-        self._pending = _Pending(host, event, sum(updates.values()), self.seen)
+        self._pending = _Pending(host, event, sum(updates.values()), self.calls)
 
     def drain(self) -> None:
-        """Looks at what was enqueued at the last step."""
+        """Read the flag of the last step. Raises NonFiniteError."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -82,7 +87,7 @@ class FiniteWatch:
 
     def _stop(self, pending: _Pending, where: list[str]) -> None:
         self._flag.zero_()
-        mine = [(float(loss), request.indices) for loss, request in pending.seen if request.examples]
+        mine = [(float(loss), request.indices) for loss, request in pending.calls if request.examples]
         group = ALONE if self._mesh.independent else None
         told = collectives.gather_objects((collectives.rank_of(), mine, where), group)
         everyone = {rank: calls for rank, calls, _ in told}

@@ -1,16 +1,18 @@
 """The gradient of a global batch, kept exact over micro-batches, several backward calls and unknown counts.
 
-A backward call has a number in its micro-batch (0 where there is one). Its loss is a mean over examples, whose share of
-the global batch the loader knows, or a sum over counted things (tokens), whose number in the whole global batch nobody
-knows before its last micro-batch. Each such denominator has an account:
+A backward call has a number in its micro-batch, from 0. Its loss is either a mean over examples or a sum over counted
+things, such as tokens. The loader knows which share of the global batch the examples are. Nobody knows the number of
+tokens in the global batch before its last micro-batch. So the gradients of each denominator have an account of their
+own:
 
-  micro-batches before the last: gradients of sum / P are added up locally, P a power of two near the first count, so
-    that its choice changes no bits (where a strategy reduces every micro-batch at once, all ranks take one P);
-  the last: the counts are summed over all replicas into C; the account is multiplied by P / C; the last gradients, of
-    sum / C, are added by autograd; and the strategy reduces them over the replicas, once.
+  Micro-batches before the last: autograd adds the gradients of sum / P into the account. P is a power of two near the
+    first count, so that the choice of P changes no bits. Where a strategy reduces each micro-batch, all ranks agree on
+    one P.
+  The last micro-batch: the counts are summed over all replicas into C, the account is multiplied by P / C, autograd
+    adds the gradients of sum / C, and the strategy reduces the account over the replicas once.
 
-`.grad` holds one account at a time, the others wait beside it. With one backward call in a micro-batch, which is the
-rule, it is never swapped. What has been reduced is the account FINAL: the exact, unscaled mean.
+`.grad` holds one account at a time; the others are stashed beside it. With one backward call in each micro-batch, the
+usual case, accounts are never swapped. The account FINAL holds what has been reduced: the exact, unscaled mean.
 """
 
 from __future__ import annotations
@@ -31,35 +33,38 @@ from paceline.strategies.gradient_store import GradientStore, Grads, any_gradien
 from paceline.train.messages import CLEARED_BETWEEN, DIRECT_BACKWARD
 
 Key = tuple[int, int]
-"""(number of the backward call, number of the term; MEANS for all means over examples together)."""
+"""(number of the backward call, number of the term). All means over examples share the term number MEANS."""
 
 MEANS = -1
 FINAL: Key = (-1, -1)
 
 
 class Accounts:
-    """The gradient of the open global batch, by account. store: where gradients lie."""
+    """The gradients of the open global batch, by account."""
 
     def __init__(self, store: GradientStore, mesh: Mesh, device: torch.device) -> None:
         self._store, self._mesh, self._device = store, mesh, device
         self._counts = Counts(mesh, device, store.reduces_each)
-        self._held: Key = FINAL  # the account that `.grad` holds
-        self._exact = False  # whether FINAL has gradients, and they are ours
-        self._earlier: Key | None = None  # the account in `.grad`, if it has gradients of earlier micro-batches
-        self._waiting: dict[Key, Grads] = {}
-        self.trees: dict[Key, Tree] = {}  # of shards, not yet complete (tree_accounts.py)
-        # Those that backward calls of the open global batch have reached, where there are several optimizers.
+        self._current: Key = FINAL  # the account that `.grad` holds
+        self._final_is_exact = False  # FINAL holds gradients that this object has completed
+        self._accumulated: Key | None = None  # the account in `.grad`, if earlier micro-batches have added to it
+        self._stashed: dict[Key, Grads] = {}  # the accounts that `.grad` does not hold
+        self.trees: dict[Key, Tree] = {}  # for each account: the tree of shards that is not complete (tree_accounts.py)
+        # The parameters that backward calls of the open global batch have reached. None with a single optimizer.
         self.reached: set[Tensor] | None = None
 
     def passes(
         self, terms: list[list[Term]], request: Request, call: int, retain: bool, scale: float
     ) -> Iterator[tuple[Weights, bool]]:
-        """The backward passes of one call: for each, the weights of all terms of all pieces, and whether the graph must
-        be kept. The caller makes the pass, and comes back. retain: whether the graph must be kept after the last.
-        scale: the loss scale."""
+        """Yield for each backward pass of one call: the weight of each term of each piece, and whether to retain the
+        graph.
+
+        The caller makes the pass and then resumes the iterator. terms: the terms of the loss of each piece. retain:
+        whether the last pass is to retain the graph. scale: the loss scale.
+        """
         if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
-            # What most steps are, without the lists: this runs between a forward and its backward.
-            self.hold((call, MEANS))
+            # The usual step, without building lists: this runs between a forward and its backward.
+            self.switch_to((call, MEANS))
             yield [[request.examples / request.mean_over * scale]], retain
             self.complete(scale)
             return
@@ -69,125 +74,131 @@ class Accounts:
             self._counts.add(key, [c for piece in terms if (c := piece[key[1]].count) is not None])
         if not request.final:
             for number, key in enumerate(keys):
-                self.hold(key)
+                self.switch_to(key)
                 inverse: dict[int, Weight] = {key[1]: 1 / self._counts.power(key)} if key[1] != MEANS else {}
                 yield weigh(terms, request, scale, inverse, only=key[1]), retain or number < len(keys) - 1
-                self.note(key)
+                self.mark_accumulated(key)
             return
         inverse = self._counts.inverse(counted)
         factors: list[Weight | None] = [
             self._counts.power(key) * inverse[key[1]] if key in counted and request.micros > 1 else None for key in keys
         ]
-        self._gather(keys, factors)
+        self._merge(keys, factors)
         yield weigh(terms, request, scale, inverse, only=None), retain
         self.complete(scale)
 
-    def hold(self, key: Key) -> None:
-        """Puts `.grad` away into its account, and brings this one's into it."""
-        if key == self._held:
-            if self._earlier == key and not self._store.any():
+    def switch_to(self, key: Key) -> None:
+        """Stash the account that `.grad` holds, and put this account in its place.
+
+        Raises UsageError if the script has cleared earlier micro-batches, or has called backward() itself.
+        """
+        if key == self._current:
+            if self._accumulated == key and not self._store.any():
                 raise UsageError(CLEARED_BETWEEN)
             return
         grads = self._store.take()
         if grads is None:
-            self._exact = self._exact and self._held != FINAL
+            self._final_is_exact = self._final_is_exact and self._current != FINAL
         else:
-            if self._held == FINAL and not self._exact:
+            if self._current == FINAL and not self._final_is_exact:
                 raise UsageError(DIRECT_BACKWARD)
-            self._waiting[self._held] = grads
-        if self._waiting:
-            self._store.put(self._waiting.pop(key, ()))
-        self._held = key
+            self._stashed[self._current] = grads
+        if self._stashed:
+            self._store.put(self._stashed.pop(key, ()))
+        self._current = key
 
-    def note(self, key: Key) -> None:
-        """A micro-batch that is not the last has added to this account, which `.grad` holds."""
-        self._earlier = key if self._store.any() else None
+    def mark_accumulated(self, key: Key) -> None:
+        """Note that a micro-batch before the last has added to this account, which `.grad` holds."""
+        self._accumulated = key if self._store.any() else None
 
-    def _gather(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
-        """The sum of these accounts, each times its factor (None: as it is), in `.grad`."""
-        self.hold(keys[0])
+    def _merge(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
+        """Put the sum of these accounts, each times its factor (None: 1), into `.grad`."""
+        self.switch_to(keys[0])
         if factors[0] is not None:
             self._store.scale(factors[0])
         for key, factor in zip(keys[1:], factors[1:], strict=True):
-            grads = self._waiting.pop(key, None)
+            grads = self._stashed.pop(key, None)
             if grads is not None and factor is not None:
                 scale_([g for g in grads if g is not None], factor)
             if grads is not None:
                 self._store.add(grads)
 
     def complete(self, scale: float) -> None:
-        """What `.grad` holds has been reduced: takes the loss scale out, and makes it part of FINAL."""
+        """Unscale what `.grad` holds, which has been reduced, and add it to FINAL."""
         if scale != 1.0:
             self._store.scale(1.0 / scale)
         if self.reached is not None:
             self.reached.update([p for p in self._store.parameters if p.grad is not None])
-        if self._waiting and (grads := self._waiting.pop(FINAL, None)) is not None:
+        if self._stashed and (grads := self._stashed.pop(FINAL, None)) is not None:
             self._store.add(grads)
-        self._held, self._earlier, self._exact = FINAL, None, True
+        self._current, self._accumulated, self._final_is_exact = FINAL, None, True
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
-        """Whether gradients that these have from earlier micro-batches wait for a backward call of the last one."""
+        """Whether these parameters have gradients of earlier micro-batches that no backward call has reduced yet."""
         if self.trees:
             return True
-        if self._held == FINAL and not self._waiting:
+        if self._current == FINAL and not self._stashed:
             return False
         asked = set(self._store.of(parameters))
-        if self._held != FINAL and any_gradient(asked):
+        if self._current != FINAL and any_gradient(asked):
             return True
         return any(
             grad is not None and p in asked
-            for key, grads in self._waiting.items()
+            for key, grads in self._stashed.items()
             if key != FINAL
             for p, grad in zip(self._store.parameters, grads, strict=False)
         )
 
-    def begin(self) -> None:
-        """Another global batch begins, which shares no update with the last one."""
+    def start_global_batch(self) -> None:
+        """Start a global batch that shares no update with the last one."""
         self._counts.clear()
         if self.reached is not None:
             self.reached.clear()
 
     def drop_unreduced(self) -> None:
-        """Forgets a global batch that was left before its end."""
-        self._earlier = None
+        """Drop the unreduced gradients of a global batch that the script has left before its end."""
+        self._accumulated = None
         self.trees.clear()
-        if self._held != FINAL:
-            self.hold(FINAL)
-        for key in [key for key in self._waiting if key != FINAL]:
-            del self._waiting[key]
+        if self._current != FINAL:
+            self.switch_to(FINAL)
+        for key in [key for key in self._stashed if key != FINAL]:
+            del self._stashed[key]
 
     def clear(self) -> None:
-        """Forgets everything, also what has been reduced."""
+        """Drop all gradients, also the reduced ones."""
         self._store.clear(self._store.parameters)
-        self._waiting.clear()
+        self._stashed.clear()
         self.trees.clear()
-        self._held, self._earlier, self._exact = FINAL, None, False
+        self._current, self._accumulated, self._final_is_exact = FINAL, None, False
 
 
 class Counts:
-    """The counts of one global batch: those of this process so far, by account. agreed: whether all ranks need the
-    same P; one small all-reduce for each account of a global batch with micro-batches."""
+    """How many things the sums of one global batch are over, on this process so far.
+
+    agreed: all ranks need the same P. That costs one small all-reduce for each account of a global batch with
+    micro-batches.
+    """
 
     def __init__(self, mesh: Mesh, device: torch.device, agreed: bool) -> None:
         self._mesh, self._device, self._agreed = mesh, device, agreed
-        self._sums: dict[Key, Weight] = {}
-        self._powers: dict[Key, Weight] = {}
+        self._sums: dict[Key, Weight] = {}  # by account: this process's count so far
+        self._powers: dict[Key, Weight] = {}  # by account: P
 
     def add(self, key: Key, counts: Sequence[Weight]) -> None:
-        """Counts what a micro-batch has."""
+        """Add the counts of a micro-batch to this account."""
         for count in counts:
             self._sums[key] = self._sums[key] + count if key in self._sums else count
 
     def power(self, key: Key) -> Weight:
-        """P, the power of two by which this account's sums are divided for now; chosen when it is first asked for."""
+        """P, the power of two by which this account's sums are divided; chosen at the first call."""
         if key not in self._powers:
             first = collectives.all_reduce(self._vector([key]))[0] if self._agreed else self._sums[key]
             self._powers[key] = _power_of_two(first)
         return self._powers[key]
 
     def inverse(self, keys: Sequence[Key]) -> dict[int, Weight]:
-        """1 / C for each of these accounts, by its term; C its count in all that the gradient is a mean over. 0 where
-        that is 0."""
+        """1 / C for each of these accounts, by its term number; 0 where C is 0. C: the sum of the account's counts over
+        the gradient group."""
         if not keys:
             return {}
         counts = collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)
@@ -201,7 +212,7 @@ class Counts:
         return torch.stack([count.to(dtype).reshape(()) for count in sums])
 
     def clear(self) -> None:
-        """Another global batch begins."""
+        """Start another global batch."""
         self._sums.clear()
         self._powers.clear()
 
@@ -213,15 +224,18 @@ def _power_of_two(count: Weight) -> Weight:
 
 
 def keys_of(terms: list[list[Term]], call: int) -> list[Key]:
-    """The accounts of a call, in the order of its terms."""
+    """The accounts of a backward call, in the order of its terms."""
     return list(dict.fromkeys((call, MEANS if term.count is None else i) for i, term in enumerate(terms[0])))
 
 
 def weigh(
     terms: list[list[Term]], request: Request, scale: float, inverse: Mapping[int, Weight], only: int | None
 ) -> Weights:
-    """The weight of each term of each piece: its examples' share of the global batch, or 1 / the count of its term.
-    only: of this account alone; others have None."""
+    """The weight of each term of each piece, times the loss scale.
+
+    A mean over examples weighs as much as their share of the global batch; a sum over counted things weighs
+    `inverse[number of its term]`. only: give weights to the terms of this account alone, and None to the others.
+    """
 
     def weight(number: int, term: Term, examples: int) -> Weight | None:
         if only is not None and only != (MEANS if term.count is None else number):

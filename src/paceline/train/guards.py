@@ -1,8 +1,8 @@
-"""Refusing what would silently break the contract: a direct `optimizer.step()`, `scheduler.step()`, `loss.backward()`.
+"""Refuse what would silently break the contract: a direct `optimizer.step()`, `scheduler.step()`, `loss.backward()`.
 
-A direct `loss.backward()` is no fault by itself: a script may look at gradients and clear them. So torch's `backward`
-is watched while a run is open; what a call leaves on prepared parameters is noted, and refused where it is still there
-when the run makes gradients or uses them. A run's own backward calls pay nothing for it.
+A direct `loss.backward()` is no fault by itself: a script may inspect gradients and clear them. So the guards replace
+torch.autograd.backward while a run is open, and note which prepared parameters a direct call adds to. The run refuses
+such a gradient if it is still there when the run makes or uses gradients. The run's own backward calls cost nothing.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ T = TypeVar("T")
 
 
 class Guards:
-    """Hooks on prepared optimizers and schedulers, taken off by `close`."""
+    """Hooks on prepared optimizers and schedulers, and on torch's backward. `close` removes them."""
 
     def __init__(self) -> None:
-        self._allowed = False
-        self.inside = False  # whether a run makes a backward: what is nested in it (torch.utils.checkpoint) is its own
-        self.foreign: dict[Tensor, Tensor] = {}  # parameter -> its gradient, to which a direct backward() has added
-        self._parameters: Callable[[], Sequence[Tensor]] = list
-        self._hooks: list[Any] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._schedulers: list[tuple[Any, type]] = []
+        self._allowed = False  # run.step is stepping: optimizers and schedulers may step
+        # The run makes a backward pass: passes nested in it (torch.utils.checkpoint) belong to the run.
+        self.in_run_backward = False
+        # For each parameter that a direct backward() has added to: its gradient then.
+        self.foreign_gradients: dict[Tensor, Tensor] = {}
+        self._parameters: Callable[[], Sequence[Tensor]] = list  # see watch_backward
+        self._hooks: list[Any] = []  # handles of the hooks on optimizers
+        self._optimizers: list[torch.optim.Optimizer] = []  # the optimizers whose zero_grad is replaced
+        self._schedulers: list[tuple[Any, type]] = []  # each watched scheduler and its own class
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer, accumulating: Callable[[list[Tensor]], bool]) -> None:
-        """accumulating: whether these parameters have gradients of earlier micro-batches. Then its zero_grad, which
-        scripts for one device have at the top of their loop, does nothing: `run.step` clears at the end of a global
-        batch."""
+        """Refuse a direct step(), and let zero_grad() do nothing between micro-batches.
+
+        Scripts for one device call zero_grad() at the top of their loop; `run.step` clears at a global batch's end.
+        accumulating: whether these parameters have gradients of earlier micro-batches.
+        """
         own = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -48,28 +52,30 @@ class Guards:
         self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def watch_backward(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
-        """parameters: where gradients of the prepared models are."""
+        """Watch direct backward calls. parameters: the tensors in whose `.grad` the run's gradients lie."""
         self._parameters = parameters
         _watching.append(self)
         torch.autograd.backward = _watched_backward
 
-    def around(self, backward: Callable[[], object]) -> None:
-        """Calls a backward that is not the run's own, and notes what it leaves."""
+    def watch_direct_backward(self, backward: Callable[[], object]) -> None:
+        """Make a backward call that is not the run's own, and note which parameters it adds to."""
         before = {p: (p.grad, _version(p.grad)) for p in self._parameters()}
         backward()
         for p, (grad, version) in before.items():
             if p.grad is not None and (p.grad is not grad or _version(p.grad) != version):
-                self.foreign[p] = p.grad
+                self.foreign_gradients[p] = p.grad
 
     def refuse_foreign(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Raises UsageError where a gradient of a direct backward() is still there: of these parameters, or of all."""
-        left = {p: grad for p, grad in self.foreign.items() if p.grad is grad and bool(dtensor.local(grad).any())}
-        self.foreign = left
+        """Raises UsageError if a direct backward() left a gradient on these parameters (None: on any)."""
+        left = {
+            p: grad for p, grad in self.foreign_gradients.items() if p.grad is grad and bool(dtensor.local(grad).any())
+        }
+        self.foreign_gradients = left
         if left if parameters is None else any(p in left for p in parameters):
             raise UsageError(DIRECT_BACKWARD)
 
     def watch_scheduler(self, scheduler: Any) -> None:
-        """By a subclass, not an attribute: a scheduler's attributes are its state_dict."""
+        """Refuse a direct step(). By a subclass, not an attribute: a scheduler's attributes are its state_dict."""
         cls, guards = type(scheduler), self
 
         def step(own: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +99,7 @@ class Guards:
             )
 
     def allow(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls it on behalf of `run.step`."""
+        """Call a function on behalf of `run.step`: it may step optimizers and schedulers."""
         self._allowed = True
         try:
             return function(*args)
@@ -121,9 +127,9 @@ _watching: list[Guards] = []
 @functools.wraps(_backward)
 def _watched_backward(*args: Any, **kwargs: Any) -> None:
     call: Callable[[], object] = functools.partial(_backward, *args, **kwargs)
-    if not any(guards.inside for guards in _watching):
+    if not any(guards.in_run_backward for guards in _watching):
         for guards in _watching:
-            call = functools.partial(guards.around, call)
+            call = functools.partial(guards.watch_direct_backward, call)
     call()
 
 

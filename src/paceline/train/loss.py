@@ -1,7 +1,8 @@
-"""What a loss may be: a mean over examples, a sum over counted things, a plain sum, or several of these.
+"""The kinds of losses: a mean over examples, a sum over counted things, a plain sum, or a tuple of these.
 
-A plain sum over the global batch of `whole` examples is `whole` times the mean over them of what an example adds to it.
-So a micro-batch's sum times whole / (its examples) is a mean over its examples, and is treated as one from there on.
+A plain sum over a global batch of `whole` examples equals `whole` times the mean, over the examples, of what each adds.
+So the sum over a micro-batch times whole / (its examples) is a mean over the micro-batch's examples, and is treated as
+such a mean from there on.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight
 from paceline.strategies.batch_plan import Request
 
-Seen = tuple[int, Tensor, Weight | None, Request, bool, int, int]
-"""A backward call, for who watches the run (a plain tuple: it is made at every step): its number in the micro-batch;
-the loss, 0-dim and detached, a mean over so many things (None: over the request's examples), or, where the bool is set,
-a sum over them; the version of the tensor then; which of the terms of a closure's loss it is."""
+LossRecord = tuple[int, Tensor, Weight | None, Request, bool, int, int]
+"""A backward call, for the observers of a run. A plain tuple, since one is made at every step:
+
+(the number of the call in its micro-batch, from 0;
+the loss, 0-dim and detached;
+over how many things it is a mean or a sum, None: the request's examples;
+the request of its yield;
+whether the loss is a sum, and not a mean;
+the version of the loss's tensor when it was computed;
+the number of the term, of a closure that returns several)
+"""
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,10 @@ class Total:
 
 
 def terms_of(result: Any, examples: int = 1, whole: int = 1) -> list[Term]:
-    """What a closure returned for so many of the `whole` examples of a global batch, as terms. Raises UsageError for
-    anything that is no loss."""
+    """The terms of what a closure has returned. Raises UsageError for anything that is no loss.
+
+    examples: how many the closure was given. whole: how many the global batch has.
+    """
     if isinstance(result, Total):
         return [sum_term(result.sum, result.count, examples, whole)]
     if isinstance(result, (tuple, list)):
@@ -89,10 +99,11 @@ def _check_count(count: Any) -> None:
 
 
 def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: bool = False) -> Tensor:
-    """This process's loss, detached: the sum over terms of a mean over its pieces.
+    """(): this process's loss, detached: the sum over the terms of each term's mean over the pieces.
 
-    `loss_count` on the tensor says what it is a mean over, where that is not examples, for `run.mean`. apart: several
-    pieces' own losses are kept too (`parts_of`), for sums whose bits do not depend on which process has which.
+    The attribute `loss_count` of the tensor tells `run.mean` over how many things the loss is a mean, if not over
+    examples. apart: keep the loss of each piece too (`parts_of`), so that the bits of a sum over processes do not
+    depend on which process has which piece.
     """
     if apart and len(terms) > 1:
         loss = local_loss(terms, examples)
@@ -127,23 +138,27 @@ def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: 
 
 
 def parts_of(value: Any) -> list[tuple[Any, Weight | None]]:
-    """A number, and what it is a mean over (None: over examples); of a loss that knows its parts, these."""
+    """(a number, over how many things it is a mean; None: examples) of each piece whose loss `local_loss` has kept, or
+    of the value itself."""
     parts: list[tuple[Any, Weight | None]] | None = getattr(value, "loss_parts", None)
     return [(value, getattr(value, "loss_count", None))] if parts is None else parts
 
 
-def losses_of(
+def term_losses(
     loss: Tensor, terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: bool
 ) -> list[tuple[int, Tensor, Weight | None]]:
-    """(number of the term, its loss on this process, what that is a mean over) of what `local_loss` has made `loss` of.
-    Terms over different things, such as boxes and examples, can be put together over processes only one by one."""
+    """(the number of a term, its loss on this process, over how many things that is a mean) for the terms of `loss`.
+
+    loss: what `local_loss` has made of these terms. Terms over different things, such as boxes and examples, are
+    combined over the processes one by one.
+    """
     if len(terms[0]) == 1:
         return [(0, value, count) for value, count in parts_of(loss)]
     each = [local_loss([[piece[i]] for piece in terms], examples, apart) for i in range(len(terms[0]))]
     return [(i, value, count) for i, one in enumerate(each) for value, count in parts_of(one)]
 
 
-def tell_count(loss: Tensor, examples: int) -> None:
-    """For run.mean: it is a mean over so many examples, and not over those of the batch that was fetched since."""
+def attach_count(loss: Tensor, examples: int) -> None:
+    """Tell `run.mean` that this loss is a mean over so many examples, since the script has prefetched another batch."""
     if not hasattr(loss, "loss_count") and not hasattr(loss, "loss_parts"):
         loss.loss_count = examples  # type: ignore[attr-defined]

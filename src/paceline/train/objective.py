@@ -1,10 +1,10 @@
-"""The loss of a whole global batch as a function of the weights: what an optimizer evaluates that is given a closure.
+"""The step of an optimizer that evaluates the loss itself, through the script's closure.
 
-LBFGS calls the script's closure several times in a step, each time with other weights, and decides by the loss and the
-gradient how far to go. Each evaluation is a global batch of its own, of the same examples: `run.backward` in it leaves
-the exact mean in `.grad`, and what the optimizer gets is the mean loss of all processes, the same bits on each, so that
-they all decide alike. It is made of the losses of the evaluation's backward calls; what the closure returns is for one
-device.
+LBFGS calls the closure several times in a step, each time with other weights, and decides by the loss and the gradient
+how far to go. Each evaluation computes the whole global batch: `run.backward` in the closure leaves the exact mean
+gradient in `.grad`. The optimizer gets the mean loss over all processes, with the same bits on each, so that all
+processes decide alike. That loss is computed from the losses of the evaluation's backward calls. The closure's own
+result is the loss of one device, and is not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.comm.mesh import Group
 from paceline.errors import UsageError
 from paceline.strategies.batch_plan import Request
 from paceline.strategies.replicated import check_known
-from paceline.train.loss import Seen
+from paceline.train.loss import LossRecord
 from paceline.train.messages import outside_a_loop, without_backward
 from paceline.train.step import Stepper
 
@@ -31,27 +31,27 @@ def step_by_closure(
     schedulers: Sequence[Any],
     closure: Callable[[], object],
 ) -> None:
-    """One update of an optimizer by this closure. Raises UsageError where it could not be exact."""
-    optimizer = stepper.only(optimizer)
+    """Make one update of an optimizer by this closure. Raises UsageError where it could not be exact."""
+    optimizer = stepper.prepared(optimizer)
     _check_exact(optimizer, stepper)
     check_known(optimizer, stepper.names)
-    if not stepper.at_hand():
+    if not stepper.latest_yields():
         raise UsageError(outside_a_loop("step"))
-    _check_whole(optimizer, [one.request for one in stepper.at_hand()])
+    _check_whole(optimizer, [one.request for one in stepper.latest_yields()])
     watched, told = stepper.losses, False
 
     def evaluate() -> Tensor:
         nonlocal told
-        stepper.again()
+        stepper.restart_global_batch()
         stepper.losses = []
         closure()
         made, stepper.losses = stepper.losses, watched
         if not made:
             raise UsageError(without_backward([p for group in optimizer.param_groups for p in group["params"]]))
-        if watched is not None and not told:  # the loss of the step is that of the weights before it
+        if watched is not None and not told:  # a step's loss is that of the first evaluation, before any update
             watched.extend(made)
         told = True
-        stepper.evaluated(optimizer)
+        stepper.check_evaluation(optimizer)
         return _mean_loss(made, stepper.device, stepper.strategy.mesh.gradient)
 
     try:
@@ -64,7 +64,7 @@ def step_by_closure(
             "time with other weights, which is exact under the strategies single and ddp, without reproducible and "
             "shards. Use --strategy ddp; or an optimizer that takes one gradient a step, such as AdamW."
         )
-    stepper.made(optimizer, schedulers)
+    stepper.finish_closure_update(optimizer, schedulers)
 
 
 def _check_exact(optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
@@ -86,7 +86,7 @@ def _check_whole(optimizer: torch.optim.Optimizer, requests: Sequence[Request]) 
         )
 
 
-def _mean_loss(made: Sequence[Seen], device: torch.device, group: Group) -> Tensor:
+def _mean_loss(made: Sequence[LossRecord], device: torch.device, group: Group) -> Tensor:
     """(), float64 where the device has it: the sum over the backward calls of an evaluation of (sum of losses) / (sum
     of counts) over all processes, the same bits on each."""
     wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32

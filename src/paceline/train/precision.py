@@ -1,15 +1,15 @@
-"""Precision: what a model computes in.
+"""Precision: the floating-point types in which a model computes.
 
 fp32         as the script says.
-bf16, fp16   parameters and optimizer state as they are; matrix products and convolutions in 16 bits (torch.autocast).
-fp16 has
-             5 exponent bits, so losses are scaled up and gradients down again, by a scale that is halved when a
-             gradient overflows (that step is skipped) and doubled after 2,000 steps without: Micikevicius et al. 2018,
-             "Mixed Precision Training", section 3.2, with the constants of torch.amp.GradScaler.
+bf16, fp16   matrix products and convolutions in 16 bits (torch.autocast); parameters and optimizer state stay as they
+             are. fp16 has 5 exponent bits, so losses are scaled up, and gradients down again. The scale is halved when
+             a gradient overflows (that step is skipped), and doubled after 2,000 steps without an overflow:
+             Micikevicius et al. 2018, "Mixed Precision Training", section 3.2, with the constants of
+             torch.amp.GradScaler.
 bf16-params  parameters, gradients and optimizer state in bf16 too.
 
-In the loop form a model's forward computes under autocast and gives its floating-point outputs back in fp32, so that a
-loss outside it is computed in fp32; a closure is under autocast as a whole, other methods of the model included.
+In the loop form a model's forward runs under autocast and converts its floating-point outputs to fp32, so that the loss
+outside of it is computed in fp32. A closure runs under autocast as a whole, with every method of the model it calls.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
-        self.dtype = DTYPES.get(name)
+        self.dtype = DTYPES.get(name)  # of autocast; None: fp32, without autocast
         self.scaler = LossScaler() if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """A context in which a model computes in this precision."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, self.dtype)
 
     @property
     def loss_scale(self) -> float:
+        """The factor of all losses in the backward; 1 without a scaler."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def convert(self, model: nn.Module) -> None:
-        """Makes the model compute in this precision, in place; it stays the same object, of a subclass of its class."""
+        """Make the model compute in this precision, in place: the same object gets a subclass of its class."""
         if self.dtype is None:
             return
         if self.name == "bf16-params":
@@ -57,16 +59,16 @@ class LossScaler:
 
     def __init__(self) -> None:
         self.scale = 2.0**16
-        self._good = 0
-        self._stepped = self._overflowed = False
+        self._good = 0  # global batches in a row without an overflow
+        self._stepped = self._overflowed = False  # whether an update of this global batch was made, or overflowed
 
     def record(self, overflowed: bool) -> None:
-        """What an optimizer's update found in its gradients."""
+        """Record whether the gradients of an optimizer's update overflowed."""
         self._stepped = True
         self._overflowed |= overflowed
 
     def update(self) -> None:
-        """At the end of a global batch, when all its updates have been made or skipped."""
+        """Adapt the scale. Called once per global batch, after its updates were made or skipped."""
         if self._overflowed:
             self.scale, self._good = max(self.scale * self.BACKOFF, 2.0**-14), 0
         elif self._stepped:
@@ -84,8 +86,11 @@ class LossScaler:
 
 
 def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype) -> type[nn.Module]:
-    """A subclass whose forward runs under autocast. A class and not a hook or an attribute: `deepcopy` keeps it (an
-    EMA copy computes with its own weights), and torch.compile sees through it."""
+    """A subclass whose forward runs under autocast.
+
+    A class, and not a hook or an attribute: `deepcopy` keeps it, so that an EMA copy computes with its own weights, and
+    torch.compile sees through it.
+    """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype):

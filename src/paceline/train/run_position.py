@@ -27,15 +27,15 @@ class Handover:
     def counters(self) -> dict[str, Any]:
         """As a checkpoint has them."""
         stepper = self._stepper
-        skipped = stepper.skipped + stepper.sat_out
-        counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.by_hand}
+        skipped = stepper.skipped + stepper.skipped_alone
+        counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.manual_updates}
         return {**counts, "epochs": self._epochs.state_dict()}
 
     def put_back(self, found: dict[str, Any]) -> None:
         stepper = self._stepper
         stepper.updates = dict(zip(stepper.updates, found["updates"], strict=True))
-        stepper.skipped, stepper.sat_out = found["skipped"], 0
-        stepper.by_hand = found.get("by_hand", 0)  # older checkpoints have none
+        stepper.skipped, stepper.skipped_alone = found["skipped"], 0
+        stepper.manual_updates = found.get("by_hand", 0)  # older checkpoints have none
         self._epochs.load_state_dict(found["epochs"])
 
     def give(self) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The step: from a batch to an update, exact over micro-batches, losses, loaders and optimizers.
 
-A loader's yield opens a micro-batch; the first of a global batch opens that too. `backward` weighs a loss by its share
-of the global batch (gradients.py) and hands it to the strategy. `step` acts when every loader that took part has come
-to the last micro-batch of its global batch: it checks the gradient, clips, updates, moves the schedule, and clears.
+Phase 1, a loader's yield: it starts a micro-batch, and the first micro-batch starts a global batch.
+Phase 2, `backward`: the accounts weigh the loss by its share of the global batch (gradients.py), and the strategy makes
+    the backward pass and reduces the gradients.
+Phase 3, `step`: once every loader that took part has come to the last micro-batch of its global batch, the stepper
+    checks the gradients, clips them, updates, moves the schedules and clears the gradients.
 
-Independent replicas do all this alone: the whole is then the replica's own shard, and the
-strategy is told what its gradient is a mean over. Steps and schedules are still counted alike on all ranks.
+Independent replicas do the same, each for its own shard, and count updates and schedules alike.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from paceline.train.finite import FiniteWatch
 from paceline.train.gradients import Accounts
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader
-from paceline.train.loss import Seen, local_loss, losses_of, mean_term, sum_term, tell_count
+from paceline.train.loss import LossRecord, attach_count, local_loss, mean_term, sum_term, term_losses
 from paceline.train.messages import (
     BY_HAND_APART,
     CLOSURE_NEEDED,
@@ -66,39 +67,45 @@ _UPDATE = tag("update")
 
 
 class Stepper:
-    """The state of the step at hand."""
+    """Makes the backward calls and updates of a run, and keeps what belongs to the open global batch.
+
+    Public attributes are for the run, the monitor and `paceline verify`.
+    """
 
     def __init__(
         self, strategy: Strategy, precision: Precision, guards: Guards, *, device: torch.device, skip: bool
     ) -> None:
         self.strategy, self.precision, self.guards = strategy, precision, guards
-        self._loop, self._closure = cast(LoopStrategy, strategy), cast(ClosureStrategy, strategy)  # as the plan says
+        # The strategy under the one interface that it has: the plan tells which.
+        self._loop, self._closure = cast(LoopStrategy, strategy), cast(ClosureStrategy, strategy)
         self.store = store = strategy.store
         self.accounts = Accounts(store, strategy.mesh, device)
-        self.names: dict[Tensor, str] = {}  # of the prepared parameters, and of the places of their gradients
-        self.updates: dict[torch.optim.Optimizer, int] = {}  # made by each prepared optimizer
-        self.skipped = 0  # updates that no replica made
-        self.sat_out = 0  # that this replica alone did not make
-        self.by_hand = 0  # global batches whose gradients the script has cleared without run.step
-        self._sizes: dict[torch.optim.Optimizer, int] = {}  # parameters that were looked at
-        self.losses: list[Seen] | None = None  # each backward call, while somebody watches and takes them out
-        self._in_turn = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
-        self._passes = self.accounts.passes if self._in_turn is None else self._in_turn.passes
-        self._watch = FiniteWatch(store, strategy.mesh, device)
+        self.names: dict[Tensor, str] = {}  # the name of each prepared parameter, and of each place of its gradient
+        self.updates: dict[torch.optim.Optimizer, int] = {}  # how many updates each prepared optimizer has made
+        self.skipped = 0  # how many updates every replica left out
+        self.skipped_alone = 0  # how many updates this replica left out while others made theirs
+        self.manual_updates = 0  # how many global batches the script has ended by clearing gradients, without run.step
+        self._parameter_counts: dict[torch.optim.Optimizer, int] = {}  # how many parameters the last check saw
+        self.losses: list[LossRecord] | None = None  # the backward calls since an observer last took them; None: no one
+        self._tree = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
+        self._passes = self.accounts.passes if self._tree is None else self._tree.passes
+        self._finite = FiniteWatch(store, strategy.mesh, device)
         self.device, self.skip = device, skip
-        self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
-        self._yields: dict[Loader, Yields] = {}  # by the same loaders
-        self._open: dict[Loader, Yield] = {}  # by loader whose global batch has gradients: its last that had a backward
-        self._call = 0  # the number of the next backward call in this micro-batch
-        self._called: set[Loader] = set()  # loaders of which calls were made since it was 0
-        self._first: int | None = None  # the number of autograd's next node when the first yield came
-        self._quiet = 0  # that number after the last backward call
-        self._ahead = False  # whether a yield has come before the last one was through, in this run
-        self._came = 0  # yields of training loaders
-        self._samples: Weight = 0.0  # that the first loss of this global batch is a mean over, on this process
+        self._loaders: list[Loader] = []  # the training loaders, in the order in which they were first iterated
+        self._yields: dict[Loader, Yields] = {}  # the yields of each of these loaders
+        # For each loader whose global batch has gradients: the last of its yields that had a backward.
+        self._open_yields: dict[Loader, Yield] = {}
+        self._call_number = 0  # the number of the next backward call in this micro-batch
+        self._called_loaders: set[Loader] = set()  # the loaders that had a backward call since the number was 0
+        self._first_node: int | None = None  # the number of autograd's next node when the first yield came
+        self._node_after_backward = 0  # the number of autograd's next node after the last backward call
+        self._prefetched = False  # the script has fetched a batch before it was done with the one before it
+        self._yield_count = 0  # how many yields the training loaders have made
+        self._samples: Weight = 0.0  # over how many things this process's first loss of the global batch is a mean
 
     def on_yield(self, loader: Loader) -> None:
-        """A training loader yields: a micro-batch, and perhaps a global batch, begins. Or one for evaluation."""
+        """A loader yields: a training loader starts a micro-batch, and perhaps a global batch; the first batch of an
+        evaluation synchronizes replicas."""
         request = loader.current
         assert request is not None
         if not loader.train:
@@ -110,17 +117,17 @@ class Stepper:
         if yields is None:
             self._loaders.append(loader)
             yields = self._yields[loader] = Yields()
-            if self._first is None:
-                self._first = self._quiet = number
+            if self._first_node is None:
+                self._first_node = self._node_after_backward = number
         before = yields.latest
-        yields.supersede(loader.presented)
-        quiet = number == self._quiet
-        one = Yield(loader, request, loader.key, self._came, number, not quiet or len(self.updates) > 1)
-        self._came += 1
-        if not yields.waiting and quiet and (before is None or before.through):
-            self._enter(yields, one)
+        yields.remember_batch(loader.presented)
+        quiet = number == self._node_after_backward
+        one = Yield(loader, request, loader.key, self._yield_count, number, not quiet or len(self.updates) > 1)
+        self._yield_count += 1
+        if not yields.pending and quiet and (before is None or before.done):
+            self._start_micro_batch(yields, one)
         else:
-            yields.wait(one)
+            yields.defer(one)
 
     def on_end(self, loader: Loader, whole: bool) -> None:
         """A pass over a training loader has ended; whole: it was read to its end."""
@@ -128,35 +135,35 @@ class Stepper:
             self._yields[loader].close(loader, whole)
             loader.presented = None
 
-    def _enter(self, yields: Yields, one: Yield) -> None:
-        """Backward calls are from here on of this yield: a micro-batch, and perhaps a global batch, begins."""
+    def _start_micro_batch(self, yields: Yields, one: Yield) -> None:
+        """From here on backward calls belong to this yield, which starts a micro-batch and perhaps a global batch."""
         loader = one.loader
-        yields.enter(one)
-        self._ahead = self._ahead or bool(yields.waiting)
+        yields.activate(one)
+        self._prefetched = self._prefetched or bool(yields.pending)
         if one.request.micro == 0:
-            self._begin(one)
+            self._start_global_batch(one)
         else:
-            if loader in self._called:
-                self._call, self._called = 0, set()
-            if loader in self._open:
-                self._open[loader] = one
+            if loader in self._called_loaders:
+                self._call_number, self._called_loaders = 0, set()
+            if loader in self._open_yields:
+                self._open_yields[loader] = one
 
-    def _begin(self, one: Yield) -> None:
+    def _start_global_batch(self, one: Yield) -> None:
         loader = one.loader
         others: dict[Loader, Yield] = {}
-        for other, last in self._open.items():
+        for other, last in self._open_yields.items():
             if other is loader:
                 self._check_stepped(last)
             if other is loader or other.current is None:
                 continue
-            if not last.request.final and last.called_at <= one.came:  # its backward was before this yield
+            if not last.request.final and last.count_at_call <= one.index:  # its backward was before this yield
                 raise UsageError(out_of_turn(loader.name, other.name, last.request.micro, last.request.micros))
             if not last.stepped:
                 others[other] = last
-        self._open = others
+        self._open_yields = others
         if not others:  # else the update will be of both loaders' losses together
-            self._call, self._called, self._samples, self._watch.seen = 0, set(), 0.0, []
-            self.accounts.begin()
+            self._call_number, self._called_loaders, self._samples, self._finite.calls = 0, set(), 0.0, []
+            self.accounts.start_global_batch()
         if any(not last.request.final for last in others.values()):
             return  # another loader's micro-batch of the same update has had its backward already
         self.accounts.drop_unreduced()
@@ -165,14 +172,16 @@ class Stepper:
             self.store.loss_scale = self.precision.scaler.scale
 
     def _check_stepped(self, last: Yield) -> None:
-        """Another global batch of the same loader begins. Raises UsageError where the gradients of the last one are
-        still there. Where the script has cleared them it is done with them."""
-        if self._unused(last):
+        """Raises UsageError if gradients of this complete global batch are left when its loader starts the next."""
+        if self._left_unused(last):
             raise UsageError(unstepped(last.loader.name, last.request.step, last.request.epoch))
 
-    def _unused(self, last: Yield) -> bool:
-        """Whether its global batch is complete, and its gradients are still there."""
-        if last.stepped or last.forgotten or not last.calls or not last.request.final or last.loader.recut:
+    def _left_unused(self, last: Yield) -> bool:
+        """Whether the global batch of this yield is complete and its gradients were neither used nor cleared.
+
+        Gradients that the script has cleared count as used: the script made the update itself.
+        """
+        if last.stepped or last.discarded or not last.calls or not last.request.final or last.loader.recut:
             return False
         if self.store.any_left():
             return True
@@ -180,24 +189,24 @@ class Stepper:
             raise UsageError(BY_HAND_APART)
         last.stepped = True
         last.loader.mark_stepped(last.request)
-        self.by_hand += 1
+        self.manual_updates += 1
         return False
 
-    def count_by_hand(self) -> int:
-        """Global batches whose gradients the script has cleared without run.step."""
-        for last in self._open.values():
-            self._unused(last)
-        return self.by_hand
+    def count_manual_updates(self) -> int:
+        """How many global batches the script has ended by clearing the gradients, without run.step."""
+        for last in self._open_yields.values():
+            self._left_unused(last)
+        return self.manual_updates
 
     def warn_unstepped(self) -> None:
-        """The script has left its loops. Warns of gradients that nothing has used."""
-        for last in self._open.values():
-            if not last.told and self._unused(last):
-                last.told = True
+        """Warn of gradients that nothing has used. Called when the script has left its loops."""
+        for last in self._open_yields.values():
+            if not last.warned and self._left_unused(last):
+                last.warned = True
                 warnings.warn(never_stepped(last.loader.name), stacklevel=2)
 
     def between_epochs(self, numbers: Iterator[int]) -> Iterator[int]:
-        """The numbers of epochs, each of which has its updates."""
+        """Pass the numbers of epochs on; after each epoch, warn of gradients that were not used."""
         for number in numbers:
             yield number
             self.warn_unstepped()
@@ -213,13 +222,13 @@ class Stepper:
         of: Loader | None,
     ) -> Tensor:
         yields = self._yields_of(of, "forward_backward")
-        one = yields.of_batch(batch)
-        call, request, bundled = self._opened(yields, one), one.request, self.strategy.plan.bundled
+        one = yields.find_by_batch(batch)
+        call, request, bundled = self._register_call(yields, one), one.request, self.strategy.plan.bundled
         pieces = pieces_of(batch, request)
         inputs = None if optimizer is None else self._inputs(optimizer)
-        seeded = not bundled and not self._ahead
+        seeded = not bundled and not self._prefetched
         compute = computing(loss_fn, self.precision, one.loader, request, call, seeded)
-        self.guards.inside = True
+        self.guards.in_run_backward = True
         try:
             if bundled:
                 terms = self._by_strategy(model, pieces, compute, request, call, inputs)
@@ -228,18 +237,18 @@ class Stepper:
                 self._backward([own], request, call, inputs, retain_graph=False)
                 terms = [[Term(term.value.detach(), term.count) for term in own]]
         except BaseException as error:
-            one.forgotten = True
+            one.discarded = True
             self._explain(error)
             raise
         finally:
-            self.guards.inside = False
+            self.guards.in_run_backward = False
         counts = [piece.count for piece in pieces]
-        loss = local_loss(terms, counts, apart=self._in_turn is not None)
-        self._computed(yields, request, call, terms[0][0].count, loss)
-        if yields.waiting or yields.ended is not None:
-            tell_count(loss, request.examples)
+        loss = local_loss(terms, counts, apart=self._tree is not None)
+        self._record_loss(yields, request, call, terms[0][0].count, loss)
+        if yields.pending or yields.end_node is not None:
+            attach_count(loss, request.examples)
         if self.losses is not None:
-            parts = losses_of(loss, terms, counts, self._in_turn is not None)
+            parts = term_losses(loss, terms, counts, self._tree is not None)
             self.losses += [(call, part, n, request, False, part._version, i) for i, part, n in parts]
         return loss
 
@@ -255,28 +264,28 @@ class Stepper:
         if self.strategy.plan.bundled:
             raise UsageError(CLOSURE_NEEDED)
         yields = self._yields_of(of, "backward")
-        value, one = total if loss is None else loss, yields.sure
+        value, one = total if loss is None else loss, yields.certain
         if one is None or not isinstance(value, Tensor) or (node := value.grad_fn) is None:
-            one = yields.of_loss(value, self._first or 0) if isinstance(value, Tensor) else yields.at_hand()
-        elif node._sequence_nr() < one.since:
-            one = yields.of_loss(value, self._first or 0)
+            one = yields.find_by_loss(value, self._first_node or 0) if isinstance(value, Tensor) else yields.newest()
+        elif node._sequence_nr() < one.first_node:
+            one = yields.find_by_loss(value, self._first_node or 0)
         request = one.request
         term = mean_term(loss, count) if loss is not None else sum_term(total, count, request.examples, request.total)
         inputs = None if optimizer is None else self._inputs(optimizer)
-        call = self._opened(yields, one)
-        self.guards.inside = True
+        call = self._register_call(yields, one)
+        self.guards.in_run_backward = True
         try:
             self._backward([[term]], request, call, inputs, retain_graph)
         except BaseException as error:
-            one.forgotten = True
+            one.discarded = True
             self._explain(error)
             raise
         finally:
-            self.guards.inside = False
-        if (yields.waiting or yields.ended is not None) and loss is not None:
-            tell_count(loss, request.examples)
+            self.guards.in_run_backward = False
+        if (yields.pending or yields.end_node is not None) and loss is not None:
+            attach_count(loss, request.examples)
         value = (term.value if loss is None else loss).detach()
-        self._computed(yields, request, call, term.count, value)
+        self._record_loss(yields, request, call, term.count, value)
         if self.losses is not None:
             value = value if term.count is None else term.value.detach()
             self.losses.append((call, value, term.count, request, term.count is not None, value._version, 0))
@@ -289,8 +298,8 @@ class Stepper:
         inputs: list[Tensor] | None,
         retain_graph: bool,
     ) -> None:
-        """The backward passes of one call, of the terms of one piece."""
-        if self._in_turn is not None:
+        """Make the backward passes of one call in the loop form. terms: the loss's terms, of one piece."""
+        if self._tree is not None:
             self._check_not_updated()
         kind = call, id(inputs[0]) if inputs else None
         passes = self._passes(terms, request, call, retain_graph, self.precision.loss_scale)
@@ -308,8 +317,8 @@ class Stepper:
         call: int,
         inputs: list[Tensor] | None,
     ) -> list[list[Term]]:
-        """The terms of each piece, where the strategy runs the closure."""
-        if self._in_turn is not None:
+        """Let the strategy run the closure on every piece. Returns the terms of each piece."""
+        if self._tree is not None:
             self._check_not_updated()
 
         def passes(terms: list[list[Term]]) -> Iterator[tuple[Weights, bool]]:
@@ -319,49 +328,49 @@ class Stepper:
         return self._closure.forward_backward(work)
 
     def _explain(self, error: BaseException) -> None:
-        """Raises what the strategy knows better."""
+        """Raises the strategy's own explanation of this error, if it has one."""
         explained = self.strategy.explain(error) if isinstance(error, Exception) else None
         if explained is not None:
             raise explained from error
 
-    def _computed(self, yields: Yields, request: Request, call: int, count: Weight | None, loss: Tensor) -> None:
-        """A backward call was made, of this loss, detached: a mean over the request's examples, or a sum over `count`
-        things."""
-        self._quiet = next_node()
+    def _record_loss(self, yields: Yields, request: Request, call: int, count: Weight | None, loss: Tensor) -> None:
+        """Record a backward call that was made. loss: detached, a mean over the request's examples, or a sum over
+        `count` things."""
+        self._node_after_backward = next_node()
         if call == 0 and request.examples:  # nothing counts on an empty shard, whatever a loss says of it
             self._samples = self._samples + (request.examples if count is None else count)
-        self._watch.seen.append((loss, request))
+        self._finite.calls.append((loss, request))
 
     def _check_not_updated(self) -> None:
-        """Raises UsageError where shards that are computed one after the other would see different weights."""
-        if self.strategy.plan.sequential and any(one.stepped for one in self._open.values()):
+        """Raises UsageError if shards computed in sequence would see weights from before and after an update."""
+        if self.strategy.plan.sequential and any(one.stepped for one in self._open_yields.values()):
             raise UsageError(UPDATED_BETWEEN)
 
-    def _opened(self, yields: Yields, one: Yield) -> int:
-        """A backward call belongs to this yield. Returns its number in the micro-batch."""
-        if one is not yields.entered:
-            self._enter(yields, one)
-        if yields.waiting:
-            self._check_ahead()
-        if self.guards.foreign:
+    def _register_call(self, yields: Yields, one: Yield) -> int:
+        """Count a backward call of this yield. Returns the number of the call in its micro-batch."""
+        if one is not yields.active:
+            self._start_micro_batch(yields, one)
+        if yields.pending:
+            self._note_prefetch()
+        if self.guards.foreign_gradients:
             self.guards.refuse_foreign()
         one.calls += 1
-        one.called_at = self._came
-        one.late = one.loader.current is None
-        self._open[one.loader] = one
-        self._called.add(one.loader)
-        call, self._call = self._call, self._call + 1
+        one.count_at_call = self._yield_count
+        one.after_end = one.loader.current is None
+        self._open_yields[one.loader] = one
+        self._called_loaders.add(one.loader)
+        call, self._call_number = self._call_number, self._call_number + 1
         return call
 
-    def _check_ahead(self) -> None:
-        """The script has fetched ahead."""
-        self._ahead = True
+    def _note_prefetch(self) -> None:
+        """The script has prefetched a batch. Raises UsageError where a lost process would need the one before it."""
+        self._prefetched = True
         if transport.channel() is not None:
             raise UsageError(FETCHED_AHEAD_AND_ELASTIC)
 
     def _inputs(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The only parameters that a call is to touch which names this optimizer."""
-        optimizer = self.only(optimizer)
+        """The parameters of this optimizer, which alone get gradients from a call that names the optimizer."""
+        optimizer = self.prepared(optimizer)
         return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     # --- step
@@ -369,28 +378,28 @@ class Stepper:
     def step(
         self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
     ) -> bool:
-        optimizer = self.only(optimizer)
+        optimizer = self.prepared(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self.store.places:
             parameters = self.store.of(parameters)
-        if len(parameters) != self._sizes.get(optimizer):
-            self._look_at(optimizer, len(parameters))
+        if len(parameters) != self._parameter_counts.get(optimizer):
+            self._check_optimizer(optimizer, len(parameters))
         opened = [
             one
-            for loader, one in self._open.items()
-            if loader.current is not None or self._yields[loader].ended is not None
+            for loader, one in self._open_yields.items()
+            if loader.current is not None or self._yields[loader].end_node is not None
         ]
-        if not opened or (self._call == 0 and not all(one.stepped for one in opened)):
-            if self._came_late(opened):
+        if not opened or (self._call_number == 0 and not all(one.stepped for one in opened)):
+            if self._belongs_to_previous(opened):
                 return False
             raise UsageError(without_backward(parameters))
         for one in opened:
-            one.asked = True
+            one.step_called = True
             if not one.request.final:
                 return False
         for one in opened:
             if one.loader.recut:
-                self._forget(opened)
+                self._discard_global_batch(opened)
                 return False
         self.store.samples = self._samples
         self.strategy.finish()
@@ -401,67 +410,69 @@ class Stepper:
                 "every micro-batch (a loss of zero is fine)."
             )
         graded = [p for p in parameters if p.grad is not None]
-        self._check_made(parameters, graded)
+        self._check_gradients(parameters, graded)
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
         seed_torch(opened[0].key ^ _UPDATE, self.device)
         if self._update(optimizer, graded, max_grad_norm):
-            self._come_forward(optimizer, schedulers)
+            self._advance(optimizer, schedulers)
         else:
             self.skipped += 1
-        self._complete(parameters, opened)
+        self._finish_global_batch(parameters, opened)
         return True
 
-    def _came_late(self, opened: Sequence[Yield]) -> bool:
-        """Whether this call belongs to the micro-batch before the one that the script has fetched since."""
-        before = [one for loader in (one.loader for one in opened) if (one := self._yields[loader].over) is not None]
-        late = [one for one in before if one.calls and not one.asked and not one.request.final]
+    def _belongs_to_previous(self, opened: Sequence[Yield]) -> bool:
+        """Whether run.step was called for the micro-batch before the one that the script has prefetched."""
+        before = [
+            one for loader in (one.loader for one in opened) if (one := self._yields[loader].previous) is not None
+        ]
+        late = [one for one in before if one.calls and not one.step_called and not one.request.final]
         for one in late:
-            one.asked = True
+            one.step_called = True
         return bool(late)
 
-    def _go_on(self, loader: Loader) -> None:
-        """The script fetched the next batch before this update: what it draws is what it would have drawn otherwise."""
-        self._check_ahead()
+    def _reseed_prefetched(self, loader: Loader) -> None:
+        """Key the random generators for the batch that the script prefetched before this update, as its yield did."""
+        self._note_prefetch()
         if loader.current is not None:
             part = loader.current.parts[0]
             seed_torch(loader.streams.torch_key(loader.current, part.shard, part.micro), self.device)
 
-    def fetched_ahead(self) -> bool:
-        """Whether the next batch of a global batch that is open was fetched already."""
-        return any(self._yields[loader].waiting for loader in self._open)
+    def prefetched(self) -> bool:
+        """Whether the script has already fetched a batch that follows an open global batch."""
+        return any(self._yields[loader].pending for loader in self._open_yields)
 
     # --- for an optimizer that evaluates the loss itself (objective.py)
 
-    def at_hand(self) -> list[Yield]:
-        """The latest yield of each training loader that is being iterated."""
+    def latest_yields(self) -> list[Yield]:
+        """The latest yield of each training loader that the script is iterating."""
         found = [self._yields[loader].latest for loader in self._loaders if loader.current is not None]
         return [one for one in found if one is not None]
 
-    def again(self) -> None:
-        """The global batch at hand is computed anew: backward calls count from 0."""
-        self._call, self._called, self._watch.seen = 0, set(), []
-        self.accounts.begin()
+    def restart_global_batch(self) -> None:
+        """Start the open global batch again for another evaluation of its loss: backward calls count from 0."""
+        self._call_number, self._called_loaders, self._finite.calls = 0, set(), []
+        self.accounts.start_global_batch()
 
-    def evaluated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError or NonFiniteError unless this evaluation has left good gradients."""
+    def check_evaluation(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UsageError or NonFiniteError unless the last evaluation has left finite gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         graded = [p for p in parameters if p.grad is not None]
-        self._check_made(parameters, graded)
-        self._watch.check(graded, None, self.updates, self.names)
+        self._check_gradients(parameters, graded)
+        self._finite.check(graded, None, self.updates, self.names)
 
-    def made(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
-        """It has made its update."""
+    def finish_closure_update(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
+        """Count an update that the optimizer has made by a closure, and end the global batch."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        opened = [one for one in self._open.values() if one.loader.current is not None]
+        opened = [one for one in self._open_yields.values() if one.loader.current is not None]
         seed_torch(opened[0].key ^ _UPDATE, self.device)
-        self._come_forward(optimizer, schedulers)
-        self._complete(parameters, opened)
+        self._advance(optimizer, schedulers)
+        self._finish_global_batch(parameters, opened)
 
-    def _check_made(self, parameters: Sequence[Tensor], graded: Sequence[Tensor]) -> None:
-        """Raises UsageError unless these have gradients that backward calls of this global batch have made. graded:
-        those that have any."""
-        if self.guards.foreign:
+    def _check_gradients(self, parameters: Sequence[Tensor], graded: Sequence[Tensor]) -> None:
+        """Raises UsageError unless backward calls of this global batch made the gradients. graded: the parameters that
+        have a gradient."""
+        if self.guards.foreign_gradients:
             self.guards.refuse_foreign(parameters)
         reached = self.accounts.reached
         if reached is not None and self.store.others is ALONE and reached.isdisjoint(parameters):
@@ -469,75 +480,81 @@ class Stepper:
         if not graded and self.store.others is ALONE:
             raise UsageError(without_backward(parameters))
 
-    def _complete(self, parameters: Sequence[Tensor], opened: Sequence[Yield]) -> None:
-        """The update of a global batch has been made, or was left out."""
+    def _finish_global_batch(self, parameters: Sequence[Tensor], opened: Sequence[Yield]) -> None:
+        """End a global batch whose update was made or skipped: clear its gradients."""
         self.store.clear(parameters)
         if self.accounts.reached is not None:
             self.accounts.reached.difference_update(parameters)
         for one in opened:
             one.stepped = True
             one.loader.mark_stepped(one.request)
-            if self._yields[one.loader].waiting:
-                self._go_on(one.loader)
+            if self._yields[one.loader].pending:
+                self._reseed_prefetched(one.loader)
 
-    def _forget(self, opened: Sequence[Yield]) -> None:
-        """A replica was lost: the global batch at hand comes once more. Raises WorldError where that is too late."""
+    def _discard_global_batch(self, opened: Sequence[Yield]) -> None:
+        """Drop the gradients of the open global batch, which is yielded again since a replica was lost. Raises
+        WorldError if one of its updates was made already."""
         if any(one.stepped for one in opened):
             raise WorldError(LOST_BETWEEN_UPDATES)
         self.accounts.clear()
         for one in opened:
-            one.forgotten = True
+            one.discarded = True
 
-    def _come_forward(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], updated: bool = True) -> None:
-        """By one step; or, where processes are not in step, by as many as all together have made."""
+    def _advance(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], updated: bool = True) -> None:
+        """Count the steps that the strategy reports as completed, and move the schedules by as many.
+
+        One step for each update; where processes are not in step, the number that all workers completed since the last
+        call.
+        """
         steps = self.strategy.completed(optimizer, updated)
         self.updates[optimizer] += steps
         for scheduler in list(schedulers) * steps:
             self.guards.allow(scheduler.step)
 
     def catch_up(self, schedulers: Sequence[Any]) -> None:
-        """At the end of a pass, where processes are not in step: what the others have done since this one's last."""
+        """At the end of a pass: count the steps that other workers completed, where processes are not in step."""
         if not self.strategy.plan.in_step:
             for optimizer in self.updates:
-                self._come_forward(optimizer, [s for s in schedulers if s.optimizer is optimizer], updated=False)
+                self._advance(optimizer, [s for s in schedulers if s.optimizer is optimizer], updated=False)
 
     def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
-        """Whether the update was made, and not skipped for a gradient that is not finite (on all ranks alike)."""
+        """Make the update. Returns False if it was skipped, on all ranks alike, for a gradient that is not finite."""
         norm = None if max_grad_norm is None else self.store.norm(graded, self.device)
         if self.precision.scaler is not None or self.skip:
-            finite = self._watch.all_finite(graded) if norm is None else math.isfinite(norm.item())
+            finite = self._finite.all_finite(graded) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
             if not finite and not self.strategy.mesh.independent:
                 return False
             if not finite:  # the other replicas make theirs, and count on this one when they average
-                self.sat_out, self.store.samples, norm = self.sat_out + 1, 0.0, None
+                self.skipped_alone, self.store.samples, norm = self.skipped_alone + 1, 0.0, None
                 self.store.clear(graded)
         else:
-            self._watch.check(graded, norm, self.updates, self.names)
+            self._finite.check(graded, norm, self.updates, self.names)
         if norm is not None and max_grad_norm is not None:
             self.store.clip(graded, max_grad_norm, norm)
         self.guards.allow(self.strategy.step, optimizer)
         return True
 
     def drain(self) -> None:
-        """Looks at what the last step left to be looked at, and lets all ranks have one loss scale."""
-        self._watch.drain()
+        """Finish the pending check of the last step's gradients, and give independent replicas rank 0's loss scale."""
+        self._finite.drain()
         if self.strategy.mesh.independent and self.precision.scaler is not None:
             self.precision.scaler.load_state_dict(collectives.broadcast_object(self.precision.scaler.state_dict()))
 
     def synchronize(self) -> None:
-        """Replicas that train apart become one model, before somebody looks at it. All processes call it."""
+        """Average independent replicas into one model, before it is evaluated or saved. All processes call it."""
         self.strategy.synchronize()
 
     @property
     def incomplete(self) -> bool:
         """Whether a global batch has gradients but no update yet."""
-        for one in self._open.values():
-            self._unused(one)  # where the script has cleared them it is done with them
+        for one in self._open_yields.values():
+            self._left_unused(one)  # marks global batches whose gradients the script has cleared
         return any(
-            not one.stepped and (loader.current is not None or one.late) for loader, one in self._open.items()
-        ) or any(yields.computed for yields in self._yields.values())
+            not one.stepped and (loader.current is not None or one.after_end)
+            for loader, one in self._open_yields.items()
+        ) or any(yields.has_unused_forward for yields in self._yields.values())
 
     # --- which loader, which optimizer
 
@@ -558,10 +575,11 @@ class Stepper:
         return self._yields[active[0]]
 
     def _active(self, loader: Loader) -> bool:
-        """Whether it is being iterated, or was read to its end before the script was through with its last yield."""
+        """Whether the script iterates this loader, or has read it to its end with its last yield not done."""
         return loader.current is not None or self._yields[loader].unfinished
 
-    def only(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    def prepared(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        """This optimizer, or the only one. Raises UsageError if it is not prepared, or must be named."""
         if optimizer in self.updates:
             return optimizer
         if optimizer is not None:
@@ -570,10 +588,9 @@ class Stepper:
             raise UsageError(which_optimizer(len(self.updates)))
         return next(iter(self.updates))
 
-    def _look_at(self, optimizer: torch.optim.Optimizer, count: int) -> None:
-        """Raises UsageError where it has got parameters that no prepared model had at the last `prepare`, or where it
-        cannot be stepped without a closure."""
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, count: int) -> None:
+        """Raises UsageError if the optimizer has parameters that no prepared model has, or needs a closure."""
         if needs_closure(optimizer):
             raise UsageError(CLOSURE_OF_AN_OPTIMIZER.format(type(optimizer).__name__))
         check_known(optimizer, self.names)
-        self._sizes[optimizer] = count
+        self._parameter_counts[optimizer] = count

@@ -1,12 +1,16 @@
-"""The gradient of a global batch whose V shards are computed in turn, with bits that depend on V alone.
+"""The gradient of a global batch of V shards in sequence, whose bits depend on V alone (`reproducible=V`).
 
-Every account (gradients.py) has a tree of its own. A backward pass is of one account; when the last micro-batch of a
-shard has been computed, what `.grad` holds becomes the shard's leaf. Sums over counted things are divided by P, the
-power of two nearest to the examples of the global batch, on all micro-batches alike; when the tree is complete the sum
-is multiplied by P / C, C the counts of all shards added in the same tree. Accounts are added in the order of the calls.
+1. Each account (gradients.py) has a tree. Each backward pass belongs to one account.
+2. After the last micro-batch of a shard, the gradient that `.grad` holds becomes the shard's leaf. Sums over counted
+   things are divided by P in every micro-batch. P is the power of two nearest to the number of examples of the global
+   batch.
+3. The complete tree gives the sum over the shards. A sum over counted things is multiplied by P / C. C, the count of
+   all shards, is added in the same tree.
+4. The accounts are added in the order of the backward calls.
 
-A shard without examples, and the zero-length batches of a process that has fewer shards than others, have no leaf.
-Where batch norm lets the shards of a process compute together, each has its replica's gradients for a leaf.
+A shard without examples has no leaf, and neither have the zero-length batches of a process that has fewer shards than
+others. Where batch norm lets the shards of a process compute together, the gradient of each shard's replica is its
+leaf.
 """
 
 from __future__ import annotations
@@ -32,16 +36,16 @@ UPDATED_BETWEEN = (
 
 
 class TreeAccounts:
-    """The passes of one global batch after the other, in place of `Accounts.passes`. accounts, store: of the run."""
+    """Yields the backward passes of shards in sequence, in place of `Accounts.passes`."""
 
     def __init__(self, sums: TreeSums, accounts: Accounts, store: GradientStore, device: torch.device) -> None:
         self._sums, self._accounts, self._store, self._device = sums, accounts, store, device
-        self._counts: dict[Key, dict[int, Tensor]] = {}
+        self._counts: dict[Key, dict[int, Tensor]] = {}  # by account and shard: how many things its sum is over
 
     def passes(
         self, terms: list[list[Term]], request: Request, call: int, retain: bool, scale: float
     ) -> Iterator[tuple[Weights, bool]]:
-        """As Accounts.passes."""
+        """See `Accounts.passes`."""
         shards, parts = self._sums.shards, request.parts
         empty = [p.shard >= shards or len(range(*cut(request.total, shards, p.shard))) == 0 for p in parts]
         power = 2.0 ** round(math.log2(max(request.total, 1)))
@@ -54,14 +58,14 @@ class TreeAccounts:
                     self._count(key, part.shard, its[key[1]].count)
         last = parts[0].micro == request.micro_batches - 1
         for number, key in enumerate(keys):
-            self._accounts.hold(key)
+            self._accounts.switch_to(key)
             yield weigh(terms, request, scale, {key[1]: 1 / power}, only=key[1]), retain or number < len(keys) - 1
             for place, (part, nothing) in enumerate(zip(parts, empty, strict=True)):
                 if last and part.shard < shards:
                     self._leaf(key, part.shard, place, nothing)
                 elif nothing:
                     self._take(place)
-            self._accounts.note(key)
+            self._accounts.mark_accumulated(key)
         if request.final:
             self._complete(keys, power, scale)
 
@@ -72,7 +76,7 @@ class TreeAccounts:
         mine[shard] = mine[shard] + value if shard in mine else value
 
     def _take(self, place: int) -> list[Tensor | None]:
-        """The gradients of a replica of this process, which are then there no more."""
+        """Remove the gradients of one of this process's replicas from it, and return them."""
         grads = self._store.take_from(place)
         if any(grad is not None and grad.layout != torch.strided for grad in grads):
             raise UsageError(

@@ -1,12 +1,13 @@
-"""Weighted sums that wait for no device: of what is logged, of losses, of metrics.
+"""Weighted sums of logged numbers, losses and metrics, which never wait for a device.
 
-A number is added up on the host at once. A tensor on an accelerator is only kept, and read into a sum on that device
-with many others later: adding one starts no kernel and waits for nothing. A tensor that was changed in place in between
-would give a wrong mean, so that its version is compared.
+A number is added on the host at once. A tensor on an accelerator is deferred: it is added on that device later, with
+many others. So adding a tensor starts no kernel and waits for nothing. A tensor that was changed in place in between
+would give a wrong mean, so its version is compared.
 
-A sum has the same bits in whatever order, and on however many processes, it is added: each addend is rounded to a
-multiple of 2^-19 and the rest to one of 2^-58, which float64 adds without rounding up to sums of 2^34 and 2^15 addends
-(Rump, Ogita, Oishi 2008, "Accurate floating-point summation", their extraction with two fixed units).
+The bits of a sum do not depend on the order of its addends or on the number of processes. Each addend is split into a
+multiple of 2^-19 and a rest, which is rounded to a multiple of 2^-58. float64 adds the first without rounding up to
+sums of 2^34, and the second up to 2^15 addends (Rump, Ogita, Oishi 2008, "Accurate floating-point summation", their
+extraction with two fixed units).
 """
 
 from __future__ import annotations
@@ -20,49 +21,54 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 
-FOLD_AT = 256  # kept tensors that are read into a sum together
+FOLD_AT = 256  # how many deferred tensors are added together
 _UNIT, _FINE = 1.5 * 2.0**33, 1.5 * 2.0**-6  # adding one and taking it away again rounds to 2^-19, to 2^-58
 
 
-class _Kept(NamedTuple):
-    value: Tensor  # 0-dim
-    weight: Weight
+class _Deferred(NamedTuple):
+    """An addend that is added later."""
+
+    value: Tensor  # (), a mean, or a sum where `summed`
+    weight: Weight  # over how many things
     summed: bool
-    version: int | None
+    version: int | None  # of the tensor when it was computed; None of an inference tensor, which cannot change
 
 
 class WeightedSum:
-    """Sum of value x weight, of weight, and what rounding took from the first, in float64 where the device has it.
-    What is no number (NaN, inf) and has no weight, a mean over nothing, is left out.
+    """The sum of value x weight, the sum of the weights, and the rests of the first sum.
 
-    changed: the error for a tensor that was changed in place; empty: such a tensor is left out.
+    In float64 where the device has it. A mean over nothing (NaN or inf, of weight 0) is left out. changed: the error
+    for a tensor that was changed in place; if empty, such a tensor is left out.
     """
 
-    __slots__ = ("_changed", "_device", "_kept", "device", "host")
+    __slots__ = ("_changed", "_deferred", "_device", "device", "host")
 
     def __init__(self, device: torch.device, changed: str = "") -> None:
         self._device, self._changed = device, changed
-        self.host = [0.0, 0.0, 0.0]  # what was a number
-        self.device: Tensor | None = None  # (3,), what was folded
-        self._kept: list[_Kept] = []
+        self.host = [0.0, 0.0, 0.0]  # the three sums over numbers
+        self.device: Tensor | None = None  # (3,), the three sums over folded tensors
+        self._deferred: list[_Deferred] = []
 
     def add(self, value: Any, weight: Weight, *, summed: bool = False, version: int | None = None) -> None:
-        """A number or 0-dim tensor: a mean over `weight` things, or, where `summed`, a sum over them. version: of the
-        tensor when it was computed, if that is not now."""
+        """Add a number or 0-dim tensor: a mean over `weight` things, or a sum over them if `summed`.
+
+        version: of the tensor when it was computed; None: its version now. Raises UsageError for a tensor that has
+        changed since.
+        """
         if isinstance(weight, Tensor) and readable(weight):
             weight = float(weight)
         if isinstance(value, Tensor):
             now = None if value.is_inference() else value._version
             version = now if version is None else version
             if isinstance(weight, Tensor) or not readable(value):
-                self._keep(_Kept(value, weight, summed, version))
+                self._defer(_Deferred(value, weight, summed, version))
                 return
             if now != version:
                 self._refuse()
                 return
             value = float(value)
         elif isinstance(weight, Tensor):
-            self._keep(_Kept(torch.as_tensor(value), weight, summed, 0))
+            self._defer(_Deferred(torch.as_tensor(value), weight, summed, 0))
             return
         if weight:
             self._add(value if summed else value * weight)
@@ -77,19 +83,19 @@ class WeightedSum:
         if rest == rest:  # not of inf
             self.host[2] += (rest + _FINE) - _FINE
 
-    def take(self, other: WeightedSum) -> None:
-        """Adds what another one has."""
+    def merge(self, other: WeightedSum) -> None:
+        """Add another sum to this one."""
         self.host = [mine + its for mine, its in zip(self.host, other.host, strict=True)]
-        self._kept += other._kept
+        self._deferred += other._deferred
         if other.device is not None:
             self.device = other.device if self.device is None else self.device + other.device
 
     def clear(self) -> None:
-        self.host, self.device, self._kept = [0.0, 0.0, 0.0], None, []
+        self.host, self.device, self._deferred = [0.0, 0.0, 0.0], None, []
 
-    def _keep(self, kept: _Kept) -> None:
-        self._kept.append(kept)
-        if len(self._kept) >= FOLD_AT:
+    def _defer(self, kept: _Deferred) -> None:
+        self._deferred.append(kept)
+        if len(self._deferred) >= FOLD_AT:
             self.fold()
 
     def _refuse(self) -> None:
@@ -98,8 +104,8 @@ class WeightedSum:
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Reads what waits into `device`."""
-        kept, self._kept = self._kept, []
+        """Add the deferred tensors into `device`."""
+        kept, self._deferred = self._deferred, []
         same = [item for item in kept if item.value.is_inference() or item.value._version == item.version]
         if len(same) < len(kept):
             self._refuse()
@@ -119,7 +125,7 @@ class WeightedSum:
         self.device = triple if self.device is None else self.device + triple
 
     def _column(self, items: Sequence[Any]) -> Tensor:
-        """(len(items),) on the device; numbers travel there through pinned memory, without waiting."""
+        """(len(items),) on the device. Numbers are copied there from pinned memory, without waiting."""
         wide = wide_dtype(self._device)
         if not any(isinstance(item, Tensor) for item in items):
             return upload(torch.tensor(items, dtype=wide), self._device)
@@ -132,12 +138,12 @@ class WeightedSum:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether reading it waits for no device. Tests of what an accelerator does say no."""
+    """Whether reading this tensor waits for no device. Tests replace this function to stand in for an accelerator."""
     return tensor.device.type == "cpu"
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest that the device computes with."""
+    """The widest floating-point type that the device computes in."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 

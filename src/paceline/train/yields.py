@@ -1,16 +1,16 @@
-"""Which yield of a loader a loss belongs to: a script may fetch its next batch before it is done with the last one.
+"""Find the loader's yield that a loss belongs to, also where the script prefetches the next batch by itself.
 
-nanoGPT's order is forward, next batch, backward. A loss is then weighed by the batch of its forward, not by the one
-that the loader yielded last. Autograd numbers its nodes in the order in which they are made, so the numbers of a loss's
-graph say between which yields it was computed.
+nanoGPT's order is forward, next batch, backward. The loss belongs to the batch of its forward, not to the batch that
+the loader yielded last. Autograd numbers its nodes in the order in which it makes them. So the numbers in a loss's
+graph tell between which two yields the script computed the loss.
 
-1. A yield is entered at once where nothing of the one before it can be under way: it has had its backward (and its
-   update, where it completed the global batch), and autograd has made no node since. That is nearly every step of
-   nearly every script. The number of a loss's root is then compared, and nothing else.
-2. Otherwise it waits, and is entered by the first loss that belongs to it. Then the whole graph of each loss is looked
-   at: it must lie between two yields.
-3. A batch that was fetched ahead and whose forward comes later leaves no trace in graphs. It is known by its tensors
-   where a closure is given it; in the loop form it is refused while a tensor of an earlier batch is alive.
+1. A new yield is activated at once if nothing of the yield before it can be under way: that one has had its backward
+   (and its update, if it completed the global batch), and autograd has made no node since. Nearly every step of nearly
+   every script is of this kind. Only the number of the loss's root is compared then.
+2. Otherwise the new yield is pending, and the first loss that belongs to it activates it. The whole graph of each loss
+   is walked then: it must lie between two yields.
+3. A batch that was prefetched, and whose forward comes later, leaves no trace in the graph. A closure receives the
+   batch, and its tensors identify the yield. The loop form is refused while a tensor of an earlier batch is alive.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from paceline.train.loader import Bundle, Loader
 from paceline.train.messages import FETCHED_AHEAD, LOSS_OF_AN_EARLIER_YIELD, LOSS_OVER_YIELDS, outside_a_loop
 
 next_node = torch._C._autograd._get_sequence_nr
-"""The number that autograd gives to the next node which this thread makes."""
+"""The number that autograd will give to the next node of this thread."""
 
-MOST = 16  # entries of a batch, or of what is in it, that are looked at to know it again
+MOST_ENTRIES = 16  # how many entries of a batch, or of a container in it, are compared to recognise the batch
 
 
 class Yield:
-    """One yield of a training loader, from its coming to the update of its global batch."""
+    """One micro-batch that a training loader has yielded, until the update of its global batch."""
 
-    calls = 0  # backward calls that were made for it
-    asked = False  # whether run.step was called when it was the last that had a backward
-    stepped = False  # whether an optimizer has acted on its global batch
-    forgotten = False  # whether its gradients are none: its backward failed, or a replica was lost and it comes anew
-    called_at = 0  # how many yields of training loaders had come at its last backward call
-    batch: Sequence[weakref.ref[Any]] = ()  # its tensors, noted when the next yield comes
-    told = False  # whether the script was warned that its gradients are left
-    late = False  # whether its backward came after its loader's pass had ended
+    calls = 0  # how many backward calls belong to it
+    step_called = False  # run.step was called while this was the last yield with a backward
+    stepped = False  # an optimizer has used the gradients of its global batch
+    discarded = False  # its gradients do not count: its backward failed, or a replica was lost and it is yielded again
+    count_at_call = 0  # how many yields all training loaders had made at its last backward call
+    batch: Sequence[weakref.ref[Any]] = ()  # the tensors of its batch; filled when the next yield comes
+    warned = False  # the script was warned that its gradients were never used
+    after_end = False  # its backward came after the loader's pass had ended
 
-    def __init__(self, loader: Loader, request: Request, key: int, came: int, since: int, unsure: bool) -> None:
+    def __init__(
+        self, loader: Loader, request: Request, key: int, index: int, first_node: int, ambiguous: bool
+    ) -> None:
         self.loader, self.request = loader, request
-        self.came = came  # how many yields of training loaders had come before it
-        self.key = key  # of its global batch's random streams, the same for all shards
-        self.since = since  # the number of autograd's next node when it came
-        self.unsure = unsure  # whether graphs of earlier yields may still be under way: losses are looked at
+        self.index = index  # how many yields all training loaders had made before it
+        self.key = key  # the key of its global batch's random streams, the same for all shards
+        self.first_node = first_node  # the number of autograd's next node when the loader yielded it
+        self.ambiguous = ambiguous  # graphs of earlier yields may be under way: the graph of each loss is walked
 
     @property
-    def through(self) -> bool:
-        """Whether the script has done with it what a loop does before it fetches the next batch."""
-        return self.calls > 0 and (self.stepped or self.forgotten or not self.request.final)
+    def done(self) -> bool:
+        """Whether the script has made the calls that a loop makes before it fetches the next batch."""
+        return self.calls > 0 and (self.stepped or self.discarded or not self.request.final)
 
     @property
-    def alive(self) -> bool:
-        """Whether the script still has a tensor of its batch, when a later yield has come."""
+    def batch_alive(self) -> bool:
+        """Whether the script still holds a tensor of the batch. Known as soon as the next yield comes."""
         for ref in self.batch:  # noqa: SIM110  # in every step of some scripts: a generator takes twice as long
             if ref() is not None:
                 return True
@@ -68,122 +70,137 @@ class Yield:
 
 
 class Yields:
-    """Those of one training loader to which a loss may belong: the one that was entered last, and those that wait."""
+    """The yields of one training loader to which a loss may belong."""
 
     def __init__(self) -> None:
-        self.over: Yield | None = None  # the one that was entered before the last
-        self.entered: Yield | None = None
-        self.waiting: list[Yield] = []
-        self.ended: int | None = None  # the number of autograd's next node when the pass had been read to its end
-        # The one to which every loss belongs that was computed since it came. None: losses are looked at.
-        self.sure: Yield | None = None
+        self.previous: Yield | None = None  # the yield that was active before
+        self.active: Yield | None = None  # the yield to which the last backward call belonged, or the next one must
+        self.pending: list[Yield] = []  # later yields, which no loss has activated yet
+        self.end_node: int | None = None  # the number of autograd's next node when the pass was read to its end
+        # The yield that owns every loss computed since it came. None: the graph of each loss is walked.
+        self.certain: Yield | None = None
 
     @property
     def latest(self) -> Yield | None:
-        return self.waiting[-1] if self.waiting else self.entered
+        """The newest yield; None before the first."""
+        return self.pending[-1] if self.pending else self.active
 
     @property
-    def known(self) -> list[Yield]:
-        return ([] if self.entered is None else [self.entered]) + self.waiting
+    def candidates(self) -> list[Yield]:
+        """The yields to which a loss may belong, oldest first."""
+        return ([] if self.active is None else [self.active]) + self.pending
 
-    def at_hand(self) -> Yield:
-        """The latest, of a loader that has yielded."""
-        latest = self.waiting[-1] if self.waiting else self.entered
+    def newest(self) -> Yield:
+        """`latest`, of a loader that has yielded."""
+        latest = self.pending[-1] if self.pending else self.active
         assert latest is not None
         return latest
 
-    def supersede(self, presented: Any) -> None:
-        """Another yield comes: of this one's batch only its tensors are remembered, as long as the script has them."""
-        last, self.ended, self.sure = self.latest, None, None
+    def remember_batch(self, presented: Any) -> None:
+        """Keep weak references to the tensors of the latest yield's batch, since another yield follows.
+
+        presented: the batch as the loader yielded it.
+        """
+        last, self.end_node, self.certain = self.latest, None, None
         if last is not None and presented is not None:
             flat = type(presented) in (list, tuple) and all(type(thing) is Tensor for thing in presented)
-            last.batch = [weakref.ref(thing) for thing in (presented[:MOST] if flat else things_in(presented))]
+            last.batch = [
+                weakref.ref(thing) for thing in (presented[:MOST_ENTRIES] if flat else batch_leaves(presented))
+            ]
 
-    def enter(self, one: Yield) -> None:
-        """A backward call belongs to it, or can belong to no other; what waited before it was left out."""
-        self.over, self.entered = self.entered, one
-        if self.waiting:
-            self.waiting = self.waiting[self.waiting.index(one) + 1 :]
-        self.sure = None if one.unsure or self.waiting else one
+    def activate(self, one: Yield) -> None:
+        """Make this yield the active one. The script has skipped the pending yields before it."""
+        self.previous, self.active = self.active, one
+        if self.pending:
+            self.pending = self.pending[self.pending.index(one) + 1 :]
+        self.certain = None if one.ambiguous or self.pending else one
 
-    def wait(self, one: Yield) -> None:
-        """It may have come while the one before it is under way: the first loss that belongs to it enters it."""
-        one.unsure, self.sure = True, None
-        self.waiting.append(one)
+    def defer(self, one: Yield) -> None:
+        """Make this yield pending: the yield before it may be under way."""
+        one.ambiguous, self.certain = True, None
+        self.pending.append(one)
 
     def close(self, loader: Loader, whole: bool) -> None:
-        """The pass has ended. Where it was left before its end, what waits is not coming."""
+        """The pass has ended. whole: it was read to its end; else no backward call for a pending yield will come."""
         if whole:
-            self.supersede(loader.presented)
-            self.ended = next_node()
+            self.remember_batch(loader.presented)
+            self.end_node = next_node()
         else:
-            self.over = self.entered = self.ended = self.sure = None
-            self.waiting = []
+            self.previous = self.active = self.end_node = self.certain = None
+            self.pending = []
 
     @property
     def unfinished(self) -> bool:
-        """Whether the pass was read to its end before the script was through with its last yield."""
-        return self.ended is not None and self.latest is not None and not self.latest.through
+        """Whether the pass was read to its end before the last yield was done."""
+        return self.end_node is not None and self.latest is not None and not self.latest.done
 
     @property
-    def computed(self) -> bool:
-        """Whether something was computed of a yield that another one has followed, and that has had no backward."""
-        known = self.known
-        return any(not one.calls and one.since < after.since for one, after in pairwise(known))
+    def has_unused_forward(self) -> bool:
+        """Whether a yield that another one has followed has had a forward but no backward."""
+        candidates = self.candidates
+        return any(not one.calls and one.first_node < after.first_node for one, after in pairwise(candidates))
 
-    def of_loss(self, root: Tensor, first: int) -> Yield:
-        """The yield to which the graph of this scalar belongs. first: the number of autograd's next node when the first
-        yield of the run came; what is older was there before the loop. Raises UsageError where it is not one yield."""
-        latest, node = self.at_hand(), root.grad_fn
-        number = latest.since if node is None else node._sequence_nr()
-        if latest is self.sure and number >= latest.since:
+    def find_by_loss(self, root: Tensor, first: int) -> Yield:
+        """The yield in which the graph of this scalar was computed.
+
+        first: the number of autograd's next node when the run's first yield came. Older nodes were made before the
+        loop. Raises UsageError if the graph spans several yields, or belongs to one whose turn is over.
+        """
+        latest, node = self.newest(), root.grad_fn
+        number = latest.first_node if node is None else node._sequence_nr()
+        if latest is self.certain and number >= latest.first_node:
             return latest
-        if self.ended is not None and number >= self.ended:
+        if self.end_node is not None and number >= self.end_node:
             raise UsageError(outside_a_loop("backward"))
-        known = self.known
-        found = next((one for one in reversed(known) if one.since <= number), None)
+        candidates = self.candidates
+        found = next((one for one in reversed(candidates) if one.first_node <= number), None)
         if found is None:
             if number < first:
                 return latest
             raise UsageError(LOSS_OF_AN_EARLIER_YIELD)
-        if node is not None and any(first <= number < found.since for number in _numbers(node, first)):
+        if node is not None and any(first <= number < found.first_node for number in _node_numbers(node, first)):
             raise UsageError(LOSS_OVER_YIELDS)
-        self._refuse_ahead(found)
+        self._refuse_prefetch(found)
         return found
 
-    def of_batch(self, batch: Any) -> Yield:
-        """The yield to which the batch belongs that a closure is given."""
-        latest = self.at_hand()
-        presented, over = latest.loader.presented, self.over
-        if latest is self.entered and self.ended is None and (batch is presented or over is None or not over.alive):
+    def find_by_batch(self, batch: Any) -> Yield:
+        """The yield that presented this batch, which the script passes to a closure. Raises UsageError as above."""
+        latest = self.newest()
+        presented, over = latest.loader.presented, self.previous
+        if (
+            latest is self.active
+            and self.end_node is None
+            and (batch is presented or over is None or not over.batch_alive)
+        ):
             return latest
-        before = self.known if self.ended is not None else self.known[:-1]
-        older = [one for one in (self.over, *before) if one is not None and one.alive]
-        if self.ended is None and (not older or batch is presented):
+        before = self.candidates if self.end_node is not None else self.candidates[:-1]
+        older = [one for one in (self.previous, *before) if one is not None and one.batch_alive]
+        if self.end_node is None and (not older or batch is presented):
             return latest
-        given = {id(thing) for thing in things_in(batch)}
-        if any(id(thing) in given for thing in things_in(presented)):
+        given = {id(thing) for thing in batch_leaves(batch)}
+        if any(id(thing) in given for thing in batch_leaves(presented)):
             return latest
         for one in reversed(older):
             if any(id(ref()) in given for ref in one.batch if ref() is not None):
-                if one is self.over:
+                if one is self.previous:
                     raise UsageError(LOSS_OF_AN_EARLIER_YIELD)
                 return one
-        if self.ended is not None:
+        if self.end_node is not None:
             raise UsageError(outside_a_loop("forward_backward"))
-        self._refuse_ahead(latest)
+        self._refuse_prefetch(latest)
         return latest
 
-    def _refuse_ahead(self, found: Yield) -> None:
-        for one in self.known:
+    def _refuse_prefetch(self, found: Yield) -> None:
+        for one in self.candidates:
             if one is found:
                 return
-            if not one.calls and one.alive:
+            if not one.calls and one.batch_alive:
                 raise UsageError(FETCHED_AHEAD)
 
 
-def _numbers(root: Any, first: int) -> Iterator[int]:
-    """The numbers of the nodes under this one, but for those of parameters, and those that are below older ones."""
+def _node_numbers(root: Any, first: int) -> Iterator[int]:
+    """The numbers of the nodes below this one. Nodes below a node older than `first` are left out, as are parameters'
+    accumulators."""
     seen, stack = {root}, [root]
     while stack:
         for node, _ in stack.pop().next_functions:
@@ -195,18 +212,18 @@ def _numbers(root: Any, first: int) -> Iterator[int]:
                     stack.append(node)
 
 
-def things_in(batch: Any, depth: int = 4) -> Iterator[Any]:
-    """The tensors of a batch, of any nesting; of what has none in its entries or attributes, itself."""
+def batch_leaves(batch: Any, depth: int = 4) -> Iterator[Any]:
+    """The tensors of a batch of any nesting, to the given depth, and the bundles in it."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
-        for value in islice(batch.values(), MOST) if depth else ():
-            yield from things_in(value, depth - 1)
+        for value in islice(batch.values(), MOST_ENTRIES) if depth else ():
+            yield from batch_leaves(value, depth - 1)
     elif isinstance(batch, (list, tuple)):
-        for value in batch[:MOST] if depth else ():
-            yield from things_in(value, depth - 1)
+        for value in batch[:MOST_ENTRIES] if depth else ():
+            yield from batch_leaves(value, depth - 1)
     elif isinstance(batch, Bundle):
         yield batch
     elif depth and hasattr(batch, "__dict__"):
-        for value in islice(vars(batch).values(), MOST):
-            yield from things_in(value, depth - 1)
+        for value in islice(vars(batch).values(), MOST_ENTRIES):
+            yield from batch_leaves(value, depth - 1)

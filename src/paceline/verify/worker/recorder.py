@@ -127,9 +127,9 @@ class Recorder:
         self._originals: dict[str, Callable[..., Any]] = {name: getattr(run, name) for name in own}
         for name, method in own.items():
             setattr(run, name, method)
-        self._original_update, self._original_evaluated = run._stepper._update, run._stepper.evaluated
+        self._original_update, self._original_evaluated = run._stepper._update, run._stepper.check_evaluation
         run._stepper._update = self._apply_update  # type: ignore[method-assign]
-        run._stepper.evaluated = self._closure_evaluated  # type: ignore[method-assign]
+        run._stepper.check_evaluation = self._closure_evaluated  # type: ignore[method-assign]
         self._patches = Patches()
         # With noise="example" every run draws alike, and dropout may stay.
         self._dropout_off = spec.dropout_off and run._noise is None
@@ -254,7 +254,7 @@ class Recorder:
 
     def _detect_manual_update(self) -> None:
         """The script may have updated the weights itself, and cleared the gradients, since its last backward."""
-        current, found = self._current, 0 if self._run._optimizers else self._run._stepper.count_by_hand()
+        current, found = self._current, 0 if self._run._optimizers else self._run._stepper.count_manual_updates()
         if current is not None and found > self._manual_updates:
             self._record_update(current)
         self._manual_updates = found
@@ -560,7 +560,7 @@ class Recorder:
             "unfinished": unfinished,
             "normalised": self._used_batch_norm,
             "hooked": sorted(self._changing_hooks),
-            "ahead": self._run._stepper._ahead,
+            "ahead": self._run._stepper._prefetched,
             "full": self._disk_full,
         }
         with open(self._path + ".part", "w") as file:
