@@ -1,5 +1,5 @@
-"""Hugging Face's BERT, ALBERT and GPT-2 under `tensor` and `pipeline`, in float64 against plain PyTorch: masks and
-labels by keyword, outputs as objects, tied embeddings, one layer that is called many times."""
+"""Hugging Face's BERT, ALBERT and GPT-2 under `tensor`, `pipeline`, `fsdp+tensor` and HSDP, in float64 against plain
+PyTorch: masks and labels by keyword, outputs as objects, tied embeddings, one layer that is called many times."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ CASES = [
     (2, "pipeline:schedule=1f1b", "adam", "2", "closure"),
     (4, "pipeline", "sgd", "1", "closure"),
     (4, "pipeline:stages=2,balance=cost", "adam", "2", "closure"),
+    (4, "fsdp+tensor:size=2", "sgd", "2", "loop"),
+    (4, "fsdp:replicate=2", "adam", "1", "closure"),
 ]
 
 
