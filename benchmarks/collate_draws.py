@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.train.collating import Collating, Streams
-from paceline.train.noise import Functions, Noise
-from paceline.train.order import Part, Request
+from paceline.strategies.batch_plan import Part, Request
+from paceline.train.collating import Collator, Streams
+from paceline.train.noise import Noise, NoiseMode
 from paceline.train.randomness import seed_all
 
 EXAMPLES, TOKENS, VOCABULARY = 32, 128, 30000
@@ -94,7 +94,7 @@ def in_collate(seconds: float) -> tuple[str, dict[str, dict[str, float]]]:
     examples = [{"input_ids": torch.randint(5, VOCABULARY, (TOKENS,)).tolist()} for _ in range(EXAMPLES)]
     part = Part(0, 0, tuple(range(EXAMPLES)))
     request = Request(0, 0, 0, 1, EXAMPLES, 0, (part,))
-    keyed = Collating(collate, Streams(0, "train"))
+    keyed = Collator(collate, Streams(0, "train"))
 
     def seeded() -> object:
         seed_all(5)
@@ -121,12 +121,12 @@ def in_model(seconds: float) -> dict[str, dict[str, float]]:
         return model.zero_grad()
 
     def by_example() -> object:
-        with noise.inside(streams, request, part, 0):
+        with noise.for_closure(streams, request, part, 0):
             return step()
 
     noise = Noise()
     noise.close()  # off, but for its own variant
-    mode = Functions(noise)
+    mode = NoiseMode(noise)
 
     def with_mode() -> object:
         with mode:

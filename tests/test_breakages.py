@@ -52,7 +52,7 @@ BREAKAGES = {
     ),
     "biased running variance": Breakage("train/batchnorm.py", "var * (once / (once - 1))", "var", "a-sgd and w2"),
     "every epoch in the order of the first": Breakage(
-        "train/order.py", "tag(name), epoch))", "tag(name), 0))", "a-sgd-whole-closure-w1"
+        "train/randomness.py", "tag(name), epoch))", "tag(name), 0))", "a-sgd-whole-closure-w1"
     ),
     "momentum lost at resume": Breakage(
         "strategies/replicated.py",

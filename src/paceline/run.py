@@ -27,7 +27,7 @@ from paceline.train.elsewhere import of_run
 from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader, current_examples
-from paceline.train.made_batches import Made, Places, Rows, check_batches
+from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.train.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
 from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
@@ -37,7 +37,7 @@ from paceline.train.predict import check_options, on_first_input, predict
 from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
 from paceline.train.progress import Epochs
 from paceline.train.run_position import Handover
-from paceline.train.sources import make_source
+from paceline.train.sources import LoaderArguments, make_source
 from paceline.train.state import State, model_number
 from paceline.train.step import Stepper
 from paceline.train.wrappers import taken_off, unwrapped
@@ -216,11 +216,20 @@ class Run:
         self._evaluations += not train
         options.setdefault("pin_memory", self.device.type == "cuda")
         plan = (lambda: self._strategy.plan) if train else self._evaluation_plan
-        own: dict[str, Any] = {"seed": self.seed, "name": name, "shuffle_buffer": shuffle_buffer, "options": options}
-        own["collate"] = collate
-        order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
-        sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
-        source = make_source(dataset, plan=plan, **own, **order, **sizes)
+        given = LoaderArguments(
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            shuffle=shuffle,
+            train=train,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            name=name,
+            shuffle_buffer=shuffle_buffer,
+            collate=collate,
+            options=options,
+        )
+        source = make_source(dataset, given, seed=self.seed, plan=plan)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end, "noise": self._noise}
         loader = Loader(source, name=name, train=train, device=self.device, **hooks)
         if train:
@@ -255,8 +264,8 @@ class Run:
         """
         check_batches(fn, global_batch, steps, options)
         own: dict[str, Any] = {"micro_batch": micro_batch, "train": train, "name": name, "collate": collate}
-        made = Made(fn, global_batch)
-        return self.loader(Places(global_batch, steps), global_batch=global_batch, collate_fn=made, **own, **options)
+        own["collate_fn"] = RowCollate(fn, global_batch)
+        return self.loader(RowDataset(global_batch, steps), global_batch=global_batch, **own, **options)
 
     def _evaluation_plan(self) -> BatchPlan:
         """Evaluation is cut over the processes that have other examples, as many as live when a pass begins."""
@@ -357,7 +366,7 @@ class Run:
         elif self._noise is None:
             acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         else:
-            with self._noise.outside():
+            with self._noise.suspended():
                 acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         if acted:
             self._normalisation.agree(self._models, self._stepper.prefetched)

@@ -14,7 +14,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from paceline.strategies.batch_plan import one_shard
 from paceline.train.loader import Loader
-from paceline.train.sources import make_source
+from paceline.train.sources import LoaderArguments, make_source
 
 EPOCHS, BATCH = 2, 8
 ZERO_GRADIENT = "attention.self.key.bias"
@@ -43,20 +43,8 @@ def masks_of(loader: Loader, batch: Any) -> dict[str, Any]:
 
 
 def whole(collate: Any, dataset: Any) -> Loader:
-    source = make_source(
-        dataset,
-        plan=partial(one_shard, 1, 0),
-        seed=SEED,
-        name="train",
-        global_batch=BATCH,
-        micro_batch=None,
-        shuffle=True,
-        sampler=None,
-        batch_sampler=None,
-        drop_last=False,
-        shuffle_buffer=None,
-        options={"collate_fn": collate},
-    )
+    given = LoaderArguments(global_batch=BATCH, shuffle=True, options={"collate_fn": collate})
+    source = make_source(dataset, given, seed=SEED, plan=partial(one_shard, 1, 0))
     return Loader(source, name="train", train=True, device=torch.device("cpu"), on_yield=lambda _: None)
 
 

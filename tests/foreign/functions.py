@@ -23,28 +23,16 @@ import paceline
 from paceline.strategies.batch_plan import one_shard
 from paceline.train.draws import ExampleDraws
 from paceline.train.loader import Loader
-from paceline.train.made_batches import Made, Places, Rows
-from paceline.train.sources import make_source
+from paceline.train.made_batches import RowCollate, RowDataset, Rows
+from paceline.train.sources import LoaderArguments, make_source
 
 SEED, CLOSE = 5, 1e-8
 
 
 def whole(fn: Callable[[Rows], Any], global_batch: int, steps: int | None) -> Loader:
     """A loader of one process, for the plain original."""
-    source = make_source(
-        Places(global_batch, steps),
-        plan=partial(one_shard, 1, 0),
-        seed=SEED,
-        name="train",
-        global_batch=global_batch,
-        micro_batch=None,
-        shuffle=False,
-        sampler=None,
-        batch_sampler=None,
-        drop_last=False,
-        shuffle_buffer=None,
-        options={"collate_fn": Made(fn, global_batch)},
-    )
+    given = LoaderArguments(global_batch=global_batch, options={"collate_fn": RowCollate(fn, global_batch)})
+    source = make_source(RowDataset(global_batch, steps), given, seed=SEED, plan=partial(one_shard, 1, 0))
     return Loader(source, name="train", train=True, device=torch.device("cpu"), on_yield=lambda _: None)
 
 

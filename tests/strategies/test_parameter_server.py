@@ -28,7 +28,7 @@ from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import joining
 from paceline.strategies.servers.dealing import Deals, Exchanges
-from paceline.train.order import permutation
+from paceline.train.randomness import permutation
 from paceline.world import World
 
 SCRIPT = Path(__file__).parent / "server_script.py"

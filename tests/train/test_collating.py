@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, default_co
 from paceline.errors import SettingError, UsageError
 from paceline.strategies.batch_plan import one_shard
 from paceline.train.loader import Loader
-from paceline.train.sources import make_source
+from paceline.train.sources import LoaderArguments, make_source
 
 LENGTH = 22
 CUTS = [(1, None), (2, None), (1, 3), (2, 2), (5, None), (9, 1)]
@@ -88,13 +88,10 @@ def loaders(size: int, micro_batch: int | None = None, workers: int = 0, **chang
     options = {key: given.pop(key) for key in ("collate_fn",) if key in given} | {"num_workers": workers}
     made = []
     for rank in range(size):
-        source = make_source(
-            given["dataset"],
-            plan=partial(one_shard, size, rank),
-            micro_batch=micro_batch,
-            options=dict(options),
-            **{key: value for key, value in given.items() if key != "dataset"},
-        )
+        keys = {key: value for key, value in given.items() if key not in ("dataset", "seed")}
+        arguments = LoaderArguments(micro_batch=micro_batch, options=dict(options), **keys)
+        plan = partial(one_shard, size, rank)
+        source = make_source(given["dataset"], arguments, seed=given["seed"], plan=plan)
         hooks: Any = {"train": True, "device": torch.device("cpu"), "on_yield": lambda _: None}
         made.append(Loader(source, name="train", **hooks))
     return made

@@ -20,7 +20,7 @@ import paceline
 from paceline.errors import EmptyShardError, SettingError, UsageError
 from paceline.strategies.batch_plan import one_shard
 from paceline.train.loader import Loader
-from paceline.train.sources import make_source
+from paceline.train.sources import LoaderArguments, make_source
 
 SETTINGS: dict[str, Any] = {
     "seed": 3,
@@ -37,7 +37,9 @@ SETTINGS: dict[str, Any] = {
 
 def loader(dataset: Any, rank: int = 0, size: int = 1, train: bool = True, **changed: Any) -> Loader:
     keys = {key: changed.pop(key, value) for key, value in {**SETTINGS, "global_batch": None}.items()}
-    source = make_source(dataset, plan=partial(one_shard, size, rank), options=changed, **keys)
+    seed = keys.pop("seed")
+    given = LoaderArguments(train=train, options=changed, **keys)
+    source = make_source(dataset, given, seed=seed, plan=partial(one_shard, size, rank))
     return Loader(source, name=keys["name"], train=train, device=torch.device("cpu"), on_yield=lambda _: None)
 
 

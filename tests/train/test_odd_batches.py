@@ -14,8 +14,8 @@ from torch import Tensor
 from paceline.errors import EmptyShardError, SettingError
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.placement import move
-from paceline.train.empty import empty_batch
-from paceline.train.sources import make_source
+from paceline.train.batch_rows import empty_batch
+from paceline.train.sources import LoaderArguments, make_source
 
 
 class Attributes(dict[str, Any]):
@@ -126,9 +126,8 @@ def test_what_depends_on_them_is_named(make: Any) -> None:
 
 
 def test_the_order_of_a_loader_is_keyed_by_the_seed() -> None:
-    keys: dict[str, Any] = {"seed": 0, "name": "a", "global_batch": 2, "micro_batch": None, "shuffle": True}
-    keys |= {"sampler": None, "batch_sampler": None, "drop_last": False, "shuffle_buffer": None}
+    given = LoaderArguments(name="a", global_batch=2, shuffle=True, options={"generator": torch.Generator()})
     with pytest.raises(
         SettingError, match=r"run\.loader\(generator=.*keyed by the seed.*paceline\.start\(seed=.*sampler"
     ):
-        make_source([1, 2], plan=partial(one_shard, 1, 0), options={"generator": torch.Generator()}, **keys)
+        make_source([1, 2], given, seed=0, plan=partial(one_shard, 1, 0))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.strategies.batch_plan import AllMicroBatches, AllShards, cut, one_shard
-from paceline.train.order import permutation
+from paceline.train.randomness import permutation
 
 
 def test_an_epoch_is_a_permutation_that_seed_name_and_epoch_change() -> None:

@@ -171,12 +171,11 @@ def test_torchs_own_samplers_with_a_generator_go_on(tmp_path: Path) -> None:
 
     from paceline.strategies.batch_plan import one_shard
     from paceline.train.loader import Loader
-    from paceline.train.sources import make_source
+    from paceline.train.sources import LoaderArguments, make_source
 
     def indices(start: int) -> list[list[int]]:
-        keys: dict[str, Any] = {"seed": 0, "name": "a", "global_batch": None, "micro_batch": None, "shuffle": False}
-        keys |= {"sampler": None, "drop_last": False, "shuffle_buffer": None, "options": {}}
-        source = make_source(DATA, plan=partial(one_shard, 1, 0), batch_sampler=Batches(), **keys)
+        given = LoaderArguments(name="a", batch_sampler=Batches())
+        source = make_source(DATA, given, seed=0, plan=partial(one_shard, 1, 0))
         made = Loader(source, name="a", train=True, device=torch.device("cpu"), on_yield=lambda _: None)
         made.load_state_dict({"epoch": 1, "step": start, **source.identity()})
         return [list(made.indices) for _ in made]

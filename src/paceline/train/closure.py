@@ -31,7 +31,7 @@ def _noise(loader: Loader, request: Request, piece: Piece, call: int) -> Abstrac
     if loader.noise is None:
         return nullcontext()
     part = next(part for part in request.parts if (part.shard, part.micro) == (piece.shard, piece.micro))
-    return loader.noise.inside(loader.streams, request, part, call)
+    return loader.noise.for_closure(loader.streams, request, part, call)
 
 
 def computing(

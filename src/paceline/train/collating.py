@@ -1,16 +1,16 @@
-"""A loader's collate function: what it draws, and what it may be handed.
+"""Collators: they call a loader's collate function, so that what it draws does not depend on how the batch is cut.
 
-A collate function is called on this process's part of a global batch, so that what it draws must not depend on the
-part. Three kinds of draws are told apart:
+The collate function is called with this process's part of a global batch. There are three kinds of random draws:
 
-1. torch's, with a row for each example: each row is its example's own (draws.py).
-2. Any other of torch's, NumPy's or Python's: a choice for the whole batch. The generators are keyed by (seed, loader,
-   epoch, step), alike for all parts, and so are those that the collate function holds itself.
-3. Draws that are made example by example, or that mix examples. On a part they are others than on the whole.
+1. Draws of torch with a row for each example. Each row comes from the stream of its example (draws.py).
+2. Any other draw of torch, NumPy or Python. It is a choice for the whole batch: the generators are keyed by (seed,
+   loader, epoch, step), alike for all parts. So are generators that the collate function holds itself.
+3. Draws made example by example, or that mix examples. Their numbers depend on the part.
 
 The third kind is recognised when a loader draws for the first time: the same example is collated once, four times and
-once, under the same keys. What then depends on the number, without being a row for each, is refused where a global
-batch is cut. A collate function that cannot be asked so, or answers differently each time, is believed.
+once again, under the same keys. A draw that depends on the number of examples, without having a row for each, is
+refused where the global batch is cut. A collate function that cannot take other numbers of examples, or whose draws
+differ each time, is trusted.
 """
 
 from __future__ import annotations
@@ -26,58 +26,57 @@ from torch.utils.data import default_collate
 
 from paceline.errors import UsageError
 from paceline.strategies.batch_plan import Part, Request
-from paceline.train.draws import Call, ExampleDraws, RowKeys
-from paceline.train.empty import empty_batch
-from paceline.train.made_batches import Made
+from paceline.train.batch_rows import SEVERAL, empty_batch, slice_examples
+from paceline.train.draws import DrawCall, ExampleDraws, RowKeys
+from paceline.train.made_batches import RowCollate
 from paceline.train.randomness import mix, mix_each, seed_all, tag
-from paceline.train.rows import take_rows
 from paceline.train.sampler_rng import generators_of
 
 Collate = Callable[[list[Any]], Any]
 
 SCOPES = ("example", "global", "shard")
-"""What collate= of `run.loader` may be."""
+"""Values of the argument `collate` of `run.loader`, which documents them."""
 
-_COPIES = 4
-_SEEDED = 624  # where both Mersenne Twisters stand when they have been seeded
+_SEEDED = 624  # the position of both Mersenne Twisters after seeding
 
 
 class Streams:
-    """The keys of one loader's draws."""
+    """The keys of one loader's random streams."""
 
     def __init__(self, seed: int, name: str) -> None:
         self.name = name
-        self.backwards = False  # a trial of `paceline verify`: examples come in reverse order, with their own draws
+        self.backwards = False  # set by `paceline verify`: examples are collated in reverse order, with their own draws
         self._example = mix(seed, tag("example"), tag(name))
         self._collate = mix(seed, tag("collate"), tag(name))
         self._rows = mix(seed, tag("rows"), tag(name))
         self._noise = mix(seed, tag("noise"), tag(name))
         self._yield = mix(seed, tag("yield"), tag(name))
 
-    def for_example(self, epoch: int, index: int) -> None:
-        """Before a data set makes one example."""
+    def seed_example(self, epoch: int, index: int) -> None:
+        """Seed the global generators for one example, before the data set makes it."""
         seed_all(mix(self._example, epoch, index))
 
     def collate_key(self, request: Request, part: Part | None) -> int:
-        """While examples are collated: choices for the whole batch. part: with collate="shard", other ones on each."""
+        """For choices for the whole batch, while it is collated. part: set with collate="shard", where each part makes
+        its own choices."""
         if part is None:
             return mix(self._collate, request.epoch, request.step)
         return mix(self._collate, request.epoch, request.step, part.shard, part.micro)
 
     def collate_rows(self, request: Request, part: Part) -> RowKeys:
-        """While examples are collated: the streams of these examples."""
+        """The streams of a part's examples, while they are collated."""
         return self._row_keys(self._rows, request, part)
 
     def noise_rows(self, request: Request, part: Part) -> RowKeys:
-        """While a micro-batch is computed: the streams of these examples."""
+        """The streams of a part's examples, while the model computes them."""
         return self._row_keys(self._noise, request, part)
 
     def torch_key(self, request: Request, shard: int, micro: int) -> int:
-        """While a micro-batch is computed: other noise on every shard and micro-batch."""
+        """For torch's generators while the model computes a micro-batch: noise differs between shards."""
         return mix(self._yield, request.epoch, request.step, shard, micro)
 
     def python_key(self, request: Request) -> int:
-        """While a global batch is computed: choices that all shards must agree on."""
+        """For Python's and NumPy's generators while the model computes: all shards make the same choices."""
         return mix(self._yield, request.epoch, request.step)
 
     def _row_keys(self, purpose: int, request: Request, part: Part) -> RowKeys:
@@ -86,27 +85,39 @@ class Streams:
         return RowKeys(keys[::-1].copy() if self.backwards else keys)
 
 
-class Found(NamedTuple):
-    """What is known of a collate function's draws. whole: the shapes of torch's draws that are choices for the whole
-    batch, by their number. refusal: why its draws depend on how the batch is cut; None where they do not."""
+class CollateDraws(NamedTuple):
+    """What is known of a collate function's draws."""
 
-    whole: dict[int, tuple[int, ...]] = {}  # noqa: RUF012 (never written to)
-    refusal: str | None = None
+    # The shapes of those of torch's draws that are choices for the whole batch, by the number of the draw.
+    batch_level: dict[int, tuple[int, ...]] = {}  # noqa: RUF012 (never written to)
+    refusal: str | None = None  # why the draws depend on how the batch is cut; None where they do not
 
 
-class Collating:
-    """scope: one of SCOPES."""
+class Collator:
+    """Collates the parts of one loader's global batches. scope: one of SCOPES."""
 
     def __init__(self, collate: Collate, streams: Streams, scope: str = "example") -> None:
         self.collate, self.streams, self.scope = collate, streams, scope
-        self._plain = getattr(collate, "__wrapped__", collate)  # what a trial has wrapped: its own calls are no batch
-        self._found: Found | None = None if scope == "example" else Found()
-        self._due = True  # whether the next batch is looked at
-        self._forms: tuple[Any, Any] | None = None  # with scope "global": a batch of one example, and of four
-        self._last: tuple[tuple[int, int], Any] | None = None  # with scope "global": the whole batch of a step
+        # What `paceline verify` has wrapped: it records the wrapper's calls, each as one batch.
+        self._plain = getattr(collate, "__wrapped__", collate)
+        # None until the collate function has drawn for the first time.
+        self._draws: CollateDraws | None = None if scope == "example" else CollateDraws()
+        self._copy_next = True  # whether the next batch's examples are copied first, to inspect the draws
+        self._samples: tuple[Any, Any] | None = None  # scope "global": a batch of one example, and of several copies
+        self._last: tuple[tuple[int, int], Any] | None = None  # scope "global": (epoch, step) and its whole batch
+
+    def collate_part(self, request: Request, part: Part, example: Callable[[int], Any]) -> Any:
+        """The collated batch of a part. example: fetches an example by its index.
+
+        Raises UsageError for draws that depend on how the batch is cut, and for a batch that cannot be cut."""
+        if request.whole:
+            return self._rows_of_whole(request, part, example)
+        if not part.indices:
+            return self._empty(request, part, example(request.first))
+        return self.batch(request, part, [example(index) for index in part.indices])
 
     def batch(self, request: Request, part: Part, examples: list[Any]) -> Any:
-        """The examples of a part, collated. Raises UsageError for draws that depend on the cut."""
+        """The collated examples of a part. Raises UsageError for draws that depend on how the batch is cut."""
         if self.collate is default_collate:
             return default_collate(examples)
         if self.scope == "shard":
@@ -114,109 +125,113 @@ class Collating:
             return self.collate(examples)
         examples = examples[:: -1 if self.streams.backwards else 1]
         keys = self.streams.collate_rows(request, part)
-        if self._found is not None:
-            batch = self._run(request, keys, examples)[0]
+        if self._draws is not None:
+            batch = self._call(request, keys, examples)[0]
         else:
-            batch = self._first(request, keys, examples)
-        if self._found is not None and self._found.refusal and len(examples) != request.total:
-            raise UsageError(self._found.refusal)
+            batch = self._inspected_batch(request, keys, examples)
+        if self._draws is not None and self._draws.refusal and len(examples) != request.total:
+            raise UsageError(self._draws.refusal)
         return batch
 
-    def _first(self, request: Request, keys: RowKeys, examples: list[Any]) -> Any:
-        """A batch of a loader that has not drawn yet. If it draws now, that is looked into: at the first batch at once,
-        later with the next one, since only copies that were made beforehand are as the examples were."""
-        spare = _spare(examples) if self._due else None
-        batch, drawing, drew = self._run(request, keys, examples)
-        if spare is not None and drew:
-            self._found = self._look(request, spare[0])
-            if any(drawing.shapes.get(number) == shape for number, shape in self._found.whole.items()):
-                batch = self._run(request, keys, spare, self._plain)[0]
-        elif self._due and drew:
-            self._found = Found()
-        self._due = drew
+    def _inspected_batch(self, request: Request, keys: RowKeys, examples: list[Any]) -> Any:
+        """A batch of a loader that has not drawn yet. If the collate function draws now, its draws are inspected with
+        copies of the examples, which collate may have changed. Copies are made for the first batch; later only for the
+        batch after one that drew."""
+        copies = _copied(examples) if self._copy_next else None
+        batch, drawing, drew = self._call(request, keys, examples)
+        if copies is not None and drew:
+            self._draws = self._inspect(request, copies[0])
+            if any(drawing.shapes.get(number) == shape for number, shape in self._draws.batch_level.items()):
+                batch = self._call(request, keys, copies, self._plain)[0]
+        elif self._copy_next and drew:
+            self._draws = CollateDraws()
+        self._copy_next = drew
         return batch
 
-    def empty(self, request: Request, part: Part, example: Any) -> Any:
-        """The zero-length batch of a part without examples, in the form that this example gives."""
+    def _empty(self, request: Request, part: Part, example: Any) -> Any:
+        """The zero-length batch of a part without examples, in the form of this example's batch."""
 
         def collate(examples: list[Any]) -> Any:
             if self.scope == "shard":
                 self._seed(self.streams.collate_key(request, part))
                 return self.collate(examples)
-            return self._run(request, self._copies_of(request, len(examples)), _spare(examples) or examples)[0]
+            return self._call(request, self._keys_of_copies(request, len(examples)), _copied(examples) or examples)[0]
 
         return empty_batch(collate, example)
 
-    def rows(self, request: Request, part: Part, examples: Callable[[], list[Any]]) -> Any:
-        """With scope "global": a part's rows of the whole global batch, whose examples are asked for where they are
-        needed. Raises UsageError for a batch that cannot be cut by examples."""
+    def _rows_of_whole(self, request: Request, part: Part, example: Callable[[int], Any]) -> Any:
+        """With scope "global": a part's rows of the whole global batch. Raises UsageError for a batch that cannot be
+        cut by examples."""
         step = (request.epoch, request.step)
         if self._last is None or self._last[0] != step:
-            given = examples()[:: -1 if self.streams.backwards else 1]
-            if self._forms is None:
-                one, several = ([_spare(given[:1]) or given[:1] for _ in range(n)] for n in (1, _COPIES))
-                self._forms = self._form(request, one), self._form(request, several)
-            self._last = (step, self._run(request, None, given)[0])
-        assert self._forms is not None
+            examples = [example(index) for index in request.whole][:: -1 if self.streams.backwards else 1]
+            if self._samples is None:
+                self._samples = self._sample(request, examples[:1], 1), self._sample(request, examples[:1], SEVERAL)
+            self._last = (step, self._call(request, None, examples)[0])
+        assert self._samples is not None
         low, high = part.start, part.start + len(part.indices)
         if self.streams.backwards:
             low, high = request.total - high, request.total - low
-        return take_rows(*self._forms, self._last[1], low, high, request.total, many=_COPIES)
+        return slice_examples(*self._samples, self._last[1], low, high, request.total)
 
-    def _form(self, request: Request, examples: list[list[Any]]) -> Any:
-        return self._run(request, None, [example for own in examples for example in own], self._plain)[0]
+    def _sample(self, request: Request, one: list[Any], count: int) -> Any:
+        """The collated batch of `count` copies of one example."""
+        copies = [example for _ in range(count) for example in _copied(one) or one]
+        return self._call(request, None, copies, self._plain)[0]
 
     # --- draws
 
-    def _copies_of(self, request: Request, count: int) -> RowKeys:
-        """Streams for so many copies of the global batch's first example."""
+    def _keys_of_copies(self, request: Request, count: int) -> RowKeys:
+        """Streams for `count` copies of the global batch's first example."""
         return self.streams.collate_rows(request, Part(0, 0, (request.first,) * count, 0, tuple(range(count))))
 
     def _seed(self, key: int) -> None:
         seed_all(key)
-        for number, handle in enumerate(generators_of(_holder(self._plain))):
+        for number, handle in enumerate(generators_of(_owner(self._plain))):
             handle.seed(mix(key, number))
 
-    def _run(
+    def _call(
         self, request: Request, keys: RowKeys | None, examples: list[Any], collate: Collate | None = None
     ) -> tuple[Any, _Drawing, bool]:
-        """(the batch; how torch drew; whether anything was drawn). keys: None where no row is an example's own."""
+        """(the batch; torch's draws; whether anything was drawn). keys: None where no row belongs to one example."""
         self._seed(self.streams.collate_key(request, None))
-        held = [] if self._found else [(handle, handle.get()) for handle in generators_of(_holder(self._plain))]
-        drawing = _Drawing(RowKeys(np.empty(0, np.uint64)) if keys is None else keys, self._found or Found())
+        held = [] if self._draws else [(handle, handle.get()) for handle in generators_of(_owner(self._plain))]
+        drawing = _Drawing(RowKeys(np.empty(0, np.uint64)) if keys is None else keys, self._draws or CollateDraws())
         with drawing:
             batch = (collate or self.collate)(examples)
-        if self._found is not None:
+        if self._draws is not None:
             return batch, drawing, True
-        drew = bool(drawing.calls) or _python_drew() or any(not _same(handle.get(), was) for handle, was in held)
+        drew = bool(drawing.calls) or _python_drew() or any(not _equal(handle.get(), before) for handle, before in held)
         return batch, drawing, drew
 
-    def _look(self, request: Request, example: Any) -> Found:
+    def _inspect(self, request: Request, example: Any) -> CollateDraws:
+        """What kinds of draws the collate function makes, by collating copies of one example: one, several, one."""
+
         def run(count: int) -> tuple[list[tuple[bool, tuple[int, ...]]], Any]:
             examples = [copy.deepcopy(example) for _ in range(count)]
-            _, drawing, _ = self._run(request, self._copies_of(request, count), examples, self._plain)
-            states = [handle.get() for handle in generators_of(_holder(self._plain))]
+            _, drawing, _ = self._call(request, self._keys_of_copies(request, count), examples, self._plain)
+            states = [handle.get() for handle in generators_of(_owner(self._plain))]
             return drawing.calls, (random.getstate(), np.random.get_state(), states)
 
         try:
-            (one, before), (many, after), (again, still) = run(1), run(_COPIES), run(1)
-        except Exception:  # it cannot take other counts: whatever a function of the user's says to them
-            return Found()
-        if one != again or not _same(before, still):
-            return Found()  # it has a state of its own
-        if not _same(before, after):
-            return Found(refusal=self._refusal(_BY_EXAMPLE, "NumPy's or Python's generators"))
+            (one, before), (many, after), (again, still) = run(1), run(SEVERAL), run(1)
+        except Exception:  # a function of the user's may raise anything when it cannot take other counts
+            return CollateDraws()
+        if one != again or not _equal(before, still):
+            return CollateDraws()  # it has a state of its own
+        if not _equal(before, after):
+            return CollateDraws(refusal=self._refusal(_BY_EXAMPLE, "NumPy's or Python's generators"))
         if len(one) != len(many):
-            return Found(refusal=self._refusal(_BY_EXAMPLE, "torch's generators"))
-        whole: dict[int, tuple[int, ...]] = {}
+            return CollateDraws(refusal=self._refusal(_BY_EXAMPLE, "torch's generators"))
+        batch_level: dict[int, tuple[int, ...]] = {}
         for number, ((mixes, first), (_, second)) in enumerate(zip(one, many, strict=True)):
             if first == second:
-                whole[number] = first
+                batch_level[number] = first
             elif mixes:
-                return Found(refusal=self._refusal(_MIXES))
-            elif (first[:1], second[:1]) != ((1,), (_COPIES,)):
-                return Found(refusal=self._refusal(_BY_EXAMPLE, "torch's generators"))
-        return Found(whole)
+                return CollateDraws(refusal=self._refusal(_MIXES))
+            elif (first[:1], second[:1]) != ((1,), (SEVERAL,)):
+                return CollateDraws(refusal=self._refusal(_BY_EXAMPLE, "torch's generators"))
+        return CollateDraws(batch_level)
 
     def _refusal(self, why: str, what: str = "") -> str:
         name = getattr(self._plain, "__qualname__", type(self._plain).__qualname__)
@@ -240,47 +255,48 @@ _REMEDY = (
 
 
 class _Drawing(ExampleDraws):
-    """Other draws come from the default generator, which is keyed alike for all parts, whichever one was given."""
+    """torch's draws in a collate function. Those without a row for each example come from the default generator, which
+    is keyed alike for all parts, whatever generator the function gave."""
 
-    def __init__(self, keys: RowKeys, found: Found) -> None:
+    def __init__(self, keys: RowKeys, known: CollateDraws) -> None:
         super().__init__(keys, lambda call, number: call.plain())
-        self._found = found
+        self._known = known
 
-    def is_whole(self, call: Call, number: int) -> bool:
-        return self._found.whole.get(number) == call.shape
+    def is_batch_level(self, call: DrawCall, number: int) -> bool:
+        return self._known.batch_level.get(number) == call.shape
 
     @property
     def shapes(self) -> dict[int, tuple[int, ...]]:
-        """Of the draws that had a row for each example."""
+        """The shapes of the draws that had a row for each example, by the number of the draw."""
         return {k: shape for k, (_, shape) in enumerate(self.calls) if shape[:1] == (len(self.keys),)}
 
 
-def _holder(collate: Any) -> Any:
-    """The object whose attributes a collate function's generators may be."""
-    while isinstance(collate, (functools.partial, Made)):
-        collate = collate.function if isinstance(collate, Made) else collate.func
+def _owner(collate: Any) -> Any:
+    """The object that may have a collate function's generators as attributes."""
+    while isinstance(collate, (functools.partial, RowCollate)):
+        collate = collate.function if isinstance(collate, RowCollate) else collate.func
     return getattr(collate, "__self__", collate)
 
 
 def _python_drew() -> bool:
-    """Whether NumPy's or Python's generator was drawn from since `seed_all`."""
+    """Whether NumPy's or Python's generator was used since `seed_all`."""
     state = np.random.get_state(legacy=False)
     return random.getstate()[1][-1] != _SEEDED or state["state"]["pos"] != _SEEDED
 
 
-def _spare(examples: Sequence[Any]) -> list[Any] | None:
-    """Copies, since a collate function may change what it is given; None of what cannot be copied."""
+def _copied(examples: Sequence[Any]) -> list[Any] | None:
+    """Copies, since a collate function may change what it is given. None where they cannot be copied."""
     try:
         return [copy.deepcopy(example) for example in examples]
-    except Exception:  # whatever a class of the user's says to it
+    except Exception:  # a class of the user's may raise anything
         return None
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Of states of generators: trees of numbers and arrays."""
+def _equal(one: Any, other: Any) -> bool:
+    """Are these states of generators (trees of numbers and arrays) equal?"""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_equal, one, other))
     same = one == other
     return bool(same) if isinstance(same, bool) else bool(np.all(np.asarray(same)))

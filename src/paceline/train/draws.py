@@ -1,15 +1,14 @@
-"""Draws that belong to examples: row i of a random tensor is drawn from the stream of example i.
+"""Random numbers by example: row i of a random tensor is drawn from the stream of example i.
 
-While the mode below is active it sees every operator of torch that draws at random, whoever calls it (torch.rand, a
-method such as `uniform_`, a distribution, dropout). Where the first dimension of the result is the number of examples
-at hand, the numbers come from a counter-based generator in place of torch's: element (i, j, k) of draw number d is
-hash(key of example i, d, j, k). So it is the same in whatever batch the example is computed, and a longer padding
-changes none of the numbers that were there without it.
+`ExampleDraws` is a mode that sees every random operator of torch, whoever calls it (torch.rand, a method such as
+`uniform_`, a distribution, dropout). Where the first dimension of the result is the number of examples, the numbers
+come from a counter-based generator in place of torch's: element (i, j, k) of draw number d is hash(key of example i, d,
+j, k). So an example has the same numbers in every batch, and longer padding changes none of them.
 
-The hash is splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), one stream
-inside the other: the j-th number of a stream is the key of the stream of (i, j). All of it is 64-bit arithmetic on
-tensors, the same on every device. Other distributions are made of the uniform one: normal by Box and Muller (1958),
-exponential, Cauchy and geometric by inversion, drawing without replacement by exponential races.
+The hash is splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), nested: the j-th
+number of stream i is the key of stream (i, j). All of it is 64-bit arithmetic on tensors, the same on every device.
+Other distributions are made from uniform numbers: normal by Box and Muller (1958); exponential, Cauchy and geometric by
+inversion; sampling without replacement by exponential races.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from paceline.train.randomness import mix
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-_CHUNK = 1 << 16  # elements that are drawn at once: what fits into a core's cache
+_CHUNK = 1 << 16  # elements that are drawn at once, so that they fit into a core's cache
 
 _UNTAGGED = frozenset(
     [
@@ -48,23 +47,22 @@ _UNTAGGED = frozenset(
         "scaled_dot_product_attention",
     ]
 )
-"""Operators that draw at random, although torch does not tag them so."""
+"""Random operators that torch does not tag as such."""
 
 
-class Call(NamedTuple):
-    """One call of an operator that draws. name: the operator's, without `aten::`. values: its arguments by name, those
-    that were left out too. shape: of what is drawn."""
+class DrawCall(NamedTuple):
+    """One call of a random operator."""
 
-    func: Any
+    func: Any  # the operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    name: str
-    values: dict[str, Any]
-    shape: tuple[int, ...]
+    name: str  # the operator's, without `aten::`
+    values: dict[str, Any]  # all arguments by name, with their defaults
+    shape: tuple[int, ...]  # of what is drawn
 
     def plain(self, key: int | None = None) -> Any:
-        """The operator itself, with torch's default generator, whichever one the caller gave. key: seeded with it for
-        this call alone."""
+        """Call the operator with torch's default generator, whatever generator the caller gave. key: seeds it for this
+        call alone."""
         kwargs = {**self.kwargs, "generator": None} if "generator" in self.values else self.kwargs
         if key is None:
             return self.func(*self.args, **kwargs)
@@ -73,12 +71,13 @@ class Call(NamedTuple):
 
     @property
     def mixes(self) -> bool:
-        """Whether the result, however long, is one draw: an order of all its elements."""
+        """Whether the result is an order of all its elements, so that no row can be drawn by itself."""
         one = self.name == "multinomial" and self.values["self"].dim() == 1 and not self.values["replacement"]
         return one or self.name == "randperm"
 
     @property
     def device(self) -> torch.device:
+        """The device of what is drawn."""
         own = self.values.get("self", self.values.get("mean"))
         if not isinstance(own, Tensor):
             own = self.values.get("std")
@@ -88,7 +87,7 @@ class Call(NamedTuple):
 
 
 class RowKeys:
-    """The keys of the examples at hand: (n,) uint64, one for each row."""
+    """The keys of the current examples' streams. keys: (n,) uint64, one for each row."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self.keys = keys
@@ -98,24 +97,24 @@ class RowKeys:
         return len(self.keys)
 
     def on(self, device: torch.device) -> Tensor:
-        """(n,) int64 on a device."""
+        """The keys as (n,) int64 on a device."""
         if device not in self._on:
             self._on[device] = torch.from_numpy(self.keys.view(np.int64)).to(device)
         return self._on[device]
 
 
 class ExampleDraws(TorchDispatchMode):
-    """Keys the draws of what runs inside by the examples at hand.
+    """A mode in which random operators draw each row from the stream of its example.
 
-    keys: of the examples. others: makes a draw that has no row for each example, given its number. arranged: where the
-    examples are in what is drawn: "rows", the first dimension; "folded", the first dimension is (examples x anything);
-    "second", the second dimension.
+    keys: of the examples. draw_other: makes a draw that has no row for each example; it is given the call and its
+    number. layout: where the examples are in what is drawn. "rows": the first dimension; "folded": the first dimension
+    is (examples x anything); "second": the second dimension.
     """
 
-    def __init__(self, keys: RowKeys, others: Callable[[Call, int], Any], *, arranged: str = "rows") -> None:
+    def __init__(self, keys: RowKeys, draw_other: Callable[[DrawCall, int], Any], *, layout: str = "rows") -> None:
         super().__init__()
-        self.keys, self.others, self.arranged = keys, others, arranged
-        self.calls: list[tuple[bool, tuple[int, ...]]] = []  # of each draw whether it mixes, and its shape
+        self.keys, self.draw_other, self.layout = keys, draw_other, layout
+        self.calls: list[tuple[bool, tuple[int, ...]]] = []  # of each draw: whether it mixes rows, and its shape
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -127,7 +126,7 @@ class ExampleDraws(TorchDispatchMode):
             kind = _kinds[func] = _kind(func)
         if kind == _PLAIN:
             return func(*args, **(kwargs or {}))
-        if kind == _COMPOSITE:  # as it comes in inference mode
+        if kind == _COMPOSITE:  # inference mode does not decompose it
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         call = bind(func, args, kwargs or {})
@@ -135,35 +134,36 @@ class ExampleDraws(TorchDispatchMode):
         self.calls.append((call.mixes, call.shape))
         if call.device.type == "meta" or not math.prod(call.shape):
             return call.plain()
-        shape = self._by_example(call.shape)
-        if shape is None or call.mixes or self.is_whole(call, number) or not _ours(args):
-            return self.others(call, number)
+        shape = self._examples_first(call.shape)
+        if shape is None or call.mixes or self.is_batch_level(call, number) or not _all_plain(args):
+            return self.draw_other(call, number)
         keys = self.keys.on(call.device)
-        if self.arranged == "rows":
-            return rows(call, keys, number)
-        if call.name not in ("bernoulli_", "native_dropout"):  # what dropout is made of
-            return self.others(call, number)
+        if self.layout == "rows":
+            return draw_rows(call, keys, number)
+        if call.name not in ("bernoulli_", "native_dropout"):  # the operators that dropout uses
+            return self.draw_other(call, number)
         values = {"p": 1 - call.values["p"] if call.name == "native_dropout" else call.values["p"]}
-        drawn = rows(call._replace(name="bernoulli", shape=shape, values={**values, "dtype": torch.bool}), keys, number)
-        kept = drawn.transpose(0, 1) if self.arranged == "second" else drawn.reshape(call.shape)
-        return args[0].copy_(kept) if call.name == "bernoulli_" else dropped(call, kept)
+        masks = call._replace(name="bernoulli", shape=shape, values={**values, "dtype": torch.bool})
+        drawn = draw_rows(masks, keys, number)
+        kept = drawn.transpose(0, 1) if self.layout == "second" else drawn.reshape(call.shape)
+        return args[0].copy_(kept) if call.name == "bernoulli_" else _apply_dropout(call, kept)
 
-    def number(self, call: Call) -> int:
-        """Of a draw that is made now, of whatever kind."""
+    def number(self, call: DrawCall) -> int:
+        """The number of a draw that is made now, of whatever kind."""
         return len(self.calls)
 
-    def is_whole(self, call: Call, number: int) -> bool:
+    def is_batch_level(self, call: DrawCall, number: int) -> bool:
         """Whether a draw belongs to the whole batch, although its length happens to be the number of examples."""
         return False
 
-    def _by_example(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape in which the numbers are drawn, with the examples first. None: they have no row for each."""
+    def _examples_first(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape in which the numbers are drawn, with the examples first. None where there is no row for each."""
         count = len(self.keys)
-        if self.arranged == "second":
+        if self.layout == "second":
             return (count, shape[0], *shape[2:]) if shape[1:2] == (count,) else None
         if shape[:1] == (count,):
             return shape
-        if self.arranged == "folded" and count and len(shape) > 1 and shape[0] % count == 0:
+        if self.layout == "folded" and count and len(shape) > 1 and shape[0] % count == 0:
             return (count, shape[0] // count, *shape[1:])
         return None
 
@@ -180,22 +180,22 @@ def _kind(func: Any) -> int:
     return _COMPOSITE if composite else _DRAWS
 
 
-def _ours(args: Sequence[Any]) -> bool:
-    """Not subclasses of tensors, such as DTensor, whose first dimension may be a part of the whole."""
+def _all_plain(args: Sequence[Any]) -> bool:
+    """Whether no tensor is of a subclass, such as DTensor, whose first dimension may be a part of the whole."""
     return all(type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor))
 
 
-def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    """An operator's call, with the shape of what it draws."""
+def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DrawCall:
+    """The call of an operator, with its arguments by name."""
     declared = func._schema.arguments
     values = {a.name: a.default_value for a in declared}
     values |= dict(zip(values, args, strict=False))
     values |= kwargs
     name = func._schema.name.removeprefix("aten::")
-    return Call(func, tuple(args), kwargs, name, values, _shape(name, values))
+    return DrawCall(func, tuple(args), kwargs, name, values, _shape(name, values))
 
 
-_SHAPING = ("self", "mean", "std", "count", "prob", "input")
+_SHAPING = ("self", "mean", "std", "count", "prob", "input")  # arguments whose shapes the result is broadcast to
 
 
 def _shape(name: str, values: dict[str, Any]) -> tuple[int, ...]:
@@ -209,16 +209,16 @@ def _shape(name: str, values: dict[str, Any]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
 
 
-# --- the numbers
+# --- uniform bits, and numbers of one kind
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """x >> by, as of an unsigned number."""
+    """x >> by, with x as an unsigned number."""
     return torch.bitwise_right_shift(x, by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(number: int) -> int:
-    """Its lowest 64 bits, as torch's int64 has them."""
+    """The lowest 64 bits of a whole number, as an int64 has them."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -229,14 +229,14 @@ def _scramble(x: Tensor) -> Tensor:
     return x.bitwise_xor_(_shifted(x, 31))
 
 
-def _counted(lead: Tensor, length: int) -> Tensor:
-    """For each stream of `lead` (...), its first `length` numbers (..., length)."""
-    steps = torch.arange(1, length + 1, device=lead.device).mul_(_GOLDEN)
-    return _scramble(lead.unsqueeze(-1) + steps)
+def _numbers(streams: Tensor, length: int) -> Tensor:
+    """The first `length` numbers (..., length) of each stream whose key is in `streams` (...)."""
+    steps = torch.arange(1, length + 1, device=streams.device).mul_(_GOLDEN)
+    return _scramble(streams.unsqueeze(-1) + steps)
 
 
 Bits = Callable[[int], Tensor]
-"""64 random bits for each element of a chunk; another number asks for other bits."""
+"""bits(n): 64 random bits for each element of a chunk, other bits for each n."""
 
 
 def _fill(
@@ -247,35 +247,38 @@ def _fill(
     sample: Callable[..., Tensor],
     params: Sequence[Tensor] = (),
 ) -> Tensor:
-    """A tensor of `shape` whose elements are sample(bits, *elements of the params, which are broadcast to it)."""
-    lead = _scramble(keys + _signed((number + 1) * _GOLDEN))
-    grown = shape if len(shape) > 1 else (*shape, 1)
-    for length in grown[1:-1]:
-        lead = _counted(lead, length)
-    lead, width = lead.reshape(-1), grown[-1]
-    wide = [p.expand(shape).reshape(-1, width) for p in params]
-    out = torch.empty((lead.numel(), width), dtype=dtype, device=keys.device)
+    """A tensor of `shape`, filled by chunks of rows with sample(bits, *rows of the params).
+
+    keys: (n,), of the examples. number: of the draw. params: tensors that are broadcast to `shape`.
+    """
+    streams = _scramble(keys + _signed((number + 1) * _GOLDEN))
+    full = shape if len(shape) > 1 else (*shape, 1)
+    for length in full[1:-1]:
+        streams = _numbers(streams, length)
+    streams, width = streams.reshape(-1), full[-1]
+    expanded = [p.expand(shape).reshape(-1, width) for p in params]
+    out = torch.empty((streams.numel(), width), dtype=dtype, device=keys.device)
     height = max(1, _CHUNK // max(width, 1))
-    for low in range(0, lead.numel(), height):
-        part = lead[low : low + height]
+    for low in range(0, streams.numel(), height):
+        chunk = streams[low : low + height]
 
-        def bits(stream: int, part: Tensor = part) -> Tensor:
-            return _counted(_scramble(part ^ _signed(stream * _SECOND)) if stream else part, width)
+        def bits(n: int, chunk: Tensor = chunk) -> Tensor:
+            return _numbers(_scramble(chunk ^ _signed(n * _SECOND)) if n else chunk, width)
 
-        out[low : low + height] = sample(bits, *(p[low : low + height] for p in wide))
+        out[low : low + height] = sample(bits, *(p[low : low + height] for p in expanded))
     return out.reshape(shape)
 
 
-_DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
+_MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """In [0, 1): as many bits as the type's mantissa has, so that none is rounded to 1."""
-    digits = _DIGITS.get(dtype, 24)
+    """In [0, 1), with as many bits as the mantissa has, so that no number is rounded to 1."""
+    digits = _MANTISSA_BITS.get(dtype, 24)
     return _shifted(bits, 64 - digits).to(_wide(dtype)).mul_(2.0**-digits)
 
 
-def _open(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def _open_uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """In (0, 1)."""
     wide = _wide(dtype)
     digits = 52 if wide == torch.float64 else 23
@@ -287,25 +290,25 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _normal(bits: Bits, dtype: torch.dtype) -> Tensor:
-    radius = _open(bits(0), dtype).log_().mul_(-2).sqrt_()
-    return radius * _open(bits(1), dtype).mul_(2 * math.pi).cos_()
+    radius = _open_uniform(bits(0), dtype).log_().mul_(-2).sqrt_()
+    return radius * _open_uniform(bits(1), dtype).mul_(2 * math.pi).cos_()
 
 
-def _whole(bits: Tensor, low: int, high: int) -> Tensor:
-    """Whole numbers in [low, high)."""
+def _integers(bits: Tensor, low: int, high: int) -> Tensor:
+    """In [low, high)."""
     return _shifted(bits, 1).remainder_(high - low).add_(low)
 
 
 # --- the operators
 
 
-def rows(call: Call, keys: Tensor, number: int) -> Any:
-    """What the operator draws, each row from its example's stream. keys: (n,) int64."""
+def draw_rows(call: DrawCall, keys: Tensor, number: int) -> Any:
+    """The operator's result, with each row drawn from the stream of its example. keys: (n,) int64."""
     name = call.name.strip("_")
     if name == "native_dropout":
         return _native_dropout(call, keys, number)
     if name == "multinomial":
-        return _place(call, _multinomial(call, keys, number))
+        return _deliver(call, _multinomial(call, keys, number))
     sampler = _SAMPLERS.get(name)
     if sampler is None:
         return _row_by_row(call, number, keys)
@@ -316,12 +319,12 @@ def rows(call: Call, keys: Tensor, number: int) -> Any:
         if name not in ("randn", "randn_like", "normal"):
             return _row_by_row(call, number, keys)
         pairs = _fill(shape, keys, number, half, lambda bits: _normal(bits, half).mul_(math.sqrt(0.5)))
-        return _place(call, torch.view_as_complex(pairs).to(dtype))
+        return _deliver(call, torch.view_as_complex(pairs).to(dtype))
     sample, params = sampler(call.values, dtype)
-    return _place(call, _fill(call.shape, keys, number, dtype, sample, params))
+    return _deliver(call, _fill(call.shape, keys, number, dtype, sample, params))
 
 
-def _dtype(call: Call, name: str) -> torch.dtype:
+def _dtype(call: DrawCall, name: str) -> torch.dtype:
     values = call.values
     if isinstance(values.get("dtype"), torch.dtype):  # a default of the schema is a number
         return values["dtype"]
@@ -331,7 +334,8 @@ def _dtype(call: Call, name: str) -> torch.dtype:
     return torch.int64 if name == "randint" else torch.get_default_dtype()
 
 
-def _place(call: Call, drawn: Tensor) -> Tensor:
+def _deliver(call: DrawCall, drawn: Tensor) -> Tensor:
+    """The numbers where the caller wants them: in place, in `out`, in pinned memory, or as a new tensor."""
     values = call.values
     if call.name.endswith("_"):
         return values["self"].copy_(drawn)
@@ -343,6 +347,7 @@ def _place(call: Call, drawn: Tensor) -> Tensor:
 
 
 Sampler = tuple[Callable[..., Tensor], Sequence[Tensor]]
+"""`sample` and `params` of _fill."""
 
 
 def _sample_uniform(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
@@ -368,13 +373,13 @@ def _sample_log_normal(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
     return lambda bits: _normal(bits, dtype).mul_(values["std"]).add_(values["mean"]).exp_(), ()
 
 
-def _sample_whole(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
+def _sample_integers(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
     low, high = values.get("low", values.get("from", 0)), values.get("high", values.get("to"))
     if high is None:
-        bits_of = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
-        high = (1 << bits_of[dtype]) + 1 if dtype in bits_of else 2 if dtype == torch.bool else torch.iinfo(dtype).max
+        digits = _MANTISSA_BITS.get(dtype)
+        high = (1 << digits) + 1 if digits else 2 if dtype == torch.bool else torch.iinfo(dtype).max
     low, high = int(low), int(high)
-    return lambda bits: _whole(bits(0), low, high), ()
+    return lambda bits: _integers(bits(0), low, high), ()
 
 
 def _sample_bernoulli(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
@@ -388,18 +393,18 @@ def _sample_bernoulli(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
 
 
 def _sample_exponential(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
-    return lambda bits: _open(bits(0), dtype).log_().div_(-values["lambd"]), ()
+    return lambda bits: _open_uniform(bits(0), dtype).log_().div_(-values["lambd"]), ()
 
 
 def _sample_cauchy(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
     median, sigma = values["median"], values["sigma"]
-    return lambda bits: _open(bits(0), dtype).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median), ()
+    return lambda bits: _open_uniform(bits(0), dtype).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median), ()
 
 
 def _sample_geometric(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scale = math.log1p(-values["p"]) if values["p"] < 1 else -math.inf
-    return lambda bits: _open(bits(0), wide).log_().div_(scale).ceil_().clamp_(min=1), ()
+    return lambda bits: _open_uniform(bits(0), wide).log_().div_(scale).ceil_().clamp_(min=1), ()
 
 
 _SAMPLERS: dict[str, Callable[[dict[str, Any], torch.dtype], Sampler]] = {
@@ -410,9 +415,9 @@ _SAMPLERS: dict[str, Callable[[dict[str, Any], torch.dtype], Sampler]] = {
     "randn_like": lambda values, dtype: (lambda bits: _normal(bits, dtype), ()),
     "normal": _sample_normal,
     "log_normal": _sample_log_normal,
-    "randint": _sample_whole,
-    "randint_like": _sample_whole,
-    "random": _sample_whole,
+    "randint": _sample_integers,
+    "randint_like": _sample_integers,
+    "random": _sample_integers,
     "bernoulli": _sample_bernoulli,
     "exponential": _sample_exponential,
     "cauchy": _sample_cauchy,
@@ -420,33 +425,36 @@ _SAMPLERS: dict[str, Callable[[dict[str, Any], torch.dtype], Sampler]] = {
 }
 
 
-def _native_dropout(call: Call, keys: Tensor, number: int) -> tuple[Tensor, Tensor]:
+def _native_dropout(call: DrawCall, keys: Tensor, number: int) -> tuple[Tensor, Tensor]:
     sample, _ = _sample_bernoulli({"p": 1 - call.values["p"]}, torch.bool)
-    return dropped(call, _fill(call.shape, keys, number, torch.bool, sample))
+    return _apply_dropout(call, _fill(call.shape, keys, number, torch.bool, sample))
 
 
-def dropped(call: Call, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """native_dropout's results, given what it keeps."""
+def _apply_dropout(call: DrawCall, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of native_dropout. kept: the mask of what it keeps."""
     x, p = call.values["input"], float(call.values["p"])
     if call.values["train"] is False or p == 0:
         return call.plain()
     return x * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
 
 
-def _multinomial(call: Call, keys: Tensor, number: int) -> Tensor:
+def _multinomial(call: DrawCall, keys: Tensor, number: int) -> Tensor:
     chances, replacement = call.values["self"], call.values["replacement"]
     wide = chances.to(_wide(chances.dtype))
     if replacement:
         sums = wide.cumsum(-1)
-        u = _fill(call.shape, keys, number, wide.dtype, lambda bits: _open(bits(0), wide.dtype))
+        u = _fill(call.shape, keys, number, wide.dtype, lambda bits: _open_uniform(bits(0), wide.dtype))
         found = torch.searchsorted(sums, u * sums[..., -1:], right=True)
         return found.clamp_(max=wide.shape[-1] - 1)
-    races = _fill(tuple(wide.shape), keys, number, wide.dtype, lambda bits: _open(bits(0), wide.dtype).log_().neg_())
-    return (wide / races).topk(call.shape[-1], dim=-1).indices
+
+    def race(bits: Bits) -> Tensor:
+        return _open_uniform(bits(0), wide.dtype).log_().neg_()
+
+    return (wide / _fill(tuple(wide.shape), keys, number, wide.dtype, race)).topk(call.shape[-1], dim=-1).indices
 
 
-def _row_by_row(call: Call, number: int, keys: Tensor) -> Any:
-    """An operator without a formula above (poisson, binomial, gamma): torch's own, with each row's own generator."""
+def _row_by_row(call: DrawCall, number: int, keys: Tensor) -> Any:
+    """An operator without a formula above (poisson, binomial, gamma): torch's own, row by row, seeded for each row."""
     count, made = len(keys), []
     for row, key in enumerate(keys.tolist()):
 
@@ -464,7 +472,7 @@ def _row_by_row(call: Call, number: int, keys: Tensor) -> Any:
 
 @contextmanager
 def _seeded(key: int, device: torch.device) -> Iterator[None]:
-    """torch's default generator of the device, seeded; afterwards it is as it was."""
+    """Seed torch's default generator of a device; put its state back afterwards."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
     else:

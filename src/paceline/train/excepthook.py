@@ -1,4 +1,4 @@
-"""What a user sees of an exception that nobody caught."""
+"""The excepthook: what a user sees of an uncaught exception."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def explain_uncaught(latest: Callable[[], Loader | None]) -> None:
-    """From now on a PacelineError that nobody caught is shown without frames from inside Paceline, and an error in the
-    loop over a shard that is empty, or too small for batch norm, has a note that says so. The hook that was there is
-    called as ever."""
+    """Install an excepthook that calls the one before it.
+
+    It shows a PacelineError without frames from inside Paceline. It adds a note to an error in the loop where the shard
+    was empty, or too small for batch norm. latest: returns the loader that yielded last.
+    """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -35,12 +37,12 @@ def explain_uncaught(latest: Callable[[], Loader | None]) -> None:
 
 
 def _note(error: BaseException, loader: Loader | None) -> str:
-    """What the batch at hand has to do with the error; empty where nothing is known."""
+    """What the current yield has to do with the error. Empty where nothing is known."""
     if isinstance(error, (PacelineError, KeyboardInterrupt)) or loader is None:
         return ""
-    request, left = loader.current, loader.left
-    if request is None and left is not None and (left.code, left.line) in _lines(error.__traceback__):
-        request = left.request
+    request, at = loader.current, loader.loop_exit
+    if request is None and at is not None and (at.code, at.line) in _lines(error.__traceback__):
+        request = at.request
     if request is None:
         return ""
     if ONE_VALUE in str(error):

@@ -1,8 +1,8 @@
-"""The data set's side of a loader: fetch, augment and collate, in the main process or in workers.
+"""Fetchers: they answer a loader's requests with examples, fetched and collated in the main process or in workers.
 
-Both classes are data sets for torch's DataLoader with `batch_size=None`: its "index" is a Request, and what it
-returns is the request with its collated batches. So torch's workers, prefetching and pinning do the work, and every
-draw of a random number is keyed by its address, in whichever process it happens.
+Both fetchers are data sets for torch's DataLoader with `batch_size=None`: its "index" is a Request, and an item is the
+request with its collated batches. So torch's workers, prefetching and pinning are used as they are. Every random draw
+is keyed by its address, in whichever process it happens.
 """
 
 from __future__ import annotations
@@ -15,54 +15,47 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import SettingError
-from paceline.strategies.batch_plan import BatchPlan, Fetched, Part, Request
+from paceline.strategies.batch_plan import BatchPlan, Fetched, Request
 from paceline.train.agreement import digest_of_example, probe_of_stream
-from paceline.train.collating import Collating
-from paceline.train.made_batches import Places
+from paceline.train.collating import Collator
+from paceline.train.made_batches import RowAddress, RowDataset
 from paceline.train.randomness import mix, tag
 
 
 class MapFetcher(Dataset[Fetched]):
-    """A map-style data set, asked for the examples of a request."""
+    """Answers the requests of a loader over a map-style data set."""
 
-    def __init__(self, dataset: Any, collating: Collating) -> None:
-        self.dataset, self.collating, self.streams = dataset, collating, collating.streams
+    def __init__(self, dataset: Any, collator: Collator) -> None:
+        self.dataset, self.collator = dataset, collator
 
     def __getitem__(self, request: Request) -> Fetched:
-        if request.probe is not None:  # before its own, so that a generator of the data set's stands alike on all ranks
-            examples = (self._example(request.epoch, index) for index in request.probe.indices)
-            probe = request.probe._replace(examples=tuple(map(digest_of_example, examples)))
-            request = request._replace(probe=probe)
-        return request, [self._collated(request, part) for part in request.parts]
+        def example(index: int) -> Any:
+            return self._example(request.epoch, index)
 
-    def _collated(self, request: Request, part: Part) -> Any:
-        if request.whole:
-            return self.collating.rows(
-                request, part, lambda: [self._example(request.epoch, index) for index in request.whole]
-            )
-        if not part.indices:
-            return self.collating.empty(request, part, self._example(request.epoch, request.first))
-        return self.collating.batch(request, part, [self._example(request.epoch, index) for index in part.indices])
+        if request.probe is not None:  # before its own, so that a generator of the data set's stands alike on all ranks
+            digests = tuple(digest_of_example(example(index)) for index in request.probe.indices)
+            request = request._replace(probe=request.probe._replace(examples=digests))
+        return request, [self.collator.collate_part(request, part, example) for part in request.parts]
 
     def _example(self, epoch: int, index: int) -> Any:
-        if isinstance(self.dataset, Places):
-            return self.dataset.of_epoch(epoch, index)
-        self.streams.for_example(epoch, index)
+        if isinstance(self.dataset, RowDataset):
+            return RowAddress(epoch, index)
+        self.collator.streams.seed_example(epoch, index)
         return self.dataset[index]
 
 
 class StreamFetcher(IterableDataset[Fetched]):
-    """An iterable data set: every process reads the whole stream, and keeps what is its own.
+    """Cuts the stream of an iterable data set into the yields of this process.
 
-    That is the price of an order that does not depend on the world: no process knows what another one has read. An
-    example's index is its position in the stream. The buffered shuffle draws a random one of `buffer` waiting
-    examples, as in tf.data's `shuffle`.
+    Every process reads the whole stream and keeps its own part, since no process knows what another one has read. The
+    index of an example is its position in the stream. Shuffling yields a random one of `buffer` waiting examples, as
+    tf.data's `shuffle` does.
     """
 
     def __init__(
         self,
         dataset: Iterable[Any],
-        collating: Collating,
+        collator: Collator,
         *,
         seed: int,
         global_batch: int,
@@ -70,12 +63,13 @@ class StreamFetcher(IterableDataset[Fetched]):
         buffer: int,
         drop_last: bool,
     ) -> None:
-        self.dataset, self.collating, self.streams, self.seed = dataset, collating, collating.streams, seed
+        self.dataset, self.collator, self.seed = dataset, collator, seed
         self.global_batch, self.micro_batch = global_batch, micro_batch
-        self.plan: BatchPlan | None = None  # set before each pass
         self.buffer, self.drop_last = buffer, drop_last
-        self.epoch, self.start = 0, 0
-        self.probing = False
+        # Set before each pass:
+        self.plan: BatchPlan | None = None
+        self.epoch, self.start = 0, 0  # start: the step at which the pass begins
+        self.probing = False  # whether the ranks are to compare their data
 
     def __iter__(self) -> Iterator[Fetched]:
         stream = self._shuffled(self._numbered())
@@ -88,12 +82,13 @@ class StreamFetcher(IterableDataset[Fetched]):
             step += 1
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
+        """(index, example), each made with generators that are keyed by its index."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         source = iter(self.dataset)
         index = 0
         while True:
-            self.streams.for_example(self.epoch, index)
+            self.collator.streams.seed_example(self.epoch, index)
             try:
                 example = next(source)
             except StopIteration:
@@ -117,22 +112,16 @@ class StreamFetcher(IterableDataset[Fetched]):
     def _cut(self, batch: list[tuple[int, Any]], step: int) -> Iterator[Fetched]:
         examples = dict(batch)
         probe = probe_of_stream(examples.values()) if self.probing and step == self.start else None
-        whole = self.collating.scope == "global"
+        whole = self.collator.scope == "global"
         order = list(examples)
         assert self.plan is not None
         for request in self.plan.requests(order, self.epoch, step, self.micro_batch, probe, whole=whole):
-            yield request, [self._collated(request, part, examples) for part in request.parts]
-
-    def _collated(self, request: Request, part: Part, examples: dict[int, Any]) -> Any:
-        if request.whole:
-            return self.collating.rows(request, part, lambda: list(examples.values()))
-        if not part.indices:
-            return self.collating.empty(request, part, examples[request.first])
-        return self.collating.batch(request, part, [examples[index] for index in part.indices])
+            parts = [self.collator.collate_part(request, part, examples.__getitem__) for part in request.parts]
+            yield request, parts
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set can only be iterated. Raises SettingError for what is no data set at all."""
+    """Whether a data set can only be iterated. Raises SettingError for what is no data set."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):

@@ -1,7 +1,7 @@
-"""The loader: this process's part of each global batch, equally often on every rank.
+"""The loader: it yields this process's part of each global batch, equally often on every rank.
 
-A loader has a name, an epoch and a position. The position is what a checkpoint holds: the order of an epoch is a
-function (order.py), so that the examples of step k are known without having read those before it.
+A loader has a name, an epoch and a step. These are all that a checkpoint holds of it: the order of an epoch is a
+function (randomness.permutation), so the examples of step k are known without reading those before it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from paceline.train.sources import ADDED_LATER, Source
 
 
 class Bundle:
-    """A yield that holds several collated batches, because this process computes several shards, or several
-    micro-batches at once. Opaque to a script, which hands it to `run.forward_backward`."""
+    """A yield of several collated batches, where this process computes several shards or micro-batches at once.
+
+    A script cannot look into it. It hands the bundle to `run.forward_backward`.
+    """
 
     def __init__(self, pieces: list[Piece]) -> None:
         self.pieces = pieces
@@ -52,20 +54,18 @@ class Bundle:
         raise UsageError(CANNOT_BE_UNPACKED)
 
 
-class Left(NamedTuple):
-    """The yield at which a loop over a loader was left, and the line that was being run then."""
+class LoopExit(NamedTuple):
+    """Where a loop over a loader was left before its end."""
 
-    request: Request
-    code: CodeType
-    line: int
+    request: Request  # the yield that was being computed
+    code: CodeType  # the function with the loop
+    line: int  # the line that was being run
 
 
 class Loader:
-    """Made by `run.loader`, which documents its arguments.
+    """This process's view of a data set. Made by `run.loader`, which documents its arguments.
 
-    steps: optimizer steps in an epoch. step: the current one. epoch: the current epoch. indices: the data set indices
-    of the current yield on this process. rows: their places in the global batch. `len` is the number of yields in an
-    epoch.
+    `len(loader)` is the number of yields of an epoch on this process.
     """
 
     def __init__(
@@ -83,20 +83,20 @@ class Loader:
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
         self.streams = source.streams
         source.probing = train and collectives.size_of() > 1 and source.plan().in_step
-        self.epoch = 0
-        self.current: Request | None = None
-        self.left: Left | None = None
+        self.epoch = 0  # the current epoch; between epochs the next one
+        self.current: Request | None = None  # the current yield; None outside a pass
+        self.loop_exit: LoopExit | None = None  # of the last pass that was left before its end
         self.ended = 0  # epochs that have ended since the process started
-        self._start = 0
-        self._plan = source.plan()  # by which the current global batch was fetched
-        self._iteration = 0  # counts the iterators that were made
+        self._start = 0  # the step at which the next pass begins
+        self._plan = source.plan()  # the plan by which the current global batch was fetched
+        self._iteration = 0  # how many iterators were made
         self._pass: Callable[[], Generator[Any, None, None] | None] = lambda: None  # the latest of them, weakly
-        self._used = False
+        self._used = False  # whether an optimizer has acted on a global batch of the current pass
         self.presented: Any = None  # what the script got at the current yield of a training pass
         self.stepped = False  # whether the optimizer has acted on the current global batch
-        self.waited = 0.0  # seconds that this process has waited for data, in all
-        self.key = 0  # of the current global batch, the same for all its shards
-        self.fetched_at = 0.0  # when the current yield's data had come, by time.perf_counter
+        self.waited = 0.0  # seconds that this process has waited for data, in total
+        self.key = 0  # of the current global batch's Python and NumPy streams, the same for all its shards
+        self.fetched_at = 0.0  # when the current yield's data were there, by time.perf_counter
 
     @property
     def probing(self) -> bool:
@@ -109,7 +109,7 @@ class Loader:
 
     @property
     def dataset(self) -> Any:
-        """The whole data set, as it was given."""
+        """The whole data set, as `run.loader` was given it."""
         return self._source.dataset
 
     if not TYPE_CHECKING:
@@ -124,17 +124,17 @@ class Loader:
 
     @property
     def global_batch(self) -> int | None:
-        """As it was asked for; None where a batch sampler makes the batches."""
-        return self._source.global_batch or self._source.whole_batch or None
+        """Examples of one optimizer step over all processes. None where a batch sampler makes the batches."""
+        return self._source.global_batch or self._source.sampled_batch or None
 
     @property
     def step(self) -> int:
-        """The current step in the current epoch, from 0; between epochs, that at which the next one starts."""
+        """The current optimizer step in the epoch, from 0; between epochs, the step at which the next epoch starts."""
         return self.current.step if self.current is not None else self._start
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The data set's indices of the examples in the current yield on this process."""
+        """The data set indices of the examples in the current yield on this process."""
         return self.current.indices if self.current is not None else ()
 
     @property
@@ -157,15 +157,15 @@ class Loader:
         return made
 
     def close(self) -> None:
-        """Ends a pass that the script has left open, as `batch = next(iter(loader))` does: while its modules are there,
-        and not when the interpreter takes them away."""
-        left = self._pass()
-        if left is not None and inspect.getgeneratorstate(left) != inspect.GEN_RUNNING:
-            left.close()
+        """End a pass that the script has left open, as `batch = next(iter(loader))` does. Else it would be ended when
+        the interpreter exits, when modules that it needs are gone."""
+        latest = self._pass()
+        if latest is not None and inspect.getgeneratorstate(latest) != inspect.GEN_RUNNING:
+            latest.close()
 
     def _training(self) -> Generator[Any, None, None]:
-        """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs
-        none. Where this process has joined others, a pass that they have behind them is empty."""
+        """One pass for training. The epoch counts when it was read to its end, or when a step was made on it: to look
+        at a first batch costs no epoch. A process that joins others gets an empty pass where they are past it."""
         if not transport.enter("training", meet=True, loader=self.name):
             return
         self._iteration += 1
@@ -175,62 +175,63 @@ class Loader:
             request = None
             for request, batches in self._fetch(epoch, start):
                 transport.enter("training")
-                self._enter(request)
-                self.presented = self._present(request, batches)
+                self._begin_yield(request)
+                self.presented = self._on_device(request, batches)
                 if self.noise is None:
                     yield self.presented
                 else:
                     part = None if self._plan.bundled else request.parts[0]
-                    self.noise.enter(self.streams, request, part)
+                    self.noise.begin_yield(self.streams, request, part)
                     yield self.presented
-                    self.noise.leave()
+                    self.noise.end_yield()
             whole = True
             if request is None and start == 0 and (self._plan.in_step or not self.steps):
-                raise SettingError(self._source.why_empty(self.name))
+                raise SettingError(self._source.why_empty())
         finally:
             transport.enter("between", loader=self.name)
             if self.noise is not None:
-                self.noise.leave()
-            if mine == self._iteration:  # and not one that was left behind, and is closed late
+                self.noise.end_yield()
+            if mine == self._iteration:  # else a newer pass has begun, and this one is closed late
                 self.current, self.stepped = None, False
                 if whole or self._used:
                     self.epoch, self._start = epoch + 1, 0
                     self.ended += 1
                 if not whole:
-                    self._leave(request)
+                    self._note_exit(request)
                     self._on_end(self, False)
         if mine == self._iteration:
             self._on_end(self, True)
 
-    def _leave(self, request: Request | None) -> None:
-        """The loop is left in the middle, by `break` or an exception: of that a hook asks when the loop has gone."""
+    def _note_exit(self, request: Request | None) -> None:
+        """The loop is left by `break` or an exception. excepthook.py asks where, when the loop is gone."""
         frame: Any = sys._getframe(2)
-        self.left = None if request is None else Left(request, frame.f_code, frame.f_lineno)
+        self.loop_exit = None if request is None else LoopExit(request, frame.f_code, frame.f_lineno)
 
     def _evaluating(self) -> Generator[Any, None, None]:
-        """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
+        """One pass for evaluation. It is always epoch 0, and puts the generators back at its end, so that training goes
+        on undisturbed."""
         before = generators.get_state(self._device)
         transport.enter("evaluating", meet=True)
         request, whole = None, False
         try:
-            with nullcontext() if self.noise is None else self.noise.outside():
+            with nullcontext() if self.noise is None else self.noise.suspended():
                 for request, batches in self._fetch(0, 0):
-                    self._enter(request)
-                    yield self._present(request, batches)
+                    self._begin_yield(request)
+                    yield self._on_device(request, batches)
             whole = True
         finally:
             transport.enter("between")
             self.current = None
             if not whole:
-                self._leave(request)
+                self._note_exit(request)
             generators.set_state(before, self._device)
         self._on_end(self, True)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        """The source's batches, with the time that is spent waiting for them. Where the plan is another one, since a
-        replica was lost, the global batch at hand comes once more."""
+        """The source's batches; the time spent waiting for them is measured. When the plan has changed, since a replica
+        was lost or has joined, the current global batch is fetched again."""
         self._plan = self._source.plan()
-        fetched = self._source_of(epoch, start)
+        fetched = self._from_source(epoch, start)
         while True:
             began = time.perf_counter()
             item = next(fetched, None)
@@ -242,9 +243,9 @@ class Loader:
             if self.recut:
                 start = self.step + int(self.stepped)
                 self._plan = self._source.plan()
-                fetched = self._source_of(epoch, start)
+                fetched = self._from_source(epoch, start)
 
-    def _source_of(self, epoch: int, start: int) -> Iterator[Fetched]:
+    def _from_source(self, epoch: int, start: int) -> Iterator[Fetched]:
         try:
             yield from self._source.fetch(epoch, start)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -254,10 +255,10 @@ class Loader:
 
     @property
     def recut(self) -> bool:
-        """Whether the plan has changed since the current global batch was fetched, which is then to be forgotten."""
+        """Whether the plan has changed since the current global batch was fetched. That batch is then dropped."""
         return self.train and self._source.plan() is not self._plan
 
-    def _enter(self, request: Request) -> None:
+    def _begin_yield(self, request: Request) -> None:
         self.current, self.stepped = request, False
         part = request.parts[0]
         randomness.seed_torch(self.streams.torch_key(request, part.shard, part.micro), self._device)
@@ -265,19 +266,16 @@ class Loader:
         randomness.seed_python(self.key)
         self._on_yield(self)
 
-    def _present(self, request: Request, batches: list[Any]) -> Any:
+    def _on_device(self, request: Request, batches: list[Any]) -> Any:
+        """What the script gets: a batch on the device, or a Bundle, whose batches the strategy moves."""
         if not self._plan.bundled:
             return move(batches[0], self._device)
-        return Bundle(
-            [
-                Piece(part.shard, part.micro, len(part.indices), batch)
-                for part, batch in zip(request.parts, batches, strict=True)
-            ]
-        )
+        parts = zip(request.parts, batches, strict=True)
+        return Bundle([Piece(part.shard, part.micro, len(part.indices), batch) for part, batch in parts])
 
     def mark_stepped(self, request: Request) -> None:
-        """The optimizer has acted on the global batch of this request: a checkpoint goes on with the next one. That is
-        the current one, unless the script has fetched ahead."""
+        """The optimizer has acted on the global batch of `request`, so a checkpoint goes on with the next one. This is
+        the current global batch, unless the script has fetched ahead."""
         current = self.current
         if current is request:
             self._used = self.stepped = True
@@ -285,12 +283,11 @@ class Loader:
             self._used = True
             self.stepped = self.stepped or current.step == request.step
         if self._source.probing:
-            self._source.compare(self.name, request)
+            self._source.compare(request)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.current is None:
-            return {"epoch": self.epoch, "step": self._start, **self._source.identity()}
-        return {"epoch": self.epoch, "step": self.current.step + int(self.stepped), **self._source.identity()}
+        step = self._start if self.current is None else self.current.step + int(self.stepped)
+        return {"epoch": self.epoch, "step": step, **self._source.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = self._source.identity()
@@ -299,15 +296,15 @@ class Loader:
                 raise UsageError(
                     f"loader {self.name!r}: the checkpoint was written in mid-epoch with {key}={state.get(key)}, but "
                     f"this script has {key}={value}, so that the rest of the epoch is not defined. Use what the "
-                    "checkpoint had, "
-                    "or resume from a checkpoint at the end of an epoch."
+                    "checkpoint had, or resume from a checkpoint at the end of an epoch."
                 )
         self.epoch, self._start = int(state["epoch"]), int(state["step"])
 
 
 def current_examples(latest: Loader | None, training: Iterable[Loader]) -> int:
-    """How many examples the batch has, on this process, that a number is now a mean over: that of the loader which
-    yielded last, or of a training loader in whose loop an evaluation has ended. 1 where no loader was iterated yet."""
+    """How many examples on this process a number that the script computes now is a mean over: those of the latest
+    loader's current yield; after an evaluation in a training loop, of the training loader's. 1 before the first yield.
+    Raises UsageError where no loader is being iterated."""
     for loader in (latest, *training):
         if loader is not None and loader.current is not None:
             return loader.examples

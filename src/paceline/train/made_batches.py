@@ -1,7 +1,7 @@
-"""Batches that a function makes, and no data set: `run.batches`.
+"""Batches that a function makes instead of a data set: `run.batches`.
 
-To a loader they are a data set whose examples are places (epoch, step, row), and a collate function that makes a batch
-of them. So the cut, the order, the resume and the draws are those of any loader.
+The loader is given a data set whose examples are addresses of rows, and a collate function that hands these rows to
+the user's function. So plan, order, resume and random streams are those of any loader.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from paceline.errors import SettingError
 _ENDLESS = 1 << 62
 
 
-class Place(NamedTuple):
-    """One row: of which epoch, and its number there (step x global batch + row)."""
+class RowAddress(NamedTuple):
+    """One row of all batches of a run."""
 
     epoch: int
-    number: int
+    number: int  # in the epoch: step x global batch + position in the global batch
 
 
 class Rows(Sequence[int]):
-    """The rows of a global batch that a function is to make: their positions in it, in order.
+    """The positions of the rows that a function is to make, in their global batch, in order.
 
-    epoch, step: of the global batch. total: rows in the whole global batch. `len(rows)`: how many are to be made.
+    epoch, step: those of the global batch. total: rows in the whole global batch. `len(rows)`: rows to make.
     """
 
     def __init__(self, positions: Sequence[int], epoch: int, step: int, total: int) -> None:
@@ -45,8 +45,8 @@ class Rows(Sequence[int]):
         return f"Rows({list(self._positions)}, epoch={self.epoch}, step={self.step}, total={self.total})"
 
 
-class Places:
-    """The data set. steps: global batches in an epoch; None: without end."""
+class RowDataset:
+    """The data set. steps: global batches in an epoch; None: an epoch has no end."""
 
     def __init__(self, global_batch: int, steps: int | None) -> None:
         self.global_batch, self.steps = global_batch, steps
@@ -54,28 +54,25 @@ class Places:
     def __len__(self) -> int:
         return _ENDLESS if self.steps is None else self.steps * self.global_batch
 
-    def __getitem__(self, number: int) -> Place:
-        return Place(0, number)
-
-    def of_epoch(self, epoch: int, number: int) -> Place:
-        return Place(epoch, number)
+    def __getitem__(self, number: int) -> RowAddress:
+        return RowAddress(0, number)
 
 
-class Made:
-    """The collate function: calls the user's with the rows of some places."""
+class RowCollate:
+    """The collate function: calls the user's function with the positions of some rows."""
 
     def __init__(self, function: Callable[[Rows], Any], global_batch: int) -> None:
         self.function, self._total = function, global_batch
         self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
 
-    def __call__(self, places: list[Place]) -> Any:
-        first = places[0]
-        positions = [place.number % self._total for place in places]
-        return self.function(Rows(positions, first.epoch, first.number // self._total, self._total))
+    def __call__(self, rows: list[RowAddress]) -> Any:
+        epoch, number = rows[0]
+        positions = [row.number % self._total for row in rows]
+        return self.function(Rows(positions, epoch, number // self._total, self._total))
 
 
 def check_batches(function: Any, global_batch: Any, steps: Any, options: dict[str, Any]) -> None:
-    """The arguments of `run.batches`. Raises SettingError."""
+    """Check the arguments of `run.batches`. Raises SettingError."""
     if not callable(function):
         raise SettingError(
             f"run.batches({type(function).__name__}): a function is needed that makes the rows it is asked for, "

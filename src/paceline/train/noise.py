@@ -1,12 +1,12 @@
-"""noise="example": what is drawn while a micro-batch is computed belongs to its examples, as in collate (draws.py).
+"""noise="example": what a model draws (dropout, a VAE's noise, a diffusion model's time steps) belongs to the examples.
 
-Dropout, a VAE's noise, a diffusion model's time steps: where the first dimension is the number of examples, each row is
-drawn from its example's stream, so that 1, 2 and 3 processes and any micro_batch have the same masks.
+As in collate (draws.py): where the first dimension is the number of examples, each row is drawn from the stream of its
+example. So the numbers do not depend on how many processes there are, or on micro_batch.
 
-A mode of torch's functions, which costs about a microsecond for each call in Python, waits for those that may draw, and
-puts the mode of draws.py around them alone. A draw is numbered in the order of the forward. A segment that is
-recomputed in the backward (torch.utils.checkpoint) must find its numbers again: each draw takes one number of the
-generator that such a segment puts back, and is known by it.
+A mode of torch's functions (about a microsecond for each call in Python) sees those that may draw, and puts the mode of
+draws.py around these alone. Draws are numbered in the order of the forward. A segment that is recomputed in the
+backward (torch.utils.checkpoint) must find its numbers again: each draw consumes one number of the generator that such
+a segment restores, and that number, its token, identifies the draw.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.batch_plan import Part, Request
 from paceline.train.collating import Streams
-from paceline.train.draws import Call, ExampleDraws, RowKeys
+from paceline.train.draws import DrawCall, ExampleDraws, RowKeys
 from paceline.train.randomness import mix
 
 _DRAWING = frozenset(
@@ -46,7 +46,7 @@ _DRAWING = frozenset(
     )
     for name in line.split()
 )
-"""Functions of torch that draw, by name."""
+"""Names of torch's functions that may draw."""
 
 _FOLDED = frozenset(["multi_head_attention_forward"])
 """Functions inside which the first dimension is (examples x heads), example by example."""
@@ -54,44 +54,48 @@ _FOLDED = frozenset(["multi_head_attention_forward"])
 _SECOND = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 """Functions inside which the second dimension is the examples."""
 
-_CALL = 1 << 32  # numbers of draws that a further closure of a micro-batch has to itself
+_CALL = 1 << 32  # numbers of draws reserved for each closure of a micro-batch
 
 
-class Micro:
-    """The draws of one micro-batch. keys: of its examples. step_key: of its global batch. alone: whether it is all of
-    the global batch."""
+class MicroBatchDraws:
+    """The draws of one micro-batch.
 
-    def __init__(self, keys: RowKeys, step_key: int, alone: bool) -> None:
-        self.keys, self.step_key, self.alone = keys, step_key, alone
-        self.next = 0
+    keys: of its examples. step_key: of its global batch. is_whole: whether it is the whole global batch.
+    """
+
+    def __init__(self, keys: RowKeys, step_key: int, is_whole: bool) -> None:
+        self.keys, self.step_key, self.is_whole = keys, step_key, is_whole
+        self.next = 0  # the number of the next draw
 
 
 class Noise:
-    """Of one run. Made on the thread of the script; other threads take part from their first closure on."""
+    """Keys the draws of a run's models. Made on the thread of the script. Another thread enters the mode with its first
+    closure."""
 
     def __init__(self) -> None:
-        self.undone = 0  # draws that could not be keyed by the example
-        self._local = _Local()
+        self.unkeyed = 0  # draws that could not be keyed by the example
+        self._thread = _ThreadState()
         self._process = os.getpid()
-        self._known: dict[Any, tuple[Micro, int]] = {}  # of this yield and the one before: each draw, by its token
-        self._earlier: dict[Any, tuple[Micro, int]] = {}
-        self._micros: dict[tuple[Any, ...], Micro] = {}
-        self._latest: Micro | None = None
+        # (the micro-batch, the number of the draw in it), by the draw's token: of this yield, and of the one before.
+        self._drawn: dict[Any, tuple[MicroBatchDraws, int]] = {}
+        self._drawn_before: dict[Any, tuple[MicroBatchDraws, int]] = {}
+        self._micro_batches: dict[tuple[Any, ...], MicroBatchDraws] = {}  # of this yield, by (loader, shard, micro)
+        self._latest: MicroBatchDraws | None = None
         self._warned: set[str] = set()
-        self._modes: list[Functions] = []
-        self._join()
+        self._modes: list[NoiseMode] = []  # of the script's thread
+        self._enter_mode()
 
-    def _join(self) -> None:
-        if not self._local.joined:
-            self._local.joined = True
-            mode = Functions(self)
+    def _enter_mode(self) -> None:
+        if not self._thread.has_mode:
+            self._thread.has_mode = True
+            mode = NoiseMode(self)
             mode.__enter__()
             if threading.current_thread() is threading.main_thread():
                 self._modes.append(mode)
 
     def close(self) -> None:
-        """Takes the mode off again, where nothing lies over it; else it stays, and does nothing."""
-        self._local.micro = None
+        """Exit the mode, where it is the innermost one. Elsewhere it stays and does nothing."""
+        self._thread.micro_batch = None
         for mode in self._modes:
             if torch.overrides._get_current_function_mode() is mode:
                 mode.__exit__(None, None, None)
@@ -99,95 +103,95 @@ class Noise:
 
     # --- which micro-batch is computed
 
-    def enter(self, streams: Streams, request: Request, part: Part | None) -> None:
-        """A yield begins. part: the micro-batch that it holds; None where it holds several."""
-        self._earlier, self._known = self._known, {}
-        self._micros.clear()
-        self._local.micro = None if part is None else self._micro(streams, request, part, 0)
+    def begin_yield(self, streams: Streams, request: Request, part: Part | None) -> None:
+        """The script computes a yield from here on. part: its micro-batch; None where the yield has several."""
+        self._drawn_before, self._drawn = self._drawn, {}
+        self._micro_batches.clear()
+        self._thread.micro_batch = None if part is None else self._draws_of(streams, request, part, 0)
 
-    def leave(self) -> None:
-        """Between two yields draws are the program's own."""
-        self._local.micro = None
+    def end_yield(self) -> None:
+        """From here on to the next yield, draws come from torch's generators."""
+        self._thread.micro_batch = None
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
-        """What is drawn inside is no noise of the micro-batch: an evaluation, an update."""
-        before, self._local.micro = self._local.micro, None
+    def _computing(self, micro_batch: MicroBatchDraws | None) -> Iterator[None]:
+        before, self._thread.micro_batch = self._thread.micro_batch, micro_batch
         try:
             yield
         finally:
-            self._local.micro = before
+            self._thread.micro_batch = before
 
-    @contextmanager
-    def inside(self, streams: Streams, request: Request, part: Part, call: int) -> Iterator[None]:
-        """A closure computes a micro-batch. call: the number of its backward call."""
-        self._join()
-        before, self._local.micro = self._local.micro, self._micro(streams, request, part, call)
-        try:
-            yield
-        finally:
-            self._local.micro = before
+    def suspended(self) -> AbstractContextManager[None]:
+        """A context in which draws come from torch's generators, as in an evaluation or an update."""
+        return self._computing(None)
 
-    def _micro(self, streams: Streams, request: Request, part: Part, call: int) -> Micro:
+    def for_closure(self, streams: Streams, request: Request, part: Part, call: int) -> AbstractContextManager[None]:
+        """A context for a closure that computes a micro-batch. call: the number of its backward call."""
+        self._enter_mode()
+        return self._computing(self._draws_of(streams, request, part, call))
+
+    def _draws_of(self, streams: Streams, request: Request, part: Part, call: int) -> MicroBatchDraws:
         key = (streams.name, part.shard, part.micro)
-        if key not in self._micros:
+        if key not in self._micro_batches:
             step_key = mix(streams.python_key(request), 1)
-            alone = len(part.indices) == request.total
-            self._micros[key] = Micro(streams.noise_rows(request, part), step_key, alone)
-        micro = self._latest = self._micros[key]
+            is_whole = len(part.indices) == request.total
+            self._micro_batches[key] = MicroBatchDraws(streams.noise_rows(request, part), step_key, is_whole)
+        micro_batch = self._latest = self._micro_batches[key]
         if call:
-            micro.next = call * _CALL
-        return micro
+            micro_batch.next = call * _CALL
+        return micro_batch
 
     # --- draws
 
-    def draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """A function that may draw."""
-        micro = self._local.micro
-        if micro is None and (_override.past or not self._local.joined):
-            micro = self._latest  # in a backward, where a draw that is made again is known by its token
-        if micro is None or os.getpid() != self._process:  # a worker of a data loader was forked with this mode
+    def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Call a function that may draw."""
+        micro_batch = self._thread.micro_batch
+        if micro_batch is None and (_override.past or not self._thread.has_mode):
+            micro_batch = self._latest  # in a backward, where a draw that is made again is found by its token
+        # A worker of a data loader was forked with this mode.
+        if micro_batch is None or os.getpid() != self._process:
             return func(*args, **kwargs)
         fused = name == "scaled_dot_product_attention" and (kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
-        drawing = _Drawing(self, micro, "folded" if name in _FOLDED else "second" if name in _SECOND else "rows")
+        drawing = _Drawing(self, micro_batch, "folded" if name in _FOLDED else "second" if name in _SECOND else "rows")
         with drawing, sdpa_kernel(SDPBackend.MATH) if fused else nullcontext():
             return func(*args, **kwargs)
 
-    def numbered(self, device: torch.device, micro: Micro) -> tuple[Micro, int]:
-        """(the micro-batch; the number in it) of the draw that is made now: a new one, or one that is made again."""
+    def numbered(self, device: torch.device, micro_batch: MicroBatchDraws) -> tuple[MicroBatchDraws, int]:
+        """(the micro-batch, the number in it) of the draw that is made now, which may repeat an earlier one."""
         token = self._token(device)
-        found = self._known.get(token) or self._earlier.get(token)
+        found = self._drawn.get(token) or self._drawn_before.get(token)
         if found is None:
-            found = self._known[token] = (micro, micro.next)
-            micro.next += 1
+            found = self._drawn[token] = (micro_batch, micro_batch.next)
+            micro_batch.next += 1
         return found
 
     def _token(self, device: torch.device) -> Any:
-        """A number of the generator that torch.utils.checkpoint puts back before it computes a segment again."""
+        """The next number of the generator that torch.utils.checkpoint restores before it recomputes a segment."""
         if device.type == "cuda":
             generator = torch.cuda.default_generators[device.index or 0]
             offset = generator.get_offset()
             generator.set_offset(offset + 4)
             return device, generator.initial_seed(), offset
-        return int(self._local.slot.random_(generator=torch.default_generator))
+        return int(self._thread.slot.random_(generator=torch.default_generator))
 
     def warn(self, kind: str, what: str) -> None:
-        self.undone += kind != "one"
+        """Warn once of each kind of draw. All kinds but "one" cannot be keyed by the example."""
+        self.unkeyed += kind != "one"
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(f'noise="example": {what}', stacklevel=2)
 
 
-class _Local(threading.local):
-    joined = False
-    micro: Micro | None = None
+class _ThreadState(threading.local):
+    has_mode = False  # whether this thread has entered a NoiseMode
+    micro_batch: MicroBatchDraws | None = None  # which this thread computes
 
     def __init__(self) -> None:
-        self.slot = torch.empty((), dtype=torch.int64)
+        self.slot = torch.empty((), dtype=torch.int64)  # where a token is drawn
 
 
-class Functions(TorchFunctionMode):
-    """Waits for functions that may draw."""
+class NoiseMode(TorchFunctionMode):
+    """Sees the functions that may draw."""
 
     def __init__(self, noise: Noise) -> None:
         super().__init__()
@@ -196,7 +200,7 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _DRAWING:
-            return self._noise.draw(func, name, args, kwargs or {})
+            return self._noise.call(func, name, args, kwargs or {})
         if func in _ENGINE or func is torch.autograd.backward:  # which guards.py replaces while a run is open
             with self, _past_overrides():
                 return _ENGINE.get(func, _BACKWARD)(*args, **(kwargs or {}))
@@ -213,12 +217,12 @@ _ENGINE: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: torch.autograd.grad,
     Tensor.backward: _tensor_backward,
 }
-"""Functions that start autograd's engine. The modes that are active when it starts are active in what it calls, such as
-segments that are computed again; but these functions are overridable, so that a mode sees them and is off inside."""
+"""Functions that start autograd's engine. A mode that is active when the engine starts is active in what the engine
+calls, such as recomputed segments. But these functions are overridable: a mode that sees one is off inside it."""
 
 
 class _Override(threading.local):
-    past = False
+    past = False  # whether this thread is in _past_overrides
 
 
 _override = _Override()
@@ -226,7 +230,7 @@ _override = _Override()
 
 @contextmanager
 def _past_overrides() -> Iterator[None]:
-    """autograd's functions do not ask active modes whether they override them."""
+    """A context in which autograd's functions do not ask active modes whether they override them."""
     asking = torch.autograd.has_torch_function  # type: ignore[attr-defined]
     if not getattr(asking, "past_noise", False):
 
@@ -243,21 +247,21 @@ def _past_overrides() -> Iterator[None]:
 
 
 class _Drawing(ExampleDraws):
-    """One function's draws."""
+    """The draws of one function."""
 
-    def __init__(self, noise: Noise, micro: Micro, arranged: str) -> None:
-        super().__init__(micro.keys, self._other, arranged=arranged)
-        self._noise, self._micro = noise, micro
+    def __init__(self, noise: Noise, micro_batch: MicroBatchDraws, layout: str) -> None:
+        super().__init__(micro_batch.keys, self._draw_other, layout=layout)
+        self._noise, self._micro_batch = noise, micro_batch
 
-    def number(self, call: Call) -> int:
-        self._micro, number = self._noise.numbered(call.device, self._micro)
-        self.keys = self._micro.keys
+    def number(self, call: DrawCall) -> int:
+        self._micro_batch, number = self._noise.numbered(call.device, self._micro_batch)
+        self.keys = self._micro_batch.keys
         return number
 
-    def is_whole(self, call: Call, number: int) -> bool:
+    def is_batch_level(self, call: DrawCall, number: int) -> bool:
         if any(isinstance(value, torch.nn.Parameter) for value in call.args):
             return True  # noise of the weights
-        if len(self.keys) == 1 and call.shape == (1,) and not self._micro.alone:
+        if len(self.keys) == 1 and call.shape == (1,) and not self._micro_batch.is_whole:
             self._noise.warn(
                 "one",
                 "a shard of one example has drawn one number, and whether it is that example's own or a choice for the "
@@ -266,9 +270,9 @@ class _Drawing(ExampleDraws):
             )
         return False
 
-    def _other(self, call: Call, number: int) -> Any:
+    def _draw_other(self, call: DrawCall, number: int) -> Any:
         if math.prod(call.shape) == 1:  # a choice for the whole batch
-            return call.plain(mix(self._micro.step_key, number))
+            return call.plain(mix(self._micro_batch.step_key, number))
         if math.prod(call.shape) and not any(isinstance(value, torch.nn.Parameter) for value in call.args):
             self._noise.warn(
                 "shape",
@@ -280,7 +284,7 @@ class _Drawing(ExampleDraws):
 
 
 def make_noise(settings: Settings, strategy: Strategy) -> Noise | None:
-    """With noise="example". Raises SettingError under a strategy that cuts the model in the middle of a closure."""
+    """None without noise="example". Raises SettingError under a strategy that cuts the model within a closure."""
     if settings.noise != "example":
         return None
     if strategy.plan.whole_shards:
@@ -293,7 +297,7 @@ def make_noise(settings: Settings, strategy: Strategy) -> Noise | None:
 
 
 def check_modules(models: Iterable[torch.nn.Module]) -> None:
-    """Raises UsageError for what torch.compile has been given: it draws in kernels of its own."""
+    """Raises UsageError for modules that torch.compile has compiled: they draw in kernels of their own."""
     for model in models:
         for name, module in model.named_modules():
             if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":

@@ -1,8 +1,8 @@
-"""Randomness with an address: every stream is keyed by where it is used, never by what ran before it.
+"""Keys of random streams: each stream is keyed by the address at which it is used, never by what ran before it.
 
 A key is a 64-bit mix (splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators") of the
-seed and the address: (purpose, loader, epoch, step, shard, micro-batch) or (purpose, loader, epoch, example). Seeding
-must be cheap, since it happens for every example: torch's default generator is seeded directly (1 us), not through
+seed and an address: (purpose, loader, epoch, step, shard, micro-batch) or (purpose, loader, epoch, example). Generators
+are seeded for every example, so seeding must be cheap: torch's default generator is seeded directly (1 us), not through
 `torch.manual_seed` (119 us), which also walks over every device.
 """
 
@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*words: int) -> int:
-    """A well-mixed 64-bit key of whole numbers; the order of the words counts."""
+    """A 64-bit key made of whole numbers. The order of the words matters."""
     state = 0x9E3779B97F4A7C15
     for word in words:
         state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -29,7 +29,7 @@ def mix(*words: int) -> int:
 
 
 def mix_each(key: int | np.ndarray, words: np.ndarray) -> np.ndarray:
-    """`mix` of a key (or each of (n,) keys) and of each of (n,) whole numbers: (n,) uint64."""
+    """(n,) uint64: `mix(*a, b)` for each b of `words`, (n,). key: `mix(*a)`; or (n,) such keys, one for each word."""
     with np.errstate(over="ignore"):
         state = (np.asarray(key, np.uint64) ^ words.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -38,12 +38,21 @@ def mix_each(key: int | np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def tag(text: str) -> int:
-    """A number for a name (a loader's, a purpose), the same in every process and Python version."""
+    """A number for the name of a loader or of a purpose, the same in every process and Python version."""
     return zlib.crc32(text.encode())
 
 
+def permutation(length: int, seed: int, name: str, epoch: int) -> np.ndarray:
+    """The shuffled order of an epoch of the loader `name`: (length,) int64, each index once, the same in every world.
+
+    NumPy keeps the streams of its Philox generator and of `permutation` stable across versions.
+    """
+    generator = np.random.Generator(np.random.Philox(key=mix(seed, tag("order"), tag(name), epoch)))
+    return generator.permutation(length)
+
+
 def seed_torch(key: int, device: torch.device | None = None) -> None:
-    """Keys torch's CPU generator, and the accelerator's of `device` where it has one."""
+    """Seed torch's CPU generator, and the generator of `device` where that is an accelerator."""
     torch.default_generator.manual_seed(key)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(key)
@@ -52,16 +61,16 @@ def seed_torch(key: int, device: torch.device | None = None) -> None:
 
 
 def seed_python(key: int) -> None:
-    """Keys Python's `random` and NumPy's legacy generator.
+    """Seed Python's `random` and NumPy's legacy generator.
 
-    NumPy takes the upper half of the key, since torch's CPU generator is the same Mersenne Twister and uses only the
-    lower half: with the same 32 bits the two would draw the same numbers.
+    NumPy's seed is the upper half of the key. torch's CPU generator is a Mersenne Twister too and uses only the lower
+    half: with the same 32 bits the two would draw the same numbers.
     """
     random.seed(key)
     np.random.seed(key >> 32)
 
 
 def seed_all(key: int, device: torch.device | None = None) -> None:
-    """Keys every generator that a data set, a collate function or a model draws from."""
+    """Seed every global generator that a data set, a collate function or a model may draw from."""
     seed_torch(key, device)
     seed_python(key)

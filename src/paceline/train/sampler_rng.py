@@ -1,8 +1,8 @@
-"""Generators of its own for a user's sampler: keyed by the epoch, and the program's put back after it.
+"""The random numbers of a user's sampler: keyed by the epoch, and apart from those of the rest of the program.
 
-What a sampler draws from are torch's, NumPy's and Python's global generators, and generators that it holds itself
-(RandomSampler(generator=...)). Were the latter left alone, the order of an epoch would depend on how many epochs the
-process has seen, and a run that is resumed in mid-epoch would go on with another order.
+A sampler draws from torch's, NumPy's and Python's global generators, and from generators that it holds itself
+(RandomSampler(generator=...)). All of them are keyed while it runs. Otherwise the order of an epoch would depend on how
+many epochs this process has seen, and a run that is resumed in mid-epoch would go on with another order.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.train import randomness
 from paceline.train.randomness import mix
 
 
-class Handle(NamedTuple):
-    """A generator of any kind: `seed` takes a 64-bit key; `get` and `set` its state."""
+class GeneratorHandle(NamedTuple):
+    """A generator of any library."""
 
-    seed: Callable[[int], Any]
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
+    seed: Callable[[int], Any]  # takes a 64-bit key
+    get: Callable[[], Any]  # returns the state
+    set: Callable[[Any], Any]  # takes a state
 
 
-def generators_of(sampler: Any) -> list[Handle]:
-    """The generators that a sampler, or one that it holds (BatchSampler.sampler), has as attributes."""
-    found: dict[int, Handle] = {}
+def generators_of(sampler: Any) -> list[GeneratorHandle]:
+    """The generators among the attributes of a sampler, and of samplers that it holds (BatchSampler.sampler)."""
+    found: dict[int, GeneratorHandle] = {}
     seen: set[int] = set()
 
     def walk(holder: Any) -> None:
@@ -46,33 +46,37 @@ def generators_of(sampler: Any) -> list[Handle]:
     return list(found.values())
 
 
-def _handle(value: Any) -> Handle | None:
+def _handle(value: Any) -> GeneratorHandle | None:
     if isinstance(value, torch.Generator):
-        return Handle(value.manual_seed, value.get_state, value.set_state)
+        return GeneratorHandle(value.manual_seed, value.get_state, value.set_state)
     if isinstance(value, random.Random):
-        return Handle(value.seed, value.getstate, value.setstate)
+        return GeneratorHandle(value.seed, value.getstate, value.setstate)
     if isinstance(value, np.random.RandomState):
-        return Handle(lambda key: value.seed(key & 0xFFFFFFFF), value.get_state, value.set_state)
+        return GeneratorHandle(lambda key: value.seed(key & 0xFFFFFFFF), value.get_state, value.set_state)
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
 
         def put(state: Any) -> None:
             bits.state = state
 
-        return Handle(lambda key: put(type(bits)(key).state), lambda: bits.state, put)
+        return GeneratorHandle(lambda key: put(type(bits)(key).state), lambda: bits.state, put)
     return None
 
 
-class Keyed:
-    """Generators of its own for what runs inside, and the program's put back after it."""
+class SamplerRNG:
+    """A context in which the generators have states of their own, seeded by `key` when it is entered for the first
+    time. Each later time they go on from where the last one ended. Afterwards the program's states are put back.
 
-    def __init__(self, key: int, held: list[Handle]) -> None:
-        self._key: int | None = key
+    held: generators of the sampler's own, beside the global ones.
+    """
+
+    def __init__(self, key: int, held: list[GeneratorHandle]) -> None:
+        self._key: int | None = key  # None once it was used
         self._held = held
-        self._own: tuple[Any, list[Any]] = ({}, [])
+        self._own: tuple[Any, list[Any]] = ({}, [])  # states at the end of the last time
 
     def __enter__(self) -> None:
-        self._outside = self._get()
+        self._outside = self._get()  # the program's states
         if self._key is None:
             self._set(self._own)
             return
@@ -93,8 +97,8 @@ class Keyed:
         for handle, state in zip(self._held, states[1], strict=True):
             handle.set(state)
 
-    def around(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Each draw of an iterator inside."""
+    def around_each(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """The same items, each made inside this context."""
         while True:
             with self:
                 try:

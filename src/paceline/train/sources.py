@@ -1,8 +1,15 @@
-"""Where a loader's global batches come from: the plan of an epoch, and torch's DataLoader that carries it out."""
+"""Where a loader's global batches come from: a data set and its order, carried out by torch's DataLoader.
+
+1. `make_source` checks the arguments of `run.loader` against each other.
+2. For each pass the source says which examples each global batch of the epoch has.
+3. The strategy's plan turns global batches into requests, one for each yield of this process (batch_plan.py).
+4. torch's DataLoader answers each request with collated batches (fetch.py), here or in its workers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -13,15 +20,14 @@ from torch.utils.data.distributed import DistributedSampler
 from paceline.errors import SettingError, suggest
 from paceline.strategies.batch_plan import BatchPlan, Fetched, Pass, Request
 from paceline.train import agreement
-from paceline.train.collating import SCOPES, Collating, Streams
+from paceline.train.collating import SCOPES, Collator, Streams
 from paceline.train.fetch import MapFetcher, StreamFetcher, is_stream
-from paceline.train.made_batches import Places
-from paceline.train.order import permutation
-from paceline.train.randomness import mix, tag
-from paceline.train.sampler_rng import Keyed, generators_of
+from paceline.train.made_batches import RowDataset
+from paceline.train.randomness import mix, permutation, tag
+from paceline.train.sampler_rng import SamplerRNG, generators_of
 
 STREAM_BUFFER = 1000
-"""Examples that wait in the buffered shuffle of an iterable data set, unless `shuffle_buffer` says otherwise."""
+"""Examples in the shuffle buffer of an iterable data set, unless `shuffle_buffer` says otherwise."""
 
 DATALOADER_OPTIONS = frozenset(
     [
@@ -38,46 +44,46 @@ DATALOADER_OPTIONS = frozenset(
 )
 """Arguments of torch's DataLoader that `run.loader` passes on."""
 
-OWN_ARGUMENTS = frozenset(
-    [
-        "global_batch",
-        "micro_batch",
-        "shuffle",
-        "train",
-        "sampler",
-        "batch_sampler",
-        "drop_last",
-        "name",
-        "shuffle_buffer",
-        "collate",
-    ]
-)
+
+@dataclass(frozen=True)
+class LoaderArguments:
+    """The arguments of `run.loader`, which documents them."""
+
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    shuffle: bool = False
+    train: bool = True
+    sampler: Any = None
+    batch_sampler: Any = None
+    drop_last: bool = False
+    name: str = "train"
+    shuffle_buffer: int | None = None
+    collate: str = "example"
+    options: dict[str, Any] = field(default_factory=dict)  # of torch's DataLoader
+
+
+OWN_ARGUMENTS = frozenset(own.name for own in fields(LoaderArguments)) - {"options"}
+"""Arguments of `run.loader` that torch's DataLoader does not have, or that mean something else there."""
 
 
 class Source:
-    """The common part. plan: returns what this process computes of each
-    global batch, the same object until that changes."""
+    """What sources of map-style and of iterable data sets have in common.
 
-    global_batch: int | None  # as it was asked for; None where a batch sampler makes the batches
+    plan: returns the strategy's plan, the same object until the plan changes.
+    """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        plan: Callable[[], BatchPlan],
-        streams: Streams,
-        micro_batch: int | None,
-        scope: str,
-        options: dict[str, Any],
-    ) -> None:
-        self.dataset, self.plan, self.streams = dataset, plan, streams
-        self.micro_batch = micro_batch
-        self.collating = Collating(options.pop("collate_fn", None) or default_collate, streams, scope)
-        self.options = options
-        self.whole_batch = 0  # examples of a global batch whose chunks are handed out
+    def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
+        self.dataset, self.name, self.seed, self.plan = dataset, given.name, seed, plan
+        self.global_batch = given.global_batch  # None where a batch sampler makes the batches
+        self.micro_batch, self.drop_last = given.micro_batch, given.drop_last
+        self.options = {key: value for key, value in given.options.items() if key != "collate_fn"}
+        self.streams = Streams(seed, given.name)
+        self.collator = Collator(given.options.get("collate_fn") or default_collate, self.streams, given.collate)
+        self.sampled_batch = 0  # size of the batch sampler's first batch, where a work queue hands out its chunks
         self.probing = False  # whether the ranks have yet to compare their data
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
+        """This process's yields of an epoch, from step `start` on."""
         raise NotImplementedError
 
     def batch_sizes(self) -> Sequence[int]:
@@ -85,22 +91,23 @@ class Source:
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a position in mid-epoch to mean the same."""
+        """What must not change for a position in mid-epoch to keep its meaning."""
         raise NotImplementedError
 
-    def compare(self, name: str, request: Request | None) -> None:
-        """Whether all ranks read the same data, at a step. Collective. Raises UsageError."""
+    def compare(self, request: Request) -> None:
+        """Do all ranks read the same data? Collective, at an optimizer step. Raises UsageError."""
         self.probing = False
         made_of = {"kind": type(self).__name__, **self.identity(), "micro_batch": self.micro_batch}
-        agreement.compare(name, made_of, request.probe if request is not None else None)
+        agreement.compare(self.name, made_of, request.probe)
 
     def steps(self) -> int:
+        """Optimizer steps in an epoch. TypeError where they are not known beforehand."""
         return len(self.batch_sizes())
 
-    def why_empty(self, name: str) -> str:
-        """An error message for a training loader that has yielded nothing."""
+    def why_empty(self) -> str:
+        """The error message for a training loader that has yielded nothing."""
         count = len(self.dataset) if hasattr(self.dataset, "__len__") else None
-        begin = f"loader {name!r} has no batch:"
+        begin = f"loader {self.name!r} has no batch:"
         if not count or self.global_batch is None:
             what = "its data set is empty" if count == 0 else "its data set, or its sampler, gives no example"
             return f"{begin} {what}. Give it examples to train on, alike on every rank."
@@ -112,36 +119,23 @@ class Source:
         )
 
     def yields(self) -> int:
-        """Of an epoch on this process. TypeError where that is not known beforehand."""
+        """Yields of an epoch on this process. TypeError where they are not known beforehand."""
         return self.plan().count(self.batch_sizes(), self.micro_batch)
 
-    def data_loader(self, dataset: Any, plan: Any) -> DataLoader[Fetched]:
+    def data_loader(self, dataset: Any, requests: Any) -> DataLoader[Fetched]:
+        """torch's DataLoader over a fetcher. requests: what it takes for a sampler."""
         # A generator of its own, since torch's loaders draw from the default one each time they are iterated.
-        return DataLoader(dataset, batch_size=None, sampler=plan, generator=torch.Generator(), **self.options)
+        return DataLoader(dataset, batch_size=None, sampler=requests, generator=torch.Generator(), **self.options)
 
 
 class MapSource(Source):
-    """A map-style data set, in its own order, shuffled, or in the order of the user's own (batch) sampler."""
+    """A map-style data set, in its own order, shuffled, or in the order of the user's (batch) sampler."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        seed: int,
-        name: str,
-        shuffle: bool,
-        sampler: Any,
-        batch_sampler: Any,
-        global_batch: int | None,
-        drop_last: bool,
-        **common: Any,
-    ) -> None:
-        super().__init__(dataset, **common)
-        self.seed, self.name, self.shuffle = seed, name, shuffle
-        self.sampler, self.batch_sampler = sampler, batch_sampler
-        self.global_batch, self.drop_last = global_batch, drop_last
-        self._wanted = _Wanted()
-        self._loader = self.data_loader(MapFetcher(dataset, self.collating), self._wanted)
+    def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
+        super().__init__(dataset, given, seed, plan)
+        self.shuffle, self.sampler, self.batch_sampler = given.shuffle, given.sampler, given.batch_sampler
+        self._requests = _RequestSampler()
+        self._loader = self.data_loader(MapFetcher(dataset, self.collator), self._requests)
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         plan = self.plan()
@@ -153,17 +147,18 @@ class MapSource(Source):
             micro_batch=self.micro_batch,
             probing=self.probing,
             sampled=self.sampler is not None or self.batch_sampler is not None,
-            whole=self.collating.scope == "global",
+            whole=self.collator.scope == "global",
         )
         if not plan.in_step and self.global_batch is None:
-            self.whole_batch = len(next(iter(self._batches(epoch)), ()))
-        return plan.fetch(data, agreement.probe_of_indices, self._made)
+            self.sampled_batch = len(next(iter(self._batches(epoch)), ()))
+        return plan.fetch(data, agreement.probe_of_indices, self._answer)
 
-    def _made(self, wanted: Iterator[Request]) -> Iterator[Fetched]:
-        self._wanted.requests = wanted
+    def _answer(self, requests: Iterator[Request]) -> Iterator[Fetched]:
+        self._requests.current = requests
         return iter(self._loader)
 
     def _batches(self, epoch: int) -> Iterator[Sequence[int]]:
+        """The indices of each global batch of an epoch."""
         if self.batch_sampler is not None:
             yield from self._sampled(self.batch_sampler, epoch)
             return
@@ -181,17 +176,16 @@ class MapSource(Source):
             yield order[first : first + size]
 
     def _sampled(self, sampler: Any, epoch: int) -> Iterator[Any]:
-        """The user's sampler, alike on every rank: it draws from generators keyed by the epoch, and the rest of the
-        program finds its own untouched."""
+        """What the user's sampler gives, alike on every rank: while it runs, generators are keyed by the epoch."""
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        stream = Keyed(mix(self.seed, tag("sampler"), tag(self.name), epoch), generators_of(sampler))
-        with stream:
+        rng = SamplerRNG(mix(self.seed, tag("sampler"), tag(self.name), epoch), generators_of(sampler))
+        with rng:
             if hasattr(sampler, "__len__"):
-                yielded: Iterator[Any] = iter(list(sampler))  # at once: putting generators back costs 40 us
+                sampled: Iterator[Any] = iter(list(sampler))  # at once: each change of generators costs 40 us
             else:
-                yielded = stream.around(iter(sampler))
-        yield from yielded
+                sampled = rng.around_each(iter(sampler))
+        yield from sampled
 
     def batch_sizes(self) -> Sequence[int]:
         if self.batch_sampler is not None:
@@ -200,9 +194,10 @@ class MapSource(Source):
                 raise TypeError("the sizes of this batch_sampler's batches are not known before it is iterated")
             return [size or 1] * len(self.batch_sampler)
         assert self.global_batch is not None
-        if isinstance(self.dataset, Places) and self.dataset.steps is None:
+        if isinstance(self.dataset, RowDataset) and self.dataset.steps is None:
             raise TypeError("run.batches without steps= has no end")
-        return _even(len(self.sampler if self.sampler is not None else self.dataset), self.global_batch, self.drop_last)
+        length = len(self.sampler if self.sampler is not None else self.dataset)
+        return _equal_batches(length, self.global_batch, self.drop_last)
 
     def identity(self) -> dict[str, Any]:
         sampler = self.sampler if self.sampler is not None else self.batch_sampler
@@ -217,31 +212,22 @@ class MapSource(Source):
 
 
 class StreamSource(Source):
-    """An iterable data set."""
+    """An iterable data set, of which every process reads the whole stream."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        seed: int,
-        global_batch: int,
-        drop_last: bool,
-        buffer: int,
-        **common: Any,
-    ) -> None:
-        super().__init__(dataset, **common)
-        self.global_batch, self.drop_last, self.buffer = global_batch, drop_last, buffer
+    def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
+        super().__init__(dataset, given, seed, plan)
+        assert given.global_batch is not None
         # One reader: data sets split themselves by worker, and a second one would read every example again.
         self.options["num_workers"] = min(1, self.options.get("num_workers", 0))
         self.options.pop("persistent_workers", None)  # each epoch starts its reader with that epoch's number
         self._fetcher = StreamFetcher(
             dataset,
-            self.collating,
+            self.collator,
             seed=seed,
-            global_batch=global_batch,
-            micro_batch=self.micro_batch,
-            buffer=buffer,
-            drop_last=drop_last,
+            global_batch=given.global_batch,
+            micro_batch=given.micro_batch,
+            buffer=(given.shuffle_buffer or STREAM_BUFFER) if given.shuffle else 1,
+            drop_last=given.drop_last,
         )
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
@@ -251,109 +237,61 @@ class StreamSource(Source):
 
     def batch_sizes(self) -> Sequence[int]:
         assert self.global_batch is not None
-        return _even(len(self.dataset), self.global_batch, self.drop_last)
+        return _equal_batches(len(self.dataset), self.global_batch, self.drop_last)
 
     def identity(self) -> dict[str, Any]:
-        return {"global_batch": self.global_batch, "drop_last": self.drop_last, "shuffle_buffer": self.buffer}
+        buffer = self._fetcher.buffer
+        return {"global_batch": self.global_batch, "drop_last": self.drop_last, "shuffle_buffer": buffer}
 
 
-class _Wanted:
-    """What torch's DataLoader takes for a sampler: the requests of the epoch at hand."""
+class _RequestSampler:
+    """What torch's DataLoader takes for a sampler: the requests of the current pass."""
 
-    requests: Iterator[Request] = iter(())
+    current: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Request]:
-        return self.requests
+        return self.current
 
 
-def _even(length: int, global_batch: int, drop_last: bool) -> Sequence[int]:
+def _equal_batches(length: int, global_batch: int, drop_last: bool) -> Sequence[int]:
+    """The sizes of an epoch's global batches, of which the last one may be short."""
     whole, rest = divmod(length, global_batch)
     return [global_batch] * whole + ([rest] if rest and not drop_last else [])
 
 
 ADDED_LATER = frozenset(["shuffle", "sampler", "subset"])
-"""Keys of an identity that older checkpoints do not have."""
+"""Keys of `identity` that older checkpoints do not have."""
 
 
 def _subset(dataset: Any) -> int | None:
-    """A digest of which examples a torch Subset holds, as random_split makes them."""
+    """A digest of the indices of a torch Subset, as random_split makes it. None for any other data set."""
     if not isinstance(dataset, Subset):
         return None
     return agreement.probe_of_indices(dataset.indices).order
 
 
-def make_source(
-    dataset: Any,
-    *,
-    plan: Callable[[], BatchPlan],
-    seed: int,
-    name: str,
-    global_batch: int | None,
-    micro_batch: int | None,
-    shuffle: bool,
-    sampler: Any,
-    batch_sampler: Any,
-    drop_last: bool,
-    shuffle_buffer: int | None,
-    collate: str = "example",
-    options: dict[str, Any],
-) -> Source:
-    """Checks the arguments of `run.loader` against each other. Raises SettingError."""
-    check_scope(collate)
+def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callable[[], BatchPlan]) -> Source:
+    """The source of a loader. Raises SettingError for arguments that cannot be, or contradict each other."""
     stream = is_stream(dataset)
-    _check(stream, global_batch, micro_batch, shuffle, sampler, batch_sampler, shuffle_buffer, options)
-    common: dict[str, Any] = {
-        "plan": plan,
-        "streams": Streams(seed, name),
-        "micro_batch": micro_batch,
-        "scope": collate,
-        "options": options,
-    }
-    if stream:
-        assert global_batch is not None
-        if not plan().in_step:
-            raise SettingError(
-                f"run.loader(dataset={type(dataset).__name__}): the chosen strategy hands out parts of the data as "
-                "processes come free, and a stream cannot be read from any place. Use parameter_server:mode=sync, "
-                "another strategy, or a data set with __getitem__ and __len__."
-            )
-        buffer = (shuffle_buffer or STREAM_BUFFER) if shuffle else 1
-        return StreamSource(dataset, seed=seed, global_batch=global_batch, drop_last=drop_last, buffer=buffer, **common)
-    return MapSource(
-        dataset,
-        seed=seed,
-        name=name,
-        shuffle=shuffle,
-        sampler=sampler,
-        batch_sampler=batch_sampler,
-        global_batch=global_batch,
-        drop_last=drop_last,
-        **common,
-    )
+    _check(stream, given)
+    if stream and not plan().in_step:
+        raise SettingError(
+            f"run.loader(dataset={type(dataset).__name__}): the chosen strategy hands out parts of the data as "
+            "processes come free, and a stream cannot be read from any place. Use parameter_server:mode=sync, "
+            "another strategy, or a data set with __getitem__ and __len__."
+        )
+    return (StreamSource if stream else MapSource)(dataset, given, seed, plan)
 
 
-def check_scope(collate: Any) -> None:
-    if callable(collate):
+def _check(stream: bool, given: LoaderArguments) -> None:
+    """stream: whether the data set is iterable. Raises SettingError."""
+    options = given.options
+    if callable(given.collate):
         raise SettingError("run.loader(collate=a function): say collate_fn=, as of torch's DataLoader.")
-    if collate not in SCOPES:
-        raise SettingError(f"run.loader(collate={collate!r}) is not known. {suggest(str(collate), SCOPES)}")
-
-
-def _check(
-    stream: bool,
-    global_batch: int | None,
-    micro_batch: int | None,
-    shuffle: bool,
-    sampler: Any,
-    batch_sampler: Any,
-    shuffle_buffer: int | None,
-    options: dict[str, Any],
-) -> None:
-    for key, value in (
-        ("global_batch", global_batch),
-        ("micro_batch", micro_batch),
-        ("shuffle_buffer", shuffle_buffer),
-    ):
+    if given.collate not in SCOPES:
+        raise SettingError(f"run.loader(collate={given.collate!r}) is not known. {suggest(str(given.collate), SCOPES)}")
+    for key in ("global_batch", "micro_batch", "shuffle_buffer"):
+        value = getattr(given, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise SettingError(f"run.loader({key}={value!r}): a whole number of examples, at least 1, is needed.")
     if "batch_size" in options:
@@ -371,20 +309,24 @@ def _check(
     if unknown:
         name = min(unknown)
         raise SettingError(f"run.loader has no argument {name!r}. {suggest(name, DATALOADER_OPTIONS | OWN_ARGUMENTS)}")
-    if batch_sampler is None and global_batch is None:
+    if given.batch_sampler is None and given.global_batch is None:
         raise SettingError("run.loader: say global_batch, the examples of one optimizer step over all devices.")
-    own_batches = batch_sampler is not None
-    own_order = own_batches or sampler is not None
-    for given, other, why in (
-        (own_batches, global_batch is not None, "batch_sampler makes the global batches: leave out global_batch"),
-        (own_batches, sampler is not None, "give sampler or batch_sampler, not both"),
-        (own_order, shuffle, "the sampler decides the order: leave out shuffle"),
+    own_batches = given.batch_sampler is not None
+    own_order = own_batches or given.sampler is not None
+    for one, other, why in (
+        (own_batches, given.global_batch is not None, "batch_sampler makes the global batches: leave out global_batch"),
+        (own_batches, given.sampler is not None, "give sampler or batch_sampler, not both"),
+        (own_order, given.shuffle, "the sampler decides the order: leave out shuffle"),
         (stream, own_order, "an iterable data set has no indices to sample"),
-        (not stream, shuffle_buffer is not None, "shuffle_buffer is for iterable data sets; others are shuffled whole"),
+        (
+            not stream,
+            given.shuffle_buffer is not None,
+            "shuffle_buffer is for iterable data sets; others are shuffled whole",
+        ),
     ):
-        if given and other:
+        if one and other:
             raise SettingError(f"run.loader: {why}.")
-    for key, value in (("sampler", sampler), ("batch_sampler", getattr(batch_sampler, "sampler", None))):
+    for key, value in (("sampler", given.sampler), ("batch_sampler", getattr(given.batch_sampler, "sampler", None))):
         if isinstance(value, DistributedSampler):
             raise SettingError(
                 f"run.loader({key}={type(value).__name__}): it picks a part for each rank, and Paceline cuts the "

@@ -38,12 +38,12 @@ class RandomDraws:
         keys: seeds with which torch's generator may be seeded anew; that is no draw.
         """
         states, self.others = generator_states(self._device)
-        self._undone = 0 if self._noise is None else self._noise.undone
+        self._undone = 0 if self._noise is None else self._noise.unkeyed
         self._known = {*states, *(digest(torch.Generator().manual_seed(key).get_state()) for key in keys)}
 
     def drawn(self) -> bool:
         """Whether numbers were drawn since `remember` was called."""
         states, self.others = generator_states(self._device)
         if self._noise is not None:
-            return bool(self._known) and self._noise.undone > self._undone
+            return bool(self._known) and self._noise.unkeyed > self._undone
         return bool(self._known) and any(state not in self._known for state in states)
