@@ -8,22 +8,22 @@ from itertools import combinations
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge import writes
-from paceline.doctor.judge.record import Event, Pass, Run, place
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
 
-LEAST_BITS = 16  # of what must agree: labels of two classes may agree by chance
-LEAST_SHARED = 8  # examples with the same index that must also look the same
+MIN_BITS = 16  # of what must agree: labels of two classes may agree by chance
+MIN_SHARED = 8  # examples with the same index that must also look the same
 SHARED_STREAM = 0.8  # of the shorter one's examples
 ONCE = 0.99  # of a rank's rows in a pass: it reads each example once, and does not draw with replacement
 DRIFT = 0.05  # of the examples that were read again
 OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
-LEAST_SAME = 3  # steps
-LEAST_BEGUN = 4  # passes
-LEAST_PASSES = 2  # that begin with the same random numbers
+MIN_SAME = 3  # steps
+MIN_BEGUN = 4  # passes
+MIN_PASSES = 2  # that begin with the same random numbers
 SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
 
 
-def findings(run: Run) -> list[Finding]:
+def findings(run: RecordedRun) -> list[Finding]:
     return [
         *_same_examples(run),
         *_missed(run),
@@ -33,36 +33,38 @@ def findings(run: Run) -> list[Finding]:
     ]
 
 
-def _training(run: Run, rank: int, loader: str) -> list[Pass]:
+def _training(run: RecordedRun, rank: int, loader: str) -> list[Pass]:
     return [p for p in run.passes[rank] if p.loader == loader and p.training and p.yields]
 
 
-def _same_examples(run: Run) -> list[Finding]:
-    if not run.reduces or run.shards:
+def _same_examples(run: RecordedRun) -> list[Finding]:
+    if not run.reduces_gradients or run.model_parallel:
         return []
-    for loader in sorted(run.trainers):
-        of = [_training(run, rank, loader) for rank in range(run.size)]
+    for loader in sorted(run.training_loaders):
+        per_rank = [_training(run, rank, loader) for rank in range(run.processes)]
         for one, two in combinations(run.peers, 2):
-            if of[one] and of[two]:
-                evidence = _compare(run, loader, of[one][0], of[two][0], (one, two))
+            if per_rank[one] and per_rank[two]:
+                evidence = _compare(run, loader, per_rank[one][0], per_rank[two][0], (one, two))
                 if evidence:
-                    at = run.loaders[one].get(loader, {}).get("at") or of[one][0].at
-                    return [Finding("same_examples", place(at), evidence, place(_dealt_at(run, loader, (one, two))))]
+                    at = run.loaders[one].get(loader, {}).get("at") or per_rank[one][0].at
+                    return [
+                        Finding("same_examples", file_line(at), evidence, file_line(_dealt_at(run, loader, (one, two))))
+                    ]
     return _same_inputs(run) or _same_gradients(run)
 
 
-def _dealt_at(run: Run, loader: str, ranks: tuple[int, int]) -> Any:
+def _dealt_at(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
     """Where the examples of ranks that share some were dealt: the parts of a data set, where these differ; the sampler;
     the line that cuts a stream."""
     about = [run.loaders[rank].get(loader, {}) for rank in ranks]
     if about[0].get("cut") != about[1].get("cut"):
         return about[0].get("cut_at")
     if about[0].get("iterable"):
-        return writes.strides_by_rank(run)
+        return script_lines.strides_by_rank(run)
     return about[0].get("sampler_at")
 
 
-def _compare(run: Run, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) -> str:
+def _compare(run: RecordedRun, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) -> str:
     who = f"ranks {ranks[0]} and {ranks[1]}"
     ours, theirs = a.indices, b.indices
     about = run.loaders[ranks[0]].get(loader, {})
@@ -76,19 +78,19 @@ def _compare(run: Run, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) ->
     if about.get("repeats"):
         return ""  # each example several times, for several ranks: they augment it differently
     n = min(len(ours), len(theirs))
-    if n >= 2 * LEAST_SHARED and ours[:n] == theirs[:n]:
+    if n >= 2 * MIN_SHARED and ours[:n] == theirs[:n]:
         return f"{who} read the same {n} examples in the same order ({about.get('sampler_name')}): {ours[:6]}, ..."
     if about.get("drawn") or len(set(ours)) < len(ours) or len(set(theirs)) < len(theirs):
         return ""  # drawn with replacement, or so many of all: each rank its own
     size = about.get("size")
     both = set(ours) & set(theirs)
-    if about.get("sampler") == "random" and size and len(shared) >= LEAST_SHARED:
+    if about.get("sampler") == "random" and size and len(shared) >= MIN_SHARED:
         return (
             f"each rank shuffles all {size} examples for itself (RandomSampler); {who} shared {len(both)} "
             f"in the {n} that they read"
         )
-    padding = max(len(y["idx"]) for y in a.yields) * (run.size - 1)
-    if a.whole and b.whole and len(both) > max(OVERLAP * n, min(padding, n // 2)):
+    padding = max(len(y["idx"]) for y in a.yields) * (run.processes - 1)
+    if a.complete and b.complete and len(both) > max(OVERLAP * n, min(padding, n // 2)):
         return f"{who} read {len(both)} examples in common, of {len(ours)} and {len(theirs)} in an epoch"
     return ""
 
@@ -114,11 +116,11 @@ def _agreeing(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]
     agree: dict[int, int] = {}
     differ: list[int] = []
     leaves = min(len(next(iter(a.values()), [])), len(next(iter(b.values()), [])))
-    for leaf in range(leaves if len(shared) >= LEAST_SHARED else 0):
+    for leaf in range(leaves if len(shared) >= MIN_SHARED else 0):
         ours = [a[i][leaf] for i in sorted(shared)]
         if ours != [b[i][leaf] for i in sorted(shared)]:
             differ.append(leaf)
-        elif len(shared) * math.log2(len(set(ours))) >= LEAST_BITS:
+        elif len(shared) * math.log2(len(set(ours))) >= MIN_BITS:
             agree[leaf] = len(set(ours))
     return agree, differ
 
@@ -151,23 +153,23 @@ def _same_rows(a: Pass, b: Pass, who: str) -> str:
     """Of an iterable data set: the same rows, and not all alike; in the same order, or at the end of both."""
     pairs = [(x["rows"], y["rows"]) for x, y in zip(a.yields, b.yields) if x["rows"] and y["rows"]]
     rows = [digest for x, _ in pairs for digest in x[0]]
-    if len(pairs) < 2 or len(set(rows)) < LEAST_SHARED:
+    if len(pairs) < 2 or len(set(rows)) < MIN_SHARED:
         return ""
     if all(x[0] == y[0] for x, y in pairs):
         return f"{who} read the same {len(rows)} examples in the same order, by their content"
     ours, theirs = ({digest for y in p.yields if y["rows"] for digest in y["rows"][0]} for p in (a, b))
     both, least = len(ours & theirs), min(len(ours), len(theirs))
     if (
-        a.whole
-        and b.whole
+        a.complete
+        and b.complete
         and 2 * len(ours) >= len(rows)
-        and least >= 2 * LEAST_SHARED
+        and least >= 2 * MIN_SHARED
         and both > SHARED_STREAM * least
     ):
         return f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}, by their content"
     first, second = ([digest for y in p.yields if y["rows"] for digest in y["rows"][0]] for p in (a, b))
     once = min(len(ours) / len(first), len(theirs) / len(second)) >= ONCE
-    if a.whole and b.whole and once and both >= 2 * LEAST_SHARED and both > OVERLAP * least:
+    if a.complete and b.complete and once and both >= 2 * MIN_SHARED and both > OVERLAP * least:
         return (
             f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)} in an epoch, by their content, "
             "and none of them twice"
@@ -182,50 +184,51 @@ def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
     if not shifts:
         return ""
     shift, count = shifts.most_common(1)[0]
-    if count < 2 * LEAST_SHARED or count < SHIFTED * min(len(ours), len(theirs)):
+    if count < 2 * MIN_SHARED or count < SHIFTED * min(len(ours), len(theirs)):
         return ""
     return f"{who} read the same {count} examples in the same order, by their content, {abs(shift)} examples apart"
 
 
-def _same_inputs(run: Run) -> list[Finding]:
+def _same_inputs(run: RecordedRun) -> list[Finding]:
     """Models that are fed without a DataLoader."""
-    if run.trainers:
+    if run.training_loaders:
         return []
-    of = [[e for e in run.of(rank, "forward") if e["digest"]] for rank in run.peers]
-    steps = min(map(len, of))
-    if steps < LEAST_SAME or len({str(e["digest"]) for e in of[0]}) < LEAST_SAME:
+    per_rank = [[e for e in run.events(rank, "forward") if e["digest"]] for rank in run.peers]
+    steps = min(map(len, per_rank))
+    if steps < MIN_SAME or len({str(e["digest"]) for e in per_rank[0]}) < MIN_SAME:
         return []
-    seed, beside = writes.drawn_alike(run)
-    at = place(seed or of[0][0]["at"])
-    if all(len({str(events[i]["digest"]) for events in of}) == 1 for i in range(steps)):
-        evidence = f"all {run.size} ranks gave the model the same inputs in each of {steps} forward passes"
-        return [Finding("same_examples", at, evidence, place(beside))]
-    inputs = [{str(e["digest"]) for e in events} for events in of]
+    seed, beside = script_lines.drawn_alike(run)
+    at = file_line(seed or per_rank[0][0]["at"])
+    if all(len({str(events[i]["digest"]) for events in per_rank}) == 1 for i in range(steps)):
+        evidence = f"all {run.processes} ranks gave the model the same inputs in each of {steps} forward passes"
+        return [Finding("same_examples", at, evidence, file_line(beside))]
+    inputs = [{str(e["digest"]) for e in events} for events in per_rank]
     for (one, a), (two, b) in combinations(zip(run.peers, inputs, strict=True), 2):
         both, least = len(a & b), min(len(a), len(b))
-        if both >= LEAST_SAME and both >= SHIFTED * least:
+        if both >= MIN_SAME and both >= SHIFTED * least:
             evidence = (
                 f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
                 "bit, at other steps: the ranks read one stream, out of phase"
             )
-            return [Finding("same_examples", at, evidence, place(beside))]
+            return [Finding("same_examples", at, evidence, file_line(beside))]
     return []
 
 
-def _same_gradients(run: Run) -> list[Finding]:
+def _same_gradients(run: RecordedRun) -> list[Finding]:
     """The first reduction of each step by hand: equal gradients before it come from equal data."""
-    of = [_first_gradients(run.ranks[rank]) for rank in range(run.size)]
-    steps = min(map(len, of))
-    if steps < LEAST_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
+    per_rank = [_first_gradients(run.ranks[rank]) for rank in range(run.processes)]
+    steps = min(map(len, per_rank))
+    if steps < MIN_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
         return []
-    taken = [[e["digest"] for e in events[:steps]] for events in of]
-    if any(t != taken[0] for t in taken) or len(set(taken[0])) < LEAST_SAME or 0 in taken[0]:
+    taken = [[e["digest"] for e in events[:steps]] for events in per_rank]
+    if any(t != taken[0] for t in taken) or len(set(taken[0])) < MIN_SAME or 0 in taken[0]:
         return []
     evidence = (
-        f"the gradients of all {run.size} ranks were the same, bit for bit, before they were reduced, {steps} times"
+        f"the gradients of all {run.processes} ranks were the same, bit for bit, before they were reduced, "
+        f"{steps} times"
     )
-    seed, beside = writes.drawn_alike(run)
-    return [Finding("same_examples", place(seed or of[0][0]["at"]), evidence, place(beside))]
+    seed, beside = script_lines.drawn_alike(run)
+    return [Finding("same_examples", file_line(seed or per_rank[0][0]["at"]), evidence, file_line(beside))]
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
@@ -239,38 +242,38 @@ def _first_gradients(events: list[Event]) -> list[Event]:
     return found
 
 
-def _missed(run: Run) -> list[Finding]:
+def _missed(run: RecordedRun) -> list[Finding]:
     """Data that are cut for more ranks than there are: by a sampler that is told so, or in steps that are too long."""
-    if not run.reduces or len(run.peers) < run.size:
+    if not run.reduces_gradients or len(run.peers) < run.processes:
         return []
-    for loader in sorted(run.trainers):
+    for loader in sorted(run.training_loaders):
         about = run.loaders[0].get(loader, {})
         told = about.get("replicas") or 0
-        if about.get("sampler") == "distributed" and told > run.world:
-            evidence = f"{about['sampler_name']} deals the examples to {told} ranks, and there are {run.world}"
-            return [Finding("examples_missed", place(about["at"]), evidence)]
+        if about.get("sampler") == "distributed" and told > run.world_size:
+            evidence = f"{about['sampler_name']} deals the examples to {told} ranks, and there are {run.world_size}"
+            return [Finding("examples_missed", file_line(about["at"]), evidence)]
         passes = [_training(run, rank, loader) for rank in run.peers]
         if not all(passes) or not all(theirs[0].indices for theirs in passes):
             continue
         read = [{i for one in theirs for i in one.indices or ()} for theirs in passes]
         stride, residues = _stride(read)
-        if stride <= run.world or sorted(residues) != list(range(min(residues), min(residues) + run.world)):
+        if stride <= run.world_size or sorted(residues) != list(range(min(residues), min(residues) + run.world_size)):
             continue
         size = about.get("size") or 0
-        seen = {i for rank in range(run.size) for i in _read(run, rank, size)}
+        seen = {i for rank in range(run.processes) for i in _read(run, rank, size)}
         missed = [i for i in range(size) if i not in seen and i % stride not in residues]
-        if len(missed) >= max(LEAST_SHARED, sum(map(len, read)) // 2 // run.world):
+        if len(missed) >= max(MIN_SHARED, sum(map(len, read)) // 2 // run.world_size):
             evidence = (
-                f"each of {run.world} ranks reads every {stride}th example; {len(missed)} of {size} are never read, "
-                f"by any loader: {missed[:6]}, ..."
+                f"each of {run.world_size} ranks reads every {stride}th example; {len(missed)} of {size} are never "
+                f"read, by any loader: {missed[:6]}, ..."
             )
-            return [Finding("examples_missed", place(writes.strides_by_rank(run) or about["at"]), evidence)]
+            return [Finding("examples_missed", file_line(script_lines.strides_by_rank(run) or about["at"]), evidence)]
     return []
 
 
 def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
     """(the step in which every rank's examples lie, what remains of each rank's). (0, nothing) where there is none."""
-    if any(len(mine) < LEAST_SHARED for mine in read):
+    if any(len(mine) < MIN_SHARED for mine in read):
         return 0, set()
     strides = {math.gcd(*(i - min(mine) for i in mine)) for mine in read}
     stride = max(strides)
@@ -278,61 +281,61 @@ def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
     return (stride, residues) if len(strides) == 1 and len(residues) == len(read) else (0, set())
 
 
-def _read(run: Run, rank: int, size: int) -> set[int]:
+def _read(run: RecordedRun, rank: int, size: int) -> set[int]:
     """The examples that a rank reads of data sets of this size, to whatever end."""
     same = [one for one in run.passes[rank] if run.loaders[rank].get(one.loader, {}).get("size") == size]
     return {i for one in same for i in one.indices or ()}
 
 
-def _same_in_workers(run: Run) -> list[Finding]:
+def _same_in_workers(run: RecordedRun) -> list[Finding]:
     """A stream that each worker of a loader reads from its beginning."""
-    for loader in sorted(run.trainers):
+    for loader in sorted(run.training_loaders):
         about = run.loaders[0].get(loader, {})
         for one in [p for p in run.passes[0] if p.loader == loader and p.yields]:
             workers = about.get("workers") or 0
             rows = [digest for y in one.yields if y["rows"] for digest in zip(*y["rows"])]
             times = Counter(rows)
             often = sum(1 for n in times.values() if n == workers)
-            if about.get("iterable") and workers > 1 and len(times) >= 2 * LEAST_SHARED and often > 0.8 * len(times):
+            if about.get("iterable") and workers > 1 and len(times) >= 2 * MIN_SHARED and often > 0.8 * len(times):
                 evidence = (
                     f"of {len(times)} different examples that rank 0 read in a pass, {often} came {workers} times, "
                     f"by their content: once from each of {workers} workers"
                 )
-                return [Finding("same_in_workers", place(about["at"]), evidence)]
+                return [Finding("same_in_workers", file_line(about["at"]), evidence)]
     return []
 
 
-def _same_numbers(run: Run) -> list[Finding]:
+def _same_numbers(run: RecordedRun) -> list[Finding]:
     """Random generators of a training loader's workers that are used, and begin each pass where the first began."""
     workers = [
-        {(e["n"], e["worker"], name): state for e in run.of(rank, "worker") for name, state in e["begun"].items()}
-        for rank in range(run.size)
+        {(e["n"], e["worker"], name): state for e in run.events(rank, "worker") for name, state in e["begun"].items()}
+        for rank in range(run.processes)
     ]
-    for loader in sorted(run.trainers):
-        passes = [[one.n for one in _training(run, rank, loader)] for rank in range(run.size)]
+    for loader in sorted(run.training_loaders):
+        passes = [[one.n for one in _training(run, rank, loader)] for rank in range(run.processes)]
         for name in dict.fromkeys(name for _, _, name in workers[0]):
             begun = [
                 [{w: state for (n, w, of), state in states.items() if (n, of) == (number, name)} for number in numbers]
                 for states, numbers in zip(workers, passes)
             ]
             mine = [states for states in begun[0] if states]
-            if len(mine) < LEAST_PASSES or any(states != mine[0] for states in mine):
+            if len(mine) < MIN_PASSES or any(states != mine[0] for states in mine):
                 continue
             same = all(theirs and theirs[0] == mine[0] for theirs in begun)
             evidence = (
                 f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
                 f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
             )
-            return [Finding("same_random_numbers", place(run.loaders[0][loader]["at"]), evidence)]
+            return [Finding("same_random_numbers", file_line(run.loaders[0][loader]["at"]), evidence)]
     return []
 
 
-def _same_batch(run: Run) -> list[Finding]:
+def _same_batch(run: RecordedRun) -> list[Finding]:
     """`next(iter(loader))` at every step: passes that are left after their first batch, which is always the same."""
-    for loader in sorted(run.trainers):
+    for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader and p.yields]
-        first = [p.yields[0]["idx"] or p.yields[0]["rows"] for p in passes if len(p.yields) == 1 and not p.whole]
-        if len(first) < LEAST_BEGUN or len(first) < 0.9 * len(passes) or not first[0]:
+        first = [p.yields[0]["idx"] or p.yields[0]["rows"] for p in passes if len(p.yields) == 1 and not p.complete]
+        if len(first) < MIN_BEGUN or len(first) < 0.9 * len(passes) or not first[0]:
             continue
         same = sum(one == first[0] for one in first)
         if same >= 0.9 * len(first):
@@ -340,14 +343,14 @@ def _same_batch(run: Run) -> list[Finding]:
                 f"{len(first)} of {len(passes)} passes over the training data were left after their first batch, which "
                 f"was the same one in {same}"
             )
-            return [Finding("same_batch", place(passes[0].at), evidence)]
+            return [Finding("same_batch", file_line(passes[0].at), evidence)]
     return []
 
 
-def _no_set_epoch(run: Run) -> list[Finding]:
+def _no_set_epoch(run: RecordedRun) -> list[Finding]:
     by: dict[tuple[str, frozenset[int]], list[Pass]] = defaultdict(list)  # a loader may be made anew in each epoch
     for one in run.passes[0]:
-        if one.loader in run.trainers and one.training and one.yields:
+        if one.loader in run.training_loaders and one.training and one.yields:
             by[one.loader.rpartition(",")[0], _optimizers(run, one)].append(one)
     for passes in by.values():
         about = run.loaders[0].get(passes[0].loader, {})
@@ -356,7 +359,7 @@ def _no_set_epoch(run: Run) -> list[Finding]:
         by_order: dict[tuple[int, ...], list[Pass]] = defaultdict(list)
         for one in passes:
             head = one.indices
-            if head and len(head) >= LEAST_SHARED:
+            if head and len(head) >= MIN_SHARED:
                 by_order[tuple(head[:64])].append(one)
         for order, same in by_order.items():
             same = [same[0], *(p for p in same[1:] if _goes_on(run, same[0], p))]
@@ -365,19 +368,19 @@ def _no_set_epoch(run: Run) -> list[Finding]:
                     f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
-                told = len({p.epoch for p in run.passes[0] if p.loader in run.trainers}) == 1  # or another's is
-                beside = (writes.says(run, "set_epoch") if told else None) or about.get("sampler_at")
-                return [Finding("no_set_epoch", place(same[1].at), evidence, place(beside))]
+                told = len({p.epoch for p in run.passes[0] if p.loader in run.training_loaders}) == 1  # or another's is
+                beside = (script_lines.says(run, "set_epoch") if told else None) or about.get("sampler_at")
+                return [Finding("no_set_epoch", file_line(same[1].at), evidence, file_line(beside))]
     return []
 
 
-def _cycled(run: Run) -> list[Finding]:
+def _cycled(run: RecordedRun) -> list[Finding]:
     """One pass over the data, whose batches are kept and used again, as itertools.cycle does."""
-    for loader in sorted(run.trainers):
+    for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader]
-        inputs = [e["digest"] for e in run.of(0, "forward")]
+        inputs = [e["digest"] for e in run.events(0, "forward")]
         n = len(passes[0].yields)
-        if len(passes) != 1 or not passes[0].whole or n < LEAST_SAME or len(inputs) < 2 * n:
+        if len(passes) != 1 or not passes[0].complete or n < MIN_SAME or len(inputs) < 2 * n:
             continue
         again = inputs[n:]
         if all(one == inputs[i % n] for i, one in enumerate(again)) and len({str(one) for one in inputs[:n]}) > 1:
@@ -385,16 +388,16 @@ def _cycled(run: Run) -> list[Finding]:
                 f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
                 f"again, {len(again)} times that were looked at"
             )
-            return [Finding("no_set_epoch", place(writes.says_cycle(run) or passes[0].at), evidence)]
+            return [Finding("no_set_epoch", file_line(script_lines.says_cycle(run) or passes[0].at), evidence)]
     return []
 
 
-def _optimizers(run: Run, one: Pass) -> frozenset[int]:
+def _optimizers(run: RecordedRun, one: Pass) -> frozenset[int]:
     """Those that stepped during a pass: another one trains another model, from its own first epoch."""
     return frozenset(e["opt"] for e in run.ranks[0][one.begin : one.end] if e["k"] == "before")
 
 
-def _goes_on(run: Run, a: Pass, b: Pass) -> bool:
+def _goes_on(run: RecordedRun, a: Pass, b: Pass) -> bool:
     """Is b a later epoch of what a was the first of? Of another loader only where a's is used no more, and the
     examples look the same: one line may make the loaders of several data sets."""
     if a.loader == b.loader:

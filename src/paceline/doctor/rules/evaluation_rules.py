@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.data import LEAST_SHARED, drifts
-from paceline.doctor.judge.places import takes_all
-from paceline.doctor.judge.record import Event, Pass, Run, place
-from paceline.doctor.judge.source import divided_by_world
+from paceline.doctor.rules.data_rules import MIN_SHARED, drifts
+from paceline.doctor.rules.gathered_results import takes_all
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
+from paceline.doctor.script_ast import divided_by_world
 
-LEAST_BATCHES = 2  # of an evaluation that breaks off: a single one may be looked at for its shapes
+MIN_BATCHES = 2  # of an evaluation that breaks off: a single one may be looked at for its shapes
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
 _NO_METRIC = re.compile(  # a file's name, a rate, a time, a count of epochs or of things, seconds, bytes
@@ -38,13 +38,13 @@ class _Round:
         return Counter(i for p in self.passes for i in p.indices or [])
 
 
-def findings(run: Run) -> list[Finding]:
-    if run.world < 2 or run.size < 2:
+def findings(run: RecordedRun) -> list[Finding]:
+    if run.world_size < 2 or run.processes < 2:
         return []
     padded: list[Finding] = []
     local: list[Finding] = []
     means: list[Finding] = []
-    for loader in sorted({p.loader for p in run.passes[0]} - run.trainers):
+    for loader in sorted({p.loader for p in run.passes[0]} - run.training_loaders):
         for one in _rounds(run, loader):
             if not padded:
                 padded = _padded(run, loader, one)
@@ -57,27 +57,27 @@ def findings(run: Run) -> list[Finding]:
     return [*padded, *local, *means]
 
 
-def _rounds(run: Run, loader: str) -> list[_Round]:
-    of = [
-        [p for p in passes if p.loader == loader and not p.training and (p.whole or len(p.yields) >= LEAST_BATCHES)]
+def _rounds(run: RecordedRun, loader: str) -> list[_Round]:
+    per_rank = [
+        [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
         for passes in run.passes
     ]
-    if not all(of):
+    if not all(per_rank):
         return []  # only some ranks evaluate: on all the data, or not sharded by this loader
     rounds = []
-    for passes in zip(*of):
+    for passes in zip(*per_rank):
         if all(p.yields for p in passes):
             after = [_until_training(run, rank, p) for rank, p in enumerate(passes)]
             rounds.append(_Round(list(passes), after))
     return rounds
 
 
-def _until_training(run: Run, rank: int, one: Pass) -> list[Event]:
+def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
     events = run.ranks[rank]
     end = len(events)
     for position in range(one.end + 1, end):
         e = events[position]
-        if (e["k"] in ("yield", "pass") and e["loader"] in run.trainers) or e["k"] == "backward":
+        if (e["k"] in ("yield", "pass") and e["loader"] in run.training_loaders) or e["k"] == "backward":
             end = position
             break
         if e["k"] == "pass" and e["loader"] == one.loader:
@@ -92,16 +92,16 @@ def _sharded(one: _Round) -> bool:
     return all(p.indices and len(set(p.indices)) < union for p in one.passes)
 
 
-def _apart(run: Run, loader: str, one: _Round) -> bool:
+def _apart(run: RecordedRun, loader: str, one: _Round) -> bool:
     """Does each rank read data of its own, by their content: a stream's part, a data set that was cut before, or one
     that deals its examples out itself, and has the same ones in every evaluation?"""
     read: list[set[int]] = []
     for p in one.passes:
         leaves = [{d for y in p.yields if y["rows"] for d in y["rows"][leaf]} for leaf in range(_leaves(p))]
         read.append(max(leaves, key=len, default=set()))
-    if min(map(len, read)) < LEAST_SHARED or sum(map(len, read)) > len(set().union(*read)):
+    if min(map(len, read)) < MIN_SHARED or sum(map(len, read)) > len(set().union(*read)):
         return False
-    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in range(run.size)]
+    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in range(run.processes)]
     if not all(p.indices for p in one.passes) or all(h and held[0] and h != held[0] for h in held[1:]):
         return True
     again = [p for p in run.passes[0] if p.loader == loader and p.yields]
@@ -112,11 +112,11 @@ def _leaves(one: Pass) -> int:
     return min((len(y["rows"]) for y in one.yields if y["rows"]), default=0)
 
 
-def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
+def _padded(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
     reads = one.reads
     total, unique = sum(reads.values()), len(reads)
     twice = total - unique
-    if not all(p.whole for p in one.passes) or not 0 < twice < total / 3:
+    if not all(p.complete for p in one.passes) or not 0 < twice < total / 3:
         return []
     if not _sharded(one) or not _same_data(one):
         return []
@@ -144,14 +144,14 @@ def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    return [Finding("padded_evaluation", place(exchanged[0]["at"]), evidence + counted)]
+    return [Finding("padded_evaluation", file_line(exchanged[0]["at"]), evidence + counted)]
 
 
-def _mean_of_means(run: Run, loader: str, one: _Round) -> list[Finding]:
+def _mean_of_means(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
     """Numbers of the ranks' own, which are added and divided by the number of ranks, where their shards are unequal."""
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
     shared = (_sharded(one) and _same_data(one)) or _apart(run, loader, one)
-    if not shared or not all(p.whole for p in one.passes) or len(set(sizes)) == 1:
+    if not shared or not all(p.complete for p in one.passes) or len(set(sizes)) == 1:
         return []
     exchanged = [
         e for e in one.after[0] if e["k"] == "coll" and e["op"] in _SUMS and not e.get("of") and e.get("result")
@@ -165,7 +165,7 @@ def _mean_of_means(run: Run, loader: str, one: _Round) -> list[Finding]:
                 f"the ranks evaluate {', '.join(map(str, sizes))} examples; what they add up is divided by the number "
                 "of ranks, as if they had as many each, and no count is exchanged"
             )
-            return [Finding("mean_of_means", place(e["at"]), evidence)]
+            return [Finding("mean_of_means", file_line(e["at"]), evidence)]
     return []
 
 
@@ -205,7 +205,7 @@ def _metric(said: Event) -> bool:
     return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
 
 
-def _alone(run: Run, loader: str) -> list[Finding]:
+def _alone(run: RecordedRun, loader: str) -> list[Finding]:
     """Rank 0 evaluates by itself, with a sampler that gives it its shard only."""
     about = run.loaders[0].get(loader, {})
     if about.get("sampler") != "distributed" or (about["replicas"] or 1) < 2 or not about["size"]:
@@ -213,7 +213,7 @@ def _alone(run: Run, loader: str) -> list[Finding]:
     if any(p.loader == loader for passes in run.passes[1:] for p in passes):
         return []
     for one in run.passes[0]:
-        if one.loader != loader or not one.whole or one.training or not one.indices:
+        if one.loader != loader or not one.complete or one.training or not one.indices:
             continue
         events = _until_training(run, 0, one)
         said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e)]
@@ -222,7 +222,7 @@ def _alone(run: Run, loader: str) -> list[Finding]:
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
                 f"{about['size']} examples; then it logged {said[0]['text'].strip()!r}"
             )
-            return [Finding("local_metric", place(said[0]["at"]), evidence)]
+            return [Finding("local_metric", file_line(said[0]["at"]), evidence)]
     return []
 
 
@@ -232,7 +232,7 @@ def _told(loader: str, events: list[Event]) -> list[Event]:
     return events[: next(begins, len(events))]
 
 
-def _local(run: Run, loader: str, one: _Round) -> list[Finding]:
+def _local(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
     if not (_sharded(one) and _same_data(one)) and not _apart(run, loader, one):
         return []
     for events in one.after:
@@ -251,4 +251,4 @@ def _local(run: Run, loader: str, one: _Round) -> list[Finding]:
         f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
         "ranks evaluate; nothing was exchanged in between"
     )
-    return [Finding("local_metric", place(said[0]["at"]), evidence)]
+    return [Finding("local_metric", file_line(said[0]["at"]), evidence)]

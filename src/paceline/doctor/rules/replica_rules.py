@@ -11,9 +11,9 @@ from itertools import takewhile
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge import writes
-from paceline.doctor.judge.record import Event, Run, place
-from paceline.doctor.judge.source import divides_rate
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.lr_scaling_rules import divides_rate
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
 
 TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients have the same bits
 SUMMED = 2e-3  # of the sum of all ranks' gradients
@@ -22,29 +22,29 @@ _NAMED = 4
 Samples = dict[str, list[float]]
 
 
-def findings(run: Run) -> list[Finding]:
+def findings(run: RecordedRun) -> list[Finding]:
     unsent = _unsent(run)
     if unsent:
         return unsent
     cut = _cut(run)
-    if cut or any(run.all("join")):
+    if cut or any(run.all_events("join")):
         return cut
-    if not (run.reduces or run.replicas):
+    if not (run.reduces_gradients or run.meant_as_replicas):
         return _unreduced(run)
     if run.averages_weights:  # ranks that have made unequally many steps
         return []
     return _clock(run) or [*_parting(run), *_summed(run), *_buffers(run)]
 
 
-def _clock(run: Run) -> list[Finding]:
+def _clock(run: RecordedRun) -> list[Finding]:
     """Steps by the count of backward passes, which all ranks make alike where gradients are reduced."""
-    passes = [sum(1 for _ in run.of(rank, "backward")) for rank in run.peers]
-    if run.cut or not run.reduces or max(passes) - min(passes) > 1 or not min(passes):
+    passes = [sum(1 for _ in run.events(rank, "backward")) for rank in run.peers]
+    if run.cut or not run.reduces_gradients or max(passes) - min(passes) > 1 or not min(passes):
         return []
-    for opt in sorted({e["opt"] for e in run.all("before")}):
-        of = [[e for e in run.of(rank, "before") if e["opt"] == opt] for rank in run.peers]
-        at = [[e.get("backwards") for e in events] for events in of]
-        for other in range(1, len(of)):
+    for opt in sorted({e["opt"] for e in run.all_events("before")}):
+        per_rank = [[e for e in run.events(rank, "before") if e["opt"] == opt] for rank in run.peers]
+        at = [[e.get("backwards") for e in events] for events in per_rank]
+        for other in range(1, len(per_rank)):
             more, less = (0, other) if len(at[0]) >= len(at[other]) else (other, 0)
             missing = next((n for n, b in enumerate(at[more]) if b not in at[less]), None)
             if missing is None or (len(at[more]) == len(at[less]) and passes[more] != passes[less]):
@@ -54,13 +54,13 @@ def _clock(run: Run) -> list[Finding]:
                 f"{len(at[less])}, in {passes[more]} and {passes[less]} backward passes; the first that rank "
                 f"{run.peers[less]} lacks comes after backward pass {at[more][missing]}"
             )
-            return [Finding("steps_differ", place(of[more][missing]["at"]), evidence)]
+            return [Finding("steps_differ", file_line(per_rank[more][missing]["at"]), evidence)]
     return []
 
 
-def _unsent(run: Run) -> list[Finding]:
+def _unsent(run: RecordedRun) -> list[Finding]:
     """FSDP: the last backward before the steps sends no gradients. (Its weights cannot be compared.)"""
-    if not any(run.of(0, "fsdp")):
+    if not any(run.events(0, "fsdp")):
         return []
     steps = kept = 0
     last = None
@@ -71,83 +71,83 @@ def _unsent(run: Run) -> list[Finding]:
             steps, kept, last = steps + 1, kept + bool(last.get("unsent")), None
     if kept < 2 or kept < 0.9 * steps:
         return []
-    line = next((e["at"] for e in run.of(0, "no_sync")), None)
+    line = next((e["at"] for e in run.events(0, "no_sync")), None)
     evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
-    return [Finding("sync_off", place(line), evidence)]
+    return [Finding("sync_off", file_line(line), evidence)]
 
 
-def _cut(run: Run) -> list[Finding]:
+def _cut(run: RecordedRun) -> list[Finding]:
     """fully_shard cuts what each rank has, and sends nothing: of ranks whose weights differ it makes one model of parts
     of several. Those count that are still as they were cut at the first step."""
-    of = [next(run.of(rank, "cut"), None) for rank in run.peers]
-    if len(of) < 2 or any(e is None for e in of):
+    per_rank = [next(run.events(rank, "cut"), None) for rank in run.peers]
+    if len(per_rank) < 2 or any(e is None for e in per_rank):
         return []
-    events = [e for e in of if e is not None]
+    events = [e for e in per_rank if e is not None]
     apart = _apart([e["whole"] for e in events])
     if not apart:
         return []
     line, told = _loaded(run)
-    seed = writes.seeds_by_rank(run)
-    line = line or seed or next((e["at"] for e in run.of(0, "fsdp")), None)
+    seed = script_lines.seeds_by_rank(run)
+    line = line or seed or next((e["at"] for e in run.events(0, "fsdp")), None)
     evidence = f"when fully_shard cut the weights {_tell(apart, events[0]['whole'])}, and nothing has sent them since"
-    return [Finding("weights_differ_at_start", place(line), evidence + told, place(seed))]
+    return [Finding("weights_differ_at_start", file_line(line), evidence + told, file_line(seed))]
 
 
-def _loaded(run: Run) -> tuple[Any, str]:
+def _loaded(run: RecordedRun) -> tuple[Any, str]:
     """The line where some ranks load a state before the first step, and how many do."""
-    begun = [list(run.of(rank, "loaded", "before")) for rank in run.peers]
+    begun = [list(run.events(rank, "loaded", "before")) for rank in run.peers]
     loads = [[e["at"] for e in takewhile(lambda e: e["k"] == "loaded", events)] for events in begun]
     line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
     told = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
     return line, told if line is not None else ""
 
 
-def _unreduced(run: Run) -> list[Finding]:
+def _unreduced(run: RecordedRun) -> list[Finding]:
     """Weights that the ranks send each other after their steps, each made by the gradients of one rank alone, as
     ZeroRedundancyOptimizer does without DDP. Every rank must step, with gradients of its own examples, and exchange
     nothing between a backward and the step: a script may average in more ways than doctor knows."""
-    if not run.sends_weights or any(_exchanges(run, rank) for rank in run.peers):
+    if not run.exchanges_weights or any(_exchanges(run, rank) for rank in run.peers):
         return []
-    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "before") if e.get("grads")} for rank in run.peers]
+    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before") if e.get("grads")} for rank in run.peers]
     told = []
-    for key, first in of[0].items():
-        events = [ranks[key] for ranks in of if key in ranks]
-        if len(events) == len(of) and not _apart([e["weights"] for e in events]):
+    for key, first in per_rank[0].items():
+        events = [ranks[key] for ranks in per_rank if key in ranks]
+        if len(events) == len(per_rank) and not _apart([e["weights"] for e in events]):
             apart = _apart([e["grads"] for e in events])
             told += [(first, apart)] if apart else []
     if len(told) < 2:
         return []
     first, apart = told[0]
     evidence = (
-        f"at {len(told)} of {len(of[0])} steps that were compared {_tell(apart, first['grads'], 'gradients')}, and "
-        "nothing was exchanged between the backward and the step: the weights, which the ranks send each other "
+        f"at {len(told)} of {len(per_rank[0])} steps that were compared {_tell(apart, first['grads'], 'gradients')}, "
+        "and nothing was exchanged between the backward and the step: the weights, which the ranks send each other "
         "afterwards, follow the examples of one rank each"
     )
-    return [Finding("not_reduced", place(first["at"]), evidence)]
+    return [Finding("not_reduced", file_line(first["at"]), evidence)]
 
 
-def _exchanges(run: Run, rank: int) -> bool:
+def _exchanges(run: RecordedRun, rank: int) -> bool:
     """Does a rank send anything between a backward and the step after it?"""
     due = False
-    for e in run.of(rank, "backward", "coll", "before"):
+    for e in run.events(rank, "backward", "coll", "before"):
         if due and e["k"] == "coll" and e["op"] != "barrier":
             return True
         due = e["k"] == "backward" or (due and e["k"] == "coll")
     return False
 
 
-def _parting(run: Run) -> list[Finding]:
-    of = [
-        {(e["opt"], e["step"], e["k"]): e for e in run.of(rank, "before", "step") if e.get("weights")}
+def _parting(run: RecordedRun) -> list[Finding]:
+    per_rank = [
+        {(e["opt"], e["step"], e["k"]): e for e in run.events(rank, "before", "step") if e.get("weights")}
         for rank in run.peers
     ]
     alike: dict[int, int] = {}  # optimizer -> the last step after which its weights were the same
-    for key, first in of[0].items():  # in the order of the run
+    for key, first in per_rank[0].items():  # in the order of the run
         opt, step, kind = key
-        events = [ranks[key] for ranks in of if key in ranks]
-        if len(events) < len(of):
+        events = [ranks[key] for ranks in per_rank if key in ranks]
+        if len(events) < len(per_rank):
             continue
-        apart = [part for part in _apart([e["weights"] for e in events]) if part[0] not in run.shards]
+        apart = [part for part in _apart([e["weights"] for e in events]) if part[0] not in run.model_parallel]
         if not apart:
             alike[opt] = step
         elif kind == "before" and step == 0:
@@ -157,24 +157,24 @@ def _parting(run: Run) -> list[Finding]:
             if written:
                 return written
         else:
-            before = [ranks[opt, step - 1, "before"] for ranks in of if (opt, step - 1, "before") in ranks]
+            before = [ranks[opt, step - 1, "before"] for ranks in per_rank if (opt, step - 1, "before") in ranks]
             when = f"after step {step} {_tell(apart, first['weights'])}"
-            if len(before) == len(of):
+            if len(before) == len(per_rank):
                 return [_cause(run, before, events, when)]
-            return [Finding("weights_differ", place(first["at"]), when)]
+            return [Finding("weights_differ", file_line(first["at"]), when)]
     return []
 
 
-def _start(run: Run, first: Event, apart: list[tuple[str, float]]) -> Finding:
+def _start(run: RecordedRun, first: Event, apart: list[tuple[str, float]]) -> Finding:
     """Of weights that differ before the first step: the line where some ranks load a state, or the script writes to
     weights by rank, or seeds by rank; otherwise where the first of them is made."""
     evidence = f"before the first step {_tell(apart, first['weights'])}"
     line, told = _loaded(run)
     evidence += told
-    seed, drawn = writes.seeds_by_rank(run), next((e["at"] for e in run.of(0, "initialized")), None)
-    line = line or drawn or writes.of_weights(run, first["at"], by_rank=True) or seed
+    seed, drawn = script_lines.seeds_by_rank(run), next((e["at"] for e in run.events(0, "initialized")), None)
+    line = line or drawn or script_lines.of_weights(run, first["at"], by_rank=True) or seed
     line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]
-    return Finding("weights_differ_at_start", place(line), evidence, place(seed))
+    return Finding("weights_differ_at_start", file_line(line), evidence, file_line(seed))
 
 
 def _tell(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
@@ -210,12 +210,12 @@ def _distance(a: float, b: float) -> float:
     return math.inf if math.isnan(a - b) else abs(a - b)
 
 
-def _written(run: Run, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:
+def _written(run: RecordedRun, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:
     """The weights agreed after one step and not before a later one, and a rank saw its own change between two steps."""
     if alike is None:
         return []
     moved = [
-        {e["step"]: e for e in run.of(rank, "moved") if e["opt"] == opt and alike <= e["step"] <= step}
+        {e["step"]: e for e in run.events(rank, "moved") if e["opt"] == opt and alike <= e["step"] <= step}
         for rank in run.peers
     ]
     first = min((number for m in moved for number in m), default=None)
@@ -227,47 +227,47 @@ def _written(run: Run, opt: int, step: int, alike: int | None, told: str) -> lis
         f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} {told}"
     )
     at = next(m[first]["at"] for m in moved if first in m)
-    return [Finding("written_outside", place(writes.of_weights(run, at) or at), evidence)]
+    return [Finding("written_outside", file_line(script_lines.of_weights(run, at) or at), evidence)]
 
 
-def _cause(run: Run, before: list[Event], after: list[Event], when: str) -> Finding:
+def _cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
     """Of weights that agreed before a step, or differ only since earlier ones that were not looked at."""
     given: list[Samples] = [e.get("grads") or {} for e in before]
-    apart = [part for part in _apart(given) if part[0] not in run.shards]
+    apart = [part for part in _apart(given) if part[0] not in run.model_parallel]
     at = before[0]["at"]
     if not apart:
         return _optimizer(run, before, after, when)
     when += f"; {_tell(apart, given[0], 'gradients')} at that step"
     names = {name for name, _ in apart}
-    if not run.reduces:
+    if not run.reduces_gradients:
         when += "; no gradient was reduced, by DDP or by a call of the script's"
-        return Finding("not_reduced", place(at), when, place(_exchanged_at(run, before[0])))
-    if any(run.of(0, "ddp")):
+        return Finding("not_reduced", file_line(at), when, file_line(_exchanged_at(run, before[0])))
+    if any(run.events(0, "ddp")):
         return _under_ddp(run, before[0], names, when)
     kept = _kept(given, [e.get("own") or {} for e in before])
-    calls = [e for e in run.of(0, "coll") if e.get("of") == "grad"]
+    calls = [e for e in run.events(0, "coll") if e.get("of") == "grad"]
     if kept and calls:
         listed = ", ".join(kept[:_NAMED])
         evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
-        beside = writes.in_scope(calls[0].get("by") or [], at)
-        return Finding("partly_reduced", place(calls[0]["at"]), evidence, place(beside))
+        beside = script_lines.in_scope(calls[0].get("by") or [], at)
+        return Finding("partly_reduced", file_line(calls[0]["at"]), evidence, file_line(beside))
     left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
     if left is not None:
         when += f", and nobody had waited for {left[0]} of its asynchronous reductions: they may not have ended"
-        return Finding("gradients_differ", place(left[1]), when, place(at))
-    line = writes.of_gradients(run, at)
-    return Finding("gradients_differ", place(line or at), f"{when}, though gradients are reduced")
+        return Finding("gradients_differ", file_line(left[1]), when, file_line(at))
+    line = script_lines.of_gradients(run, at)
+    return Finding("gradients_differ", file_line(line or at), f"{when}, though gradients are reduced")
 
 
-def _exchanged_at(run: Run, before: Event) -> Any:
+def _exchanged_at(run: RecordedRun, before: Event) -> Any:
     """Where the script, after its first step, reduces something as large as a weight, or all of them: a copy."""
     sizes = {int(values[0]) for values in before["weights"].values()}
     sizes.add(sum(sizes))
     stepped = False
-    for e in run.of(0, "step", "coll"):
+    for e in run.events(0, "step", "coll"):
         stepped = stepped or e["k"] == "step"
         if stepped and e["k"] == "coll" and "reduce" in e["op"] and max(1, e.get("n") or 0) in sizes - {1}:
-            return writes.in_scope(e.get("path") or [], before["at"])
+            return script_lines.in_scope(e.get("path") or [], before["at"])
     return None
 
 
@@ -297,7 +297,7 @@ def _multiple(ours: list[float], theirs: list[float]) -> float | None:
     return factor if factor > 0 and rest <= TOLERANCE**2 * sum(b * b for b in theirs[2:]) else None
 
 
-def _window(run: Run, before: Event) -> list[Event]:
+def _window(run: RecordedRun, before: Event) -> list[Event]:
     """Rank 0's events since the step before."""
     events = run.ranks[0]
     end = next(i for i, e in enumerate(events) if e is before)
@@ -305,36 +305,38 @@ def _window(run: Run, before: Event) -> list[Event]:
     return events[next(steps, 0) : end]
 
 
-def _under_ddp(run: Run, before: Event, names: set[str], when: str) -> Finding:
+def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> Finding:
     window = _window(run, before)
     outside = before.get("outside") or {}
     if names <= set(outside):
         at, how = next(told for name, told in outside.items() if name in names)
-        line = (writes.unfreezes(run) if "frozen" in how else None) or at or before["at"]
-        return Finding("unknown_to_ddp", place(line), f"{when}; DDP does not reduce them: they were {how}")
+        line = (script_lines.unfreezes(run) if "frozen" in how else None) or at or before["at"]
+        return Finding("unknown_to_ddp", file_line(line), f"{when}; DDP does not reduce them: they were {how}")
     passes = [e for e in window if e["k"] == "backward"]
-    past = [e for e in window if e["k"] == "past"] or list(run.of(0, "past"))
+    past = [e for e in window if e["k"] == "past"] or list(run.events(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
-        line = next((e["at"] for e in run.of(0, "no_sync")), None) or writes.says(run, "require_backward_grad_sync")
-        usual = next((e["at"] for e in run.of(0, "before") if e["opt"] == before["opt"]), None)
+        line = next((e["at"] for e in run.events(0, "no_sync")), None) or script_lines.says(
+            run, "require_backward_grad_sync"
+        )
+        usual = next((e["at"] for e in run.events(0, "before") if e["opt"] == before["opt"]), None)
         line = before["at"] if usual != before["at"] else line  # a step of its own, for what is left
         evidence = f"{when}; the last backward before the step, of {len(passes)}, was made under no_sync"
-        return Finding("sync_off", place(line or passes[-1]["at"]), evidence)
+        return Finding("sync_off", file_line(line or passes[-1]["at"]), evidence)
     if any(not e["synced"] and not e["local"] for e in passes):
-        line = past[0]["at"] if past else writes.says(run, "module") or passes[-1]["at"]
+        line = past[0]["at"] if past else script_lines.says(run, "module") or passes[-1]["at"]
         evidence = f"{when}; a backward was made of a forward that did not go through the DDP module"
-        return Finding("past_ddp", place(line), evidence)
+        return Finding("past_ddp", file_line(line), evidence)
     if past:
         evidence = f"{when}; the module inside DDP was called too, past DDP, before that step"
-        return Finding("past_ddp", place(past[0]["at"]), evidence)
-    line = writes.of_gradients(run, before["at"])
-    return Finding("gradients_differ", place(line or before["at"]), f"{when}, though DDP reduced gradients")
+        return Finding("past_ddp", file_line(past[0]["at"]), evidence)
+    line = script_lines.of_gradients(run, before["at"])
+    return Finding("gradients_differ", file_line(line or before["at"]), f"{when}, though DDP reduced gradients")
 
 
-def _optimizer(run: Run, before: list[Event], after: list[Event], when: str) -> Finding:
+def _optimizer(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
     """The same gradients, and another update."""
     settings = [e.get("settings") or [] for e in before]
-    made = next((e["at"] for e in run.of(0, "optimizer") if e["opt"] == before[0]["opt"]), None)
+    made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == before[0]["opt"]), None)
     for rank, theirs in zip(run.peers[1:], settings[1:]):
         for a, b in zip(settings[0], theirs):
             name = next((k for k in (*a, *b) if a.get(k) != b.get(k)), None)
@@ -342,53 +344,55 @@ def _optimizer(run: Run, before: list[Event], after: list[Event], when: str) -> 
                 evidence = (
                     f"{when}, by the same gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on {rank}"
                 )
-                return Finding("optimizer_differs", place(made or before[0]["at"]), evidence)
+                return Finding("optimizer_differs", file_line(made or before[0]["at"]), evidence)
     state = _apart([e.get("state") or {} for e in after])
     if state:
-        line = next((e["at"] for e in run.all("restored")), None)
+        line = next((e["at"] for e in run.all_events("restored")), None)
         evidence = f"{when}, by the same gradients: {_tell(state, after[0]['state'], 'tensors of its state')}"
-        return Finding("optimizer_differs", place(line or before[0]["at"]), evidence)
-    return Finding("weights_differ", place(before[0]["at"]), f"{when}, though the gradients of that step were the same")
+        return Finding("optimizer_differs", file_line(line or before[0]["at"]), evidence)
+    return Finding(
+        "weights_differ", file_line(before[0]["at"]), f"{when}, though the gradients of that step were the same"
+    )
 
 
-def _buffers(run: Run) -> list[Finding]:
+def _buffers(run: RecordedRun) -> list[Finding]:
     """Buffers that nothing sends and that are not alike, as running means of each rank's own data; or that the script
     writes on each rank with what is its own, and that DDP then overwrites with rank 0's."""
-    if not run.reduces:
+    if not run.reduces_gradients:
         return []
     return _unlike_buffers(run, "buffers", "nothing sends them") or _unlike_buffers(
         run, "sent", "DDP then gives every rank those of rank 0, and what the others wrote is lost"
     )
 
 
-def _unlike_buffers(run: Run, kind: str, told: str) -> list[Finding]:
-    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "buffers")} for rank in run.peers]
-    keys = [key for key in of[0] if all(key in ranks for ranks in of)]
-    apart = [(key, _apart([ranks[key].get(kind) or {} for ranks in of])) for key in keys]
+def _unlike_buffers(run: RecordedRun, kind: str, told: str) -> list[Finding]:
+    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "buffers")} for rank in run.peers]
+    keys = [key for key in per_rank[0] if all(key in ranks for ranks in per_rank)]
+    apart = [(key, _apart([ranks[key].get(kind) or {} for ranks in per_rank])) for key in keys]
     last = [(key, parts) for key, parts in apart if parts]
     if len(last) < 2 or not apart[-1][1]:
         return []
     (number, step), parts = last[-1]
-    evidence = f"after step {step} {_tell(parts, of[0][last[-1][0]][kind], 'buffers')}; {told}"
-    kept = next((e["at"] for e in run.of(0, "ddp") if not e.get("broadcasts", True)), None)
-    line = writes.of_buffer(run, parts[0][0].rpartition(".")[2])
+    evidence = f"after step {step} {_tell(parts, per_rank[0][last[-1][0]][kind], 'buffers')}; {told}"
+    kept = next((e["at"] for e in run.events(0, "ddp") if not e.get("broadcasts", True)), None)
+    line = script_lines.of_buffer(run, parts[0][0].rpartition(".")[2])
     if line is None and kind == "sent":
         return []
     line = line or kept
     if line is None:
-        line = next((e["at"] for e in run.of(0, "step") if e["opt"] == number), None)
-    return [Finding("buffers_differ", place(line), evidence)]
+        line = next((e["at"] for e in run.events(0, "step") if e["opt"] == number), None)
+    return [Finding("buffers_differ", file_line(line), evidence)]
 
 
-def _summed(run: Run) -> list[Finding]:
+def _summed(run: RecordedRun) -> list[Finding]:
     """Gradients that are the sum of the ranks', where each rank's loss is a mean."""
-    of = [[e for e in run.of(rank, "before") if e.get("own") and e.get("grads")] for rank in run.peers]
-    kinds = {e.get("form", e["mean"]) for rank in run.peers for e in run.of(rank, "backward")}
-    if len(run.peers) < 2 or not all(of) or kinds != {"mean"}:
+    per_rank = [[e for e in run.events(rank, "before") if e.get("own") and e.get("grads")] for rank in run.peers]
+    kinds = {e.get("form", e["mean"]) for rank in run.peers for e in run.events(rank, "backward")}
+    if len(run.peers) < 2 or not all(per_rank) or kinds != {"mean"}:
         return []
-    hooked = any(e["mean"] != "mean" for e in run.of(0, "backward"))
+    hooked = any(e["mean"] != "mean" for e in run.events(0, "backward"))
     told = 0
-    for events in zip(*of):
+    for events in zip(*per_rank):
         if len({(e["opt"], e["step"]) for e in events}) > 1:
             continue
         own = [_sent(run, rank, e) if hooked else e["own"] for rank, e in zip(run.peers, events)]
@@ -398,20 +402,20 @@ def _summed(run: Run) -> list[Finding]:
         told += 1
     if told < 2 or divides_rate(run):
         return []
-    calls = [e for e in run.of(0, "coll") if e.get("of") == "grad"]
+    calls = [e for e in run.events(0, "coll") if e.get("of") == "grad"]
     evidence = (
         f"at {told} of {told} steps that were compared the optimizer was given the sum of the gradients of "
         f"{len(run.peers)} ranks, each of a loss that is a mean: nothing divided it"
     )
-    return [Finding("summed_gradients", place(calls[0]["at"] if calls else of[0][0]["at"]), evidence)]
+    return [Finding("summed_gradients", file_line(calls[0]["at"] if calls else per_rank[0][0]["at"]), evidence)]
 
 
-def _sent(run: Run, rank: int, before: Event) -> Samples:
+def _sent(run: RecordedRun, rank: int, before: Event) -> Samples:
     """What a rank gave to the reductions before a step: of gradients that a hook reduces in the backward itself."""
     events = run.ranks[rank]
     end = next(i for i, e in enumerate(events) if e is before)
     begin = next((i for i in range(end - 1, -1, -1) if events[i]["k"] == "step"), 0)
-    if len(list(run.of(rank, "optimizer"))) != 1:
+    if len(list(run.events(rank, "optimizer"))) != 1:
         return {}  # parameters are numbered through all of them
     order = list(before["weights"])
     sent = (e for e in events[begin:end] if e["k"] == "coll" and e.get("of") == "grad" and e.get("given"))

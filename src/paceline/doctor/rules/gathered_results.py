@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
-from paceline.doctor.judge.record import Event
+from paceline.doctor.rules.recorded_run import Event
+from paceline.doctor.script_ast import Scope, called, functions, scope_at, tree_of
 
 _DROPS = ("unique", "dict", "set", "narrow", "setdefault", "drop_duplicates", "index_copy_", "index_put_", "scatter_")
 _COUNTED = re.compile(
     r"\blen\(|arange|\bidx|\bindex|\bindices|\bids?\b|position|\bseen\b|\bown\b|total|num_|\bn\b|rank"
 )
-_PARTS = re.compile(r"accum|micro|chunk", re.IGNORECASE)
 _LOOPS = re.compile(r"batch|step|iter|epoch|max_")
 _OF_NAMES = re.compile(r"^range\(|\.items\(\)$")
 _MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*|remainder|surplus)(_|$)")
@@ -23,8 +21,6 @@ _MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
 
 _SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
-
-_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
 def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
@@ -38,66 +34,29 @@ def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
     path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
     if not path or any(tree_of(file) is None for file, _ in path):
         return False
-    first = _scope(*path[0])
-    looked: list[tuple[_Scope, int]] = []  # and from which line on
+    first = scope_at(*path[0])
+    looked: list[tuple[Scope, int]] = []  # and from which line on
     if loop and tree_of(loop[0]) is not None:
-        looked.append((_scope(*loop), loop[1]))
+        looked.append((scope_at(*loop), loop[1]))
     if not any(first is scope for scope, _ in looked):
         looked.append((first, 0))
-    looked += [] if sums else [(_scope(*frame), frame[1]) for frame in path[1:]]
+    looked += [] if sums else [(scope_at(*frame), frame[1]) for frame in path[1:]]
     nodes = [n for scope, line in looked for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
     files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
-    calls = {called(n) for n in nodes if isinstance(n, ast.Call) and (not sums or _COUNTED.search(_said(n.args)))}
-    entered = {id(scope) for scope, _ in looked} | {id(_scope(*frame)) for frame in path}
+    calls = {
+        called(n)
+        for n in nodes
+        if isinstance(n, ast.Call) and (not sums or _COUNTED.search(", ".join(map(ast.unparse, n.args))))
+    }
+    entered = {id(scope) for scope, _ in looked} | {id(scope_at(*frame)) for frame in path}
     nodes += [n for scope in _named(files, calls) if id(scope) not in entered for n in ast.walk(scope)]
     told = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}
     return not any(_cuts(n) or (_masks(n) if sums else _places(n)) for n in nodes if id(n) not in told)
 
 
-def accumulates(file: str, line: int) -> bool:
-    """Does a line stand in a loop over micro-batches, by the loop's own words? (Not where the loop is over batches, and
-    its body alone speaks of them.)"""
-    tree = tree_of(file)
-    loops = [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.For)]
-    inside = [n for n in loops if n.lineno <= line <= (n.end_lineno or 0)]
-    innermost = max(inside, key=lambda n: n.lineno, default=None)
-    return innermost is not None and bool(
-        _PARTS.search(f"{ast.unparse(innermost.target)} {ast.unparse(innermost.iter)}")
-    )
-
-
-@cache
-def tree_of(file: str) -> ast.Module | None:
-    try:
-        with open(file, encoding="utf-8") as text:
-            return ast.parse(text.read())
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
-def _scope(file: str, line: int) -> _Scope:
-    """The innermost function that holds a line, or the module."""
-    tree = tree_of(file)
-    assert tree is not None
-    inside = [n for n in functions(tree) if n.lineno <= line <= (n.end_lineno or 0)]
-    return max(inside, key=lambda n: n.lineno, default=tree)
-
-
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
-
-
-def _named(files: set[str], names: set[str]) -> list[_Scope]:
+def _named(files: set[str], names: set[str]) -> list[Scope]:
     trees = [tree for file in sorted(files) if (tree := tree_of(file)) is not None]
     return [n for tree in trees for n in functions(tree) if n.name in names]
-
-
-def called(call: ast.Call) -> str:
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-def _said(nodes: list[ast.expr]) -> str:
-    return ", ".join(map(ast.unparse, nodes))
 
 
 def _cuts(node: ast.AST) -> bool:

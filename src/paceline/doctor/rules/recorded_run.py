@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 Event = dict[str, Any]
-LEAST_TRAINED = 2  # yields followed by a backward, of a loader that trains
+MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
 
 
 @dataclass
@@ -24,13 +24,13 @@ class Pass:
     epoch: Any = None
     yields: list[Event] = field(default_factory=list)
     trained: int = 0  # yields that a backward followed
-    whole: bool = False
+    complete: bool = False
     begin: int = 0  # positions in the events
     end: int = 0
 
     @property
     def training(self) -> bool:
-        return self.trained >= LEAST_TRAINED and self.trained * 2 >= len(self.yields)
+        return self.trained >= MIN_TRAINED and self.trained * 2 >= len(self.yields)
 
     @property
     def indices(self) -> list[int] | None:
@@ -39,76 +39,83 @@ class Pass:
         return [i for y in self.yields for i in y["idx"]]
 
 
-class Run:
+class RecordedRun:
     """ranks: the events of each rank, in order. cut: the script was ended from outside."""
 
     def __init__(self, ranks: Sequence[list[Event]], cut: bool = False) -> None:
         self.ranks = list(ranks)
         self.cut = cut
-        self.size = len(self.ranks)
+        self.processes = len(self.ranks)
 
-    def of(self, rank: int, *kinds: str) -> Iterator[Event]:
+    def events(self, rank: int, *kinds: str) -> Iterator[Event]:
         return (event for event in self.ranks[rank] if event["k"] in kinds)
 
-    def all(self, *kinds: str) -> Iterator[Event]:
+    def all_events(self, *kinds: str) -> Iterator[Event]:
         return (event for events in self.ranks for event in events if event["k"] in kinds)
 
     @cached_property
-    def world(self) -> int:
-        return max((e["world"] for e in self.all("group") if e["op"] == "init_process_group"), default=1)
+    def world_size(self) -> int:
+        return max((e["world"] for e in self.all_events("group") if e["op"] == "init_process_group"), default=1)
 
     @cached_property
-    def reduces(self) -> bool:
+    def reduces_gradients(self) -> bool:
         """Do the script's processes reduce gradients, by DDP or by hand: are they replicas of one model?"""
-        ddp = any(len(e["ranks"]) > 1 for e in self.all("ddp", "fsdp"))
-        return self.world > 1 and (ddp or self.by_hand)
+        ddp = any(len(e["ranks"]) > 1 for e in self.all_events("ddp", "fsdp"))
+        return self.world_size > 1 and (ddp or self.reduces_by_hand)
 
     @cached_property
-    def replicas(self) -> bool:
+    def meant_as_replicas(self) -> bool:
         """Are the processes meant as replicas, though nothing is reduced? A sampler deals them the examples of one data
         set, or they are given the same weights at the start. (Where they send each other messages, or weights in
         mid-training, they may well keep one model in another way.)"""
-        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.trainers)
+        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.training_loaders)
         sent = [(e["op"], stepped) for events in self.ranks for e, stepped in _weights_sent(events)]
         given = any(op == "broadcast" for op, _ in sent)
-        return self.world > 1 and (dealt or given) and not any(self.all("p2p")) and not any(late for _, late in sent)
+        return (
+            self.world_size > 1
+            and (dealt or given)
+            and not any(self.all_events("p2p"))
+            and not any(late for _, late in sent)
+        )
 
     @cached_property
-    def sends_weights(self) -> bool:
+    def exchanges_weights(self) -> bool:
         """Do the ranks, each with examples that a sampler deals it, send weights as they are (no averages) in
         mid-training, and reduce nothing?"""
-        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.trainers)
+        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.training_loaders)
         late = [[e["op"] for e, stepped in _weights_sent(events) if stepped] for events in self.ranks]
         plain = all(ops and set(ops) == {"broadcast"} for ops in late)
-        reduced = self.reduces or any(e.get("of") == "grad" for e in self.all("coll"))
-        return self.world > 1 and dealt and plain and not reduced and not any(self.all("p2p"))
+        reduced = self.reduces_gradients or any(e.get("of") == "grad" for e in self.all_events("coll"))
+        return self.world_size > 1 and dealt and plain and not reduced and not any(self.all_events("p2p"))
 
     @cached_property
     def peers(self) -> list[int]:
         """Rank 0 and those that train one model with it: the smallest group of DDP or FSDP that it is in; without them
         all ranks."""
-        groups = [e["ranks"] for e in self.of(0, "ddp", "fsdp") if len(e["ranks"]) > 1]
-        return [r for r in min(groups, key=len, default=range(self.size)) if r < self.size]
+        groups = [e["ranks"] for e in self.events(0, "ddp", "fsdp") if len(e["ranks"]) > 1]
+        return [r for r in min(groups, key=len, default=range(self.processes)) if r < self.processes]
 
     @cached_property
-    def ended(self) -> bool:
+    def completed(self) -> bool:
         """Did the script come to its end, on all ranks?"""
         last = [events[-1] if events else {} for events in self.ranks]
         return not self.cut and all(e.get("k") == "end" and not e.get("failed") for e in last)
 
     @cached_property
-    def by_hand(self) -> bool:
-        counts = Counter(rank for rank in range(self.size) for e in self.of(rank, "coll") if e.get("of") == "grad")
-        return len(counts) == self.size
+    def reduces_by_hand(self) -> bool:
+        counts = Counter(
+            rank for rank in range(self.processes) for e in self.events(rank, "coll") if e.get("of") == "grad"
+        )
+        return len(counts) == self.processes
 
     @cached_property
-    def shards(self) -> set[str]:
+    def model_parallel(self) -> set[str]:
         """Weights that are parts of one model, as in tensor parallelism by hand: not the same at the start, and their
         gradients never reduced, where those of others are."""
-        of: Iterator[Iterator[Event]] = (self.of(rank, "before") for rank in range(self.size))
-        first: list[dict[str, Any]] = [next((e["weights"] for e in events if e["weights"]), {}) for events in of]
-        sent = [e.get("number") for e in self.of(0, "coll") if e.get("of") == "grad"]
-        if any(self.of(0, "ddp")) or len(list(self.of(0, "optimizer"))) != 1 or not sent or None in sent:
+        per_rank: Iterator[Iterator[Event]] = (self.events(rank, "before") for rank in range(self.processes))
+        first: list[dict[str, Any]] = [next((e["weights"] for e in events if e["weights"]), {}) for events in per_rank]
+        sent = [e.get("number") for e in self.events(0, "coll") if e.get("of") == "grad"]
+        if any(self.events(0, "ddp")) or len(list(self.events(0, "optimizer"))) != 1 or not sent or None in sent:
             return set()
         numbered = enumerate(first[0].items(), 1)
         return {name for n, (name, w) in numbered if n not in sent and any(f.get(name) != w for f in first[1:])}
@@ -126,7 +133,7 @@ class Run:
 
     @cached_property
     def loaders(self) -> list[dict[str, Event]]:
-        return [{e["loader"]: e for e in self.of(rank, "loader")} for rank in range(self.size)]
+        return [{e["loader"]: e for e in self.events(rank, "loader")} for rank in range(self.processes)]
 
     @cached_property
     def passes(self) -> list[list[Pass]]:
@@ -149,7 +156,7 @@ class Run:
                     waiting[e["loader"]] = waiting.get(e["loader"], 0) + 1
                     latest[e["loader"]] = one
             elif kind == "pass_end" and e["n"] in found:
-                found[e["n"]].whole, found[e["n"]].end = True, position
+                found[e["n"]].complete, found[e["n"]].end = True, position
             elif kind == "backward":  # several batches may have been read before the first is trained on
                 for loader in [name for name, count in waiting.items() if count]:
                     latest[loader].trained += 1
@@ -159,17 +166,17 @@ class Run:
         return list(found.values())
 
     @cached_property
-    def trainers(self) -> set[str]:
+    def training_loaders(self) -> set[str]:
         """Loaders whose batches feed a backward, on any rank."""
-        trained: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for passes in self.passes:
             for one in passes:
-                trained[one.loader][0] += one.trained
-                trained[one.loader][1] += len(one.yields)
-        return {n for n, (fed, all_) in trained.items() if fed >= LEAST_TRAINED and fed * 2 >= all_}
+                counts[one.loader][0] += one.trained
+                counts[one.loader][1] += len(one.yields)
+        return {n for n, (fed, all_) in counts.items() if fed >= MIN_TRAINED and fed * 2 >= all_}
 
     def steps(self, rank: int = 0) -> int:
-        return max((e["step"] for e in self.of(rank, "step")), default=0)
+        return max((e["step"] for e in self.events(rank, "step")), default=0)
 
 
 def _weights_sent(events: list[Event]) -> Iterator[tuple[Event, bool]]:
@@ -181,7 +188,7 @@ def _weights_sent(events: list[Event]) -> Iterator[tuple[Event, bool]]:
             yield e, stepped
 
 
-def place(at: Any) -> str:
+def file_line(at: Any) -> str:
     """ "file:line", the file as it lies from here if that is shorter."""
     if not at:
         return ""
@@ -190,11 +197,11 @@ def place(at: Any) -> str:
     return f"{near if len(near) < len(path) else path}:{line}"
 
 
-def read(directory: str, processes: int, cut: bool = False) -> Run:
+def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:
     """The records of all ranks; of a process that was killed, what it had written."""
     names = ("workers-{}.jsonl", "rank-{}.jsonl")  # a rank's own events last: they tell how it ended
-    of = ([os.path.join(directory, name.format(rank)) for name in names] for rank in range(processes))
-    return Run([[event for path in paths for event in read_lines(path)] for paths in of], cut)
+    per_rank = ([os.path.join(directory, name.format(rank)) for name in names] for rank in range(processes))
+    return RecordedRun([[event for path in paths for event in read_lines(path)] for paths in per_rank], cut)
 
 
 def read_lines(path: str) -> list[Event]:

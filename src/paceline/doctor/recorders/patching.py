@@ -7,6 +7,19 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
+
+
+def patch(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace `owner.name` by what `make` makes of it, under the same name and documentation."""
+    original = getattr(owner, name)
+    made = make(original)
+    vars(made).update({k: v for k, v in getattr(original, "__dict__", {}).items() if k not in vars(made)})
+    for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+        if hasattr(original, attribute):
+            setattr(made, attribute, getattr(original, attribute))
+    made.__wrapped__ = original  # type: ignore[attr-defined]  # inspect.signature reads it
+    setattr(owner, name, made)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

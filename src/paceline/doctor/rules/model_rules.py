@@ -3,62 +3,66 @@
 from __future__ import annotations
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.record import Event, Run, place
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
 
-LEAST_STEPS = 3  # without a gradient
+MIN_STEPS = 3  # without a gradient
 UNEQUAL = 1e-3  # of the larger one
 MOSTLY = 0.5  # of the backward passes: a last batch may be smaller on a rank
-LEAST_UNLIKE = 2  # backward passes in whose forward the ranks' models are in other modes
+MIN_UNLIKE = 2  # backward passes in whose forward the ranks' models are in other modes
 _NAMED = 4
 
 
-def findings(run: Run) -> list[Finding]:
+def findings(run: RecordedRun) -> list[Finding]:
     found = _no_gradient(run)
-    if run.reduces:
+    if run.reduces_gradients:
         found += [*_batch_norm(run), *_modes(run), *_mean_losses(run)]
     return found
 
 
-def _modes(run: Run) -> list[Finding]:
+def _modes(run: RecordedRun) -> list[Finding]:
     """Parts that compute by their mode, in evaluation mode on some ranks and in training mode on others, in the forward
     of the same backward pass."""
-    of = [_by_backward(run.ranks[rank]) for rank in run.peers]
-    if len({len(passes) for passes in of}) > 1:
+    per_rank = [_by_backward(run.ranks[rank]) for rank in run.peers]
+    if len({len(passes) for passes in per_rank}) > 1:
         return []
-    unlike = [now for now in zip(*of) if any(_unlike(now[0], theirs) for theirs in now[1:])]
-    if len(unlike) < LEAST_UNLIKE:
+    unlike = [now for now in zip(*per_rank) if any(_unlike(now[0], theirs) for theirs in now[1:])]
+    if len(unlike) < MIN_UNLIKE:
         return []
     pairs = [(rank, mode) for rank, modes in zip(run.peers, unlike[0]) for mode in modes.values() if mode["count"]]
     rank, mode = max(pairs, key=lambda pair: pair[1]["count"])
     names = ", ".join(filter(None, mode["still"])) + (", ..." if mode["count"] > len(mode["still"]) else "")
     evidence = (
-        f"in the forward of {len(unlike)} of {len(of[0])} backward passes the ranks' models were not in the same mode: "
-        f"rank {rank} had {mode['count']} of {mode['of']} parts of {mode['module']} that compute by their mode "
+        f"in the forward of {len(unlike)} of {len(per_rank[0])} backward passes the ranks' models were not in the same "
+        f"mode: rank {rank} had {mode['count']} of {mode['of']} parts of {mode['module']} that compute by their mode "
         f"({names}) in evaluation mode"
     )
-    return [Finding("modes_differ", place(mode["at"]), evidence)]
+    return [Finding("modes_differ", file_line(mode["at"]), evidence)]
 
 
-def _mean_losses(run: Run) -> list[Finding]:
+def _mean_losses(run: RecordedRun) -> list[Finding]:
     """Losses that each rank divides by a count of its own, as that of its tokens, and whose gradients are averaged.
     A rank that multiplies its mean by its share of all counts undoes that; so may a hook, or the script by hand."""
-    if not any(run.of(0, "ddp", "fsdp")) or any(run.all("join")) or any(e["rescaled"] for e in run.of(0, "before")):
+    if (
+        not any(run.events(0, "ddp", "fsdp"))
+        or any(run.all_events("join"))
+        or any(e["rescaled"] for e in run.events(0, "before"))
+    ):
         return []
-    of = [list(run.of(rank, "backward")) for rank in run.peers]
-    passes = list(zip(*of))
-    if len({len(events) for events in of}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in of[0]):
+    per_rank = [list(run.events(rank, "backward")) for rank in run.peers]
+    passes = list(zip(*per_rank))
+    if len({len(events) for events in per_rank}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in per_rank[0]):
         return []
     counted = [events for events in passes if all((e.get("count") or [0])[0] > 0 for e in events)]
     unequal = [events for events in counted if _differ([e["count"][0] for e in events])]
     weighed = [events for events in unequal if not _differ([e["count"][1] / e["count"][0] for e in events])]
-    if weighed or len(unequal) < LEAST_STEPS or len(unequal) < MOSTLY * len(counted):
+    if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
         return []
     shown = " and ".join(f"{e['count'][0]:g}" for e in unequal[0][:_NAMED])
     evidence = (
         f"in {len(unequal)} of {len(counted)} backward passes each rank divided its loss by a number of its own, first "
         f"by {shown}, and the gradients were averaged as if these were equal"
     )
-    return [Finding("loss_mean_of_means", place(unequal[0][0]["at"]), evidence)]
+    return [Finding("loss_mean_of_means", file_line(unequal[0][0]["at"]), evidence)]
 
 
 def _differ(values: list[float]) -> bool:
@@ -81,33 +85,39 @@ def _unlike(ours: dict[str, Event], theirs: dict[str, Event]) -> bool:
     return any(name in theirs and e["digest"] != theirs[name]["digest"] for name, e in ours.items())
 
 
-def _batch_norm(run: Run) -> list[Finding]:
-    wrapped = any(run.of(0, "ddp"))
-    inside = [e for e in run.of(0, "norm") if e["trained"] and (e["ddp"] is not None or not wrapped)]
+def _batch_norm(run: RecordedRun) -> list[Finding]:
+    wrapped = any(run.events(0, "ddp"))
+    inside = [e for e in run.events(0, "norm") if e["trained"] and (e["ddp"] is not None or not wrapped)]
     norms = list({e["name"]: e for e in reversed(inside)}.values())[::-1]
     if not norms:
         return []
     names = ", ".join(e["name"] for e in norms[:_NAMED]) + (", ..." if len(norms) > _NAMED else "")
     evidence = (
-        f"{len(norms)} {norms[0]['kind']} ({names}) in training mode; each of {run.world} replicas uses the "
+        f"{len(norms)} {norms[0]['kind']} ({names}) in training mode; each of {run.world_size} replicas uses the "
         f"statistics of its own {norms[0]['size']} examples"
     )
-    return [Finding("batch_norm", place(norms[0]["at"]), evidence)]
+    return [Finding("batch_norm", file_line(norms[0]["at"]), evidence)]
 
 
-def _copied(run: Run, never: set[str]) -> bool:
+def _copied(run: RecordedRun, never: set[str]) -> bool:
     """Is an optimizer none of whose parameters has a gradient the only one, while several are trained in vain: made
     from another copy of the model? (One that idles may be there for its schedule, or train a part later.)"""
-    return len(never) > 1 and len(list(run.of(0, "optimizer"))) == 1 and len(list(run.of(0, "backward"))) >= LEAST_STEPS
+    return (
+        len(never) > 1
+        and len(list(run.events(0, "optimizer"))) == 1
+        and len(list(run.events(0, "backward"))) >= MIN_STEPS
+    )
 
 
-def _no_gradient(run: Run) -> list[Finding]:
+def _no_gradient(run: RecordedRun) -> list[Finding]:
     """Parameters of an optimizer that had no gradient at any of its steps, on any rank."""
     found: list[Finding] = []
-    for opt in sorted({e["opt"] for e in run.of(0, "before")}):
-        steps = [e for e in run.all("before") if e["opt"] == opt]
-        refused = not run.ended and any(not e["find_unused"] for e in run.of(0, "ddp"))  # by DDP, at its second forward
-        if len(steps) < (1 if refused else LEAST_STEPS) * run.size:
+    for opt in sorted({e["opt"] for e in run.events(0, "before")}):
+        steps = [e for e in run.all_events("before") if e["opt"] == opt]
+        refused = not run.completed and any(
+            not e["find_unused"] for e in run.events(0, "ddp")
+        )  # by DDP, at its second forward
+        if len(steps) < (1 if refused else MIN_STEPS) * run.processes:
             continue
         never = set(steps[0]["without"])
         for e in steps[1:]:
@@ -118,12 +128,12 @@ def _no_gradient(run: Run) -> list[Finding]:
         shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
         evidence = (
             f"{len(names)} of the optimizer's {steps[0]['parameters']} parameters had no gradient at any of "
-            f"{len(steps) // run.size} steps: {shown}"
+            f"{len(steps) // run.processes} steps: {shown}"
         )
-        made = next((e for e in run.of(0, "optimizer") if e["opt"] == opt), None)
-        cut = next((e["at"] for e in run.of(0, "coll") if e.get("cuts")), None)
+        made = next((e for e in run.events(0, "optimizer") if e["opt"] == opt), None)
+        cut = next((e["at"] for e in run.events(0, "coll") if e.get("cuts")), None)
         if cut is not None:
             evidence += "; what a collective gathered of a tensor with a graph has no graph of its own"
         at = made["at"] if made else steps[0]["at"]
-        found.append(Finding("no_gradient", place(at), evidence, place(cut)))
+        found.append(Finding("no_gradient", file_line(at), evidence, file_line(cut)))
     return found[:1]

@@ -7,8 +7,8 @@ import ast
 import re
 from typing import Any
 
-from paceline.doctor.judge.places import called, functions, tree_of
-from paceline.doctor.judge.record import Run
+from paceline.doctor.rules.recorded_run import RecordedRun
+from paceline.doctor.script_ast import called, functions, holds, nodes_of, scope_at, tree_of
 
 _WRITES = re.compile(
     r"^(add|sub|mul|div|copy|clamp|clip|lerp|fill|zero|normal|uniform|addcmul|addcdiv|set|masked_fill|index_copy)_$"
@@ -26,16 +26,16 @@ _LOSS_OF = ("compute_loss", "training_step")  # what libraries call for the loss
 _RANKS = re.compile(r"rank|main|master|is_")
 
 
-def of_weights(run: Run, near: Any, by_rank: bool = False) -> list[Any] | None:
+def of_weights(run: RecordedRun, near: Any, by_rank: bool = False) -> list[Any] | None:
     """The line where the script writes to weights in its training loop: by rank, if there is one, or near a step.
     by_rank: only by rank."""
     return _nearest(run, near, _writes_weight, by_rank)
 
 
-def of_rate(run: Run) -> list[Any] | None:
+def of_rate(run: RecordedRun) -> list[Any] | None:
     """The line that assigns to an optimizer's `["lr"]`."""
     for file in _files(run):
-        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+        for n in nodes_of(file):
             targets = n.targets if isinstance(n, ast.Assign) else [n.target] if isinstance(n, ast.AugAssign) else []
             for t in targets:
                 if isinstance(t, ast.Subscript) and isinstance(t.slice, ast.Constant) and t.slice.value == "lr":
@@ -43,15 +43,15 @@ def of_rate(run: Run) -> list[Any] | None:
     return None
 
 
-def says_cycle(run: Run) -> list[Any] | None:
+def says_cycle(run: RecordedRun) -> list[Any] | None:
     for file in _files(run):
-        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+        for n in nodes_of(file):
             if isinstance(n, ast.Call) and called(n) == "cycle":
                 return [file, n.lineno]
     return None
 
 
-def of_buffer(run: Run, name: str) -> list[Any] | None:
+def of_buffer(run: RecordedRun, name: str) -> list[Any] | None:
     """The line that writes to an attribute of this name, not in a constructor."""
     for file in _files(run):
         tree = tree_of(file) or ast.Module([], [])
@@ -63,16 +63,16 @@ def of_buffer(run: Run, name: str) -> list[Any] | None:
                 whole = [n.func.value]
             for t in whole:
                 named = any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(t))
-                if named and not any(b.lineno <= t.lineno <= (b.end_lineno or 0) for b in built):
+                if named and not any(holds(b, t.lineno) for b in built):
                     return [file, t.lineno]
     return None
 
 
-def seeds_alike(run: Run) -> list[Any] | None:
+def seeds_alike(run: RecordedRun) -> list[Any] | None:
     """The last line that seeds a generator, where none is seeded with the rank: of its own, or else torch's."""
     own, common = None, None
     for file in _files(run):
-        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+        for n in nodes_of(file):
             if not isinstance(n, ast.Call) or called(n) not in _SEEDING or not n.args:
                 continue
             if any(_RANKS.search(ast.unparse(a)) for a in n.args):
@@ -84,7 +84,7 @@ def seeds_alike(run: Run) -> list[Any] | None:
     return own or common
 
 
-def drawn_alike(run: Run) -> tuple[list[Any] | None, list[Any] | None]:
+def drawn_alike(run: RecordedRun) -> tuple[list[Any] | None, list[Any] | None]:
     """(the line that seeds what the data are drawn by, the line that draws), where no seed has the rank in it. A draw
     from torch's common generator, in a function or a loop of the script's, comes from the common seed."""
     seed = seeds_alike(run)
@@ -95,7 +95,7 @@ def drawn_alike(run: Run) -> tuple[list[Any] | None, list[Any] | None]:
         inside = [n for n in functions(tree) if n.name not in ("__init__", "main")]
         inside += [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))]  # type: ignore[misc]
         draws = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) in _DRAWS]
-        draws = [n for n in draws if any(i.lineno <= n.lineno <= (i.end_lineno or 0) for i in inside)]
+        draws = [n for n in draws if any(holds(i, n.lineno) for i in inside)]
         if not draws:
             continue
         common = [n for n in draws if all(k.arg != "generator" for k in n.keywords)]
@@ -105,7 +105,7 @@ def drawn_alike(run: Run) -> tuple[list[Any] | None, list[Any] | None]:
     return seed, None
 
 
-def monitored(run: Run) -> list[Any] | None:
+def monitored(run: RecordedRun) -> list[Any] | None:
     """The line that logs the number that a scheduler monitors by its name, on each rank for itself."""
     for file in _files(run):
         tree = tree_of(file) or ast.Module([], [])
@@ -125,14 +125,14 @@ def leaves_loop(inside: Any, outside: Any) -> list[Any] | None:
     """The `break` or `return` by which a loop that holds the one line is left for the other one, which it does not."""
     tree = tree_of(inside[0]) if inside and outside and inside[0] == outside[0] else None
     loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While))] if tree is not None else []
-    loops = [n for n in loops if n.lineno <= inside[1] <= (n.end_lineno or 0)]
-    loops = [n for n in loops if not n.lineno <= outside[1] <= (n.end_lineno or 0)]
+    loops = [n for n in loops if holds(n, inside[1])]
+    loops = [n for n in loops if not holds(n, outside[1])]
     for loop in sorted(loops, key=lambda n: n.lineno):
         own = [n for n in loops if n is not loop and n.lineno > loop.lineno]
         for n in ast.walk(loop):
             if not isinstance(n, (ast.Break, ast.Return)):
                 continue
-            if not any(i.lineno <= n.lineno <= (i.end_lineno or 0) for i in own):
+            if not any(holds(i, n.lineno) for i in own):
                 return [inside[0], n.lineno]
     return None
 
@@ -140,19 +140,13 @@ def leaves_loop(inside: Any, outside: Any) -> list[Any] | None:
 def in_scope(path: list[list[Any]], near: Any) -> list[Any] | None:
     """Of the calls that lead to one, the innermost first: the one in the function, or at the top, that holds the line
     `near`; the innermost where there is none."""
-    tree = tree_of(near[0]) if near else None
-    if tree is None or not path:
+    if not near or not path or tree_of(near[0]) is None:
         return path[0] if path else None
-    holds = [n for n in functions(tree) if n.lineno <= near[1] <= (n.end_lineno or 0)]
-    scope = max(holds, key=lambda n: n.lineno, default=None)
-    for file, line in path:
-        around = [n for n in functions(tree) if n.lineno <= line <= (n.end_lineno or 0)]
-        if file == near[0] and max(around, key=lambda n: n.lineno, default=None) is scope:
-            return [file, line]
-    return path[0]
+    scope = scope_at(*near)
+    return next(([file, line] for file, line in path if file == near[0] and scope_at(file, line) is scope), path[0])
 
 
-def computes_loss(run: Run, at: Any) -> list[Any] | None:
+def computes_loss(run: RecordedRun, at: Any) -> list[Any] | None:
     """Of a script whose backward a library makes: the line that gives it the loss, where that is plain."""
     tree = tree_of(at[0]) if at else None
     found = [n for n in functions(tree) if n.name in _LOSS_OF] if tree is not None else []
@@ -160,20 +154,20 @@ def computes_loss(run: Run, at: Any) -> list[Any] | None:
     return [at[0], max(lines)] if len(found) == 1 and lines else None
 
 
-def seeds_by_rank(run: Run) -> list[Any] | None:
+def seeds_by_rank(run: RecordedRun) -> list[Any] | None:
     """The first line that seeds torch with the rank."""
     for file in _files(run):
-        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+        for n in nodes_of(file):
             seeds = isinstance(n, ast.Call) and ast.unparse(n.func) in _SEEDS
             if isinstance(n, ast.Call) and seeds and any(_RANKS.search(ast.unparse(a)) for a in n.args):
                 return [file, n.lineno]
     return None
 
 
-def strides_by_rank(run: Run) -> list[Any] | None:
+def strides_by_rank(run: RecordedRun) -> list[Any] | None:
     """The first line with `range(rank, ..., step)` or `[rank::step]`."""
     for file in _files(run):
-        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+        for n in nodes_of(file):
             begin = n.args[0] if isinstance(n, ast.Call) and called(n) == "range" and len(n.args) == 3 else None
             if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice) and n.slice.step is not None:
                 begin = n.slice.lower
@@ -182,18 +176,18 @@ def strides_by_rank(run: Run) -> list[Any] | None:
     return None
 
 
-def of_gradients(run: Run, near: Any) -> list[Any] | None:
+def of_gradients(run: RecordedRun, near: Any) -> list[Any] | None:
     """The line where the script writes to gradients."""
     return _nearest(run, near, _writes_gradient)
 
 
-def unfreezes(run: Run) -> list[Any] | None:
+def unfreezes(run: RecordedRun) -> list[Any] | None:
     """The line where `requires_grad` is set to True: an assignment is seen by nobody."""
     return next(
         (
             [file, n.lineno]
             for file in _files(run)
-            for n in ast.walk(tree_of(file) or ast.Module([], []))
+            for n in nodes_of(file)
             if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant) and n.value.value is True
             if any(getattr(t, "attr", "") == "requires_grad" for t in n.targets)
         ),
@@ -201,10 +195,10 @@ def unfreezes(run: Run) -> list[Any] | None:
     )
 
 
-def says(run: Run, attribute: str) -> list[Any] | None:
+def says(run: RecordedRun, attribute: str) -> list[Any] | None:
     """The first line that assigns to an attribute of this name, or calls something by way of it."""
     for file in _files(run):
-        for n in ast.walk(tree_of(file) or ast.Module([], [])):
+        for n in nodes_of(file):
             named = [t for t in n.targets if isinstance(t, ast.Attribute)] if isinstance(n, ast.Assign) else []
             if isinstance(n, ast.Call):
                 named = [part for part in ast.walk(n.func) if isinstance(part, ast.Attribute) and part is not n.func]
@@ -214,11 +208,11 @@ def says(run: Run, attribute: str) -> list[Any] | None:
     return None
 
 
-def _files(run: Run) -> list[str]:
-    return sorted({e["at"][0] for e in run.of(0, "optimizer", "backward", "before", "ddp") if e["at"]})
+def _files(run: RecordedRun) -> list[str]:
+    return sorted({e["at"][0] for e in run.events(0, "optimizer", "backward", "before", "ddp") if e["at"]})
 
 
-def _nearest(run: Run, near: Any, writes: Any, by_rank_only: bool = False) -> list[Any] | None:
+def _nearest(run: RecordedRun, near: Any, writes: Any, by_rank_only: bool = False) -> list[Any] | None:
     found = []
     for file in _files(run):
         tree = tree_of(file)
@@ -226,15 +220,15 @@ def _nearest(run: Run, near: Any, writes: Any, by_rank_only: bool = False) -> li
             continue
         by_rank = [n for n in ast.walk(tree) if isinstance(n, ast.If) and _RANKS.search(ast.unparse(n.test))]
         loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While)) and near and near[0] == file]
-        loops = [n for n in loops if n.lineno <= near[1] <= (n.end_lineno or 0)]
+        loops = [n for n in loops if holds(n, near[1])]
         scopes = list(functions(tree))
         for node in ast.walk(tree):
             if not isinstance(node, (ast.Call, ast.Assign, ast.AugAssign)) or not writes(node):
                 continue
-            ranked = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in by_rank)
+            ranked = any(holds(n, node.lineno) for n in by_rank)
             ranked = ranked or bool(_RANKS.search(ast.unparse(node)))
-            looped = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in loops)
-            inside = any(n.lineno <= node.lineno <= (n.end_lineno or 0) for n in scopes)
+            looped = any(holds(n, node.lineno) for n in loops)
+            inside = any(holds(n, node.lineno) for n in scopes)
             if ranked or ((looped or inside) and not by_rank_only):
                 far = abs(node.lineno - near[1]) if near and near[0] == file else 10_000
                 found.append((not ranked, not looped, far, [file, node.lineno]))

@@ -13,84 +13,85 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.doctor.watch.models import Models, names
-from paceline.doctor.watch.notebook import Notebook
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.model_recorder import ModelRecorder, parameter_names
+from paceline.doctor.recorders.tensor_digests import sample
 
-_SAMPLE, _MOST_TENSORS = 6, 2000
-_OFTEN, _FIRST = 50, 4  # every so many steps; all of the first
-_MOST_GRADIENTS = 400  # samples of all gradients, in a run
-_WITNESSES, _MOST_WITNESSED = 24, 2000  # tensors of which one value is kept from step to step; steps
-_MOST_BUFFERS = 64
+_MAX_TENSORS = 2000
+_EVERY, _FIRST = 50, 4  # every so many steps; all of the first
+_MAX_GRADIENTS = 400  # samples of all gradients, in a run
+_FINGERPRINTED, _MAX_FINGERPRINTED_STEPS = 24, 2000  # tensors of which one value is kept from step to step; steps
+_MAX_BUFFERS = 64
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
 
 Sample = dict[str, list[float]]
 
 
-class Replicas:
-    def __init__(self, book: Notebook, models: Models) -> None:
-        self._book, self._models = book, models
+class ReplicaRecorder:
+    def __init__(self, log: EventLog, models: ModelRecorder) -> None:
+        self._log, self._models = log, models
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name; a later one may get a dead one's id
-        self._own: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
-        self._gradients = 0
-        self._seen: dict[int, tuple[int, str]] = {}  # optimizer -> versions, witnesses after its step
+        self._local_gradients: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
+        self._gradient_count = 0
+        self._fingerprints: dict[int, tuple[int, str]] = {}  # optimizer -> versions, witnesses after its step
 
     @staticmethod
-    def looked(step: int) -> bool:
+    def is_compared(step: int) -> bool:
         """Is this step, counted from 1, one of those that are compared?"""
-        return step <= _FIRST or (step & (step - 1)) == 0 or step % _OFTEN == 0
+        return step <= _FIRST or (step & (step - 1)) == 0 or step % _EVERY == 0
 
-    def backward(self, optimizers: Iterable[Any], made: Callable[[int], int]) -> None:
+    def after_backward(self, optimizers: Iterable[Any], made: Callable[[int], int]) -> None:
         """A backward has ended. made: the steps that an optimizer has made, by its number."""
         for optimizer in optimizers:
             number = optimizer.__dict__["_paceline_doctor"]
-            if self.looked(made(number) + 1) and self._gradients < _MOST_GRADIENTS:
-                self._gradients += 1
-                self._own[number] = self._sample(optimizer, lambda p: p.grad)
+            if self.is_compared(made(number) + 1) and self._gradient_count < _MAX_GRADIENTS:
+                self._gradient_count += 1
+                self._local_gradients[number] = self._sample(optimizer, lambda p: p.grad)
 
-    def before(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
+    def before_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
         """At a step that is about to be made."""
-        if 0 < made <= _MOST_WITNESSED and self._witness(optimizer) != self._seen.get(number):
-            self._book.note("moved", opt=number, step=made)
-        if not self.looked(made + 1):
+        if 0 < made <= _MAX_FINGERPRINTED_STEPS and self._fingerprint(optimizer) != self._fingerprints.get(number):
+            self._log.record("moved", opt=number, step=made)
+        if not self.is_compared(made + 1):
             return {"weights": None}
         return {
             "weights": self._sample(optimizer, lambda p: p),
-            "own": self._own.pop(number, None),
+            "own": self._local_gradients.pop(number, None),
             "grads": self._sample(optimizer, lambda p: p.grad),
             "settings": [{k: str(v) for k in _SETTINGS if (v := g.get(k)) is not None} for g in optimizer.param_groups],
-            "outside": self._outside(optimizer),
+            "outside": self._outside_ddp(optimizer),
             "made_at": self._made_at(optimizer) if made == 0 else None,
         }
 
-    def after(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
+    def after_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
         """At a step that has been made."""
-        self._own.pop(number, None)
-        if made <= _MOST_WITNESSED:
-            self._seen[number] = self._witness(optimizer)
-        if not self.looked(made):
+        self._local_gradients.pop(number, None)
+        if made <= _MAX_FINGERPRINTED_STEPS:
+            self._fingerprints[number] = self._fingerprint(optimizer)
+        if not self.is_compared(made):
             return {"weights": None}
-        self._models.due = lambda: self._note_buffers(number, made)
+        self._models.before_forward = lambda: self._record_buffers(number, made)
         return {"weights": self._sample(optimizer, lambda p: p), "state": self._state(optimizer)}
 
-    def _note_buffers(self, number: int, made: int) -> None:
+    def _record_buffers(self, number: int, made: int) -> None:
         """At the first forward after a step: what the script, or a library, does after its steps has been done."""
-        with self._book.aside():
-            found, sent = self._buffers(), self._sent_buffers()
+        with self._log.overhead():
+            found, sent = self._unbroadcast_buffers(), self._broadcast_buffers()
             if found or sent:
-                self._book.note("buffers", opt=number, step=made, buffers=found, sent=sent)
+                self._log.record("buffers", opt=number, step=made, buffers=found, sent=sent)
 
-    def _sent_buffers(self) -> Sample:
+    def _broadcast_buffers(self) -> Sample:
         """Those of the script's own modules that DDP is about to overwrite with rank 0's."""
         found: Sample = {}
-        for ddp in self._models.alive:
+        for ddp in self._models.ddp_modules:
             parts = ddp.module.named_modules() if ddp.broadcast_buffers else ()
             for name, module in parts:
                 if not type(module).__module__.startswith("torch."):
-                    found |= self._kept(name, module)
-        return dict(list(found.items())[:_MOST_BUFFERS])
+                    found |= self._persistent_buffers(name, module)
+        return dict(list(found.items())[:_MAX_BUFFERS])
 
     @staticmethod
-    def _kept(name: str, module: Any) -> Sample:
+    def _persistent_buffers(name: str, module: Any) -> Sample:
         """The buffers of a module that a checkpoint has."""
         return {
             f"{name}.{key}".lstrip("."): sample(buffer)
@@ -99,55 +100,55 @@ class Replicas:
             if buffer.is_floating_point() and buffer.numel() and buffer.layout is torch.strided
         }
 
-    def _buffers(self) -> Sample:
+    def _unbroadcast_buffers(self) -> Sample:
         """Those of models that nothing sends to the other ranks. Batch norm's only where DDP was told not to send them:
         elsewhere its statistics are a finding of their own."""
         found: Sample = {}
-        wrapped = {id(ddp.module) for ddp in self._models.alive}
-        for root in self._models.unsent():
+        wrapped = {id(ddp.module) for ddp in self._models.ddp_modules}
+        for root in self._models.not_broadcast():
             for name, module in root.named_modules():
                 if isinstance(module, _BatchNorm) and id(root) not in wrapped:
                     continue
-                found |= self._kept(name, module)
-                if len(found) >= _MOST_BUFFERS:
+                found |= self._persistent_buffers(name, module)
+                if len(found) >= _MAX_BUFFERS:
                     return found
         return found
 
-    def _witness(self, optimizer: Any) -> Any:
+    def _fingerprint(self, optimizer: Any) -> Any:
         """The versions of all weights, which in-place operations count up, and a value of some: `.data` counts none."""
-        weights = [p for p in parameters(optimizer) if self._whole(p) and p.numel()]
-        some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _WITNESSES)]]
+        weights = [p for p in parameters(optimizer) if self._is_full(p) and p.numel()]
+        some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _FINGERPRINTED)]]
         values = torch.stack([s.double() for s in some]).tolist() if some else []
         return sum(p._version for p in weights), str(values)  # as text, in which NaN is NaN
 
-    def _whole(self, p: Any) -> bool:
+    def _is_full(self, p: Any) -> bool:
         return type(p) in (torch.nn.Parameter, torch.Tensor) and p not in self._models.sharded
 
     def _sample(self, optimizer: Any, of: Callable[[Any], torch.Tensor | None]) -> Sample:
         """name -> [elements, sum of magnitudes, sum, some values]; not of parameters that are cut over processes."""
         found: Sample = {}
-        for name, p in self.named(optimizer)[:_MOST_TENSORS]:
-            tensor = of(p) if self._whole(p) else None
+        for name, p in self.named(optimizer)[:_MAX_TENSORS]:
+            tensor = of(p) if self._is_full(p) else None
             if tensor is not None and tensor.layout is torch.strided and tensor.numel():
                 found[name] = sample(tensor)
         return found
 
     def _state(self, optimizer: Any) -> Sample:
         found: Sample = {}
-        for name, p in self.named(optimizer)[:_MOST_TENSORS]:
-            for key, value in optimizer.state.get(p, {}).items() if self._whole(p) else ():
+        for name, p in self.named(optimizer)[:_MAX_TENSORS]:
+            for key, value in optimizer.state.get(p, {}).items() if self._is_full(p) else ():
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
                     found[f"{key} of {name}"] = sample(value)
         return found
 
-    def _outside(self, optimizer: Any) -> dict[str, Any]:
+    def _outside_ddp(self, optimizer: Any) -> dict[str, Any]:
         """Of its parameters that no DDP module reduces: name -> [line where it was unfrozen or made, which of them]."""
         models, found = self._models, {}
         for name, p in self.named(optimizer):
-            if models.made and p.requires_grad and p not in models.members:
+            if models.ddp_count and p.requires_grad and p not in models.ddp_of:
                 at, before = models.made_at.get(p, ([], 0))
-                thawed = models.thawed_at.get(p)
-                wrapped = any(p is q for module in models.alive for q in module.parameters())
+                thawed = models.unfrozen_at.get(p)
+                wrapped = any(p is q for module in models.ddp_modules for q in module.parameters())
                 how = "made after it" if before else "trained by the optimizer beside DDP's"
                 if wrapped:
                     how = "added to its module later" if before else "frozen when it wrapped their module"
@@ -155,26 +156,19 @@ class Replicas:
         return found
 
     def _made_at(self, optimizer: Any) -> dict[str, Any]:
-        return {name: self._models.made_at.get(p, ([], 0))[0] for name, p in self.named(optimizer)[:_MOST_TENSORS]}
+        return {name: self._models.made_at.get(p, ([], 0))[0] for name, p in self.named(optimizer)[:_MAX_TENSORS]}
 
     def named(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
         """Its parameters, each under a name of its own: two models may have the same ones."""
         found: dict[str, torch.Tensor] = {}
         for place, p in enumerate(parameters(optimizer)):
             if p not in self._names:
-                for q, name in names().items():
+                for q, name in parameter_names().items():
                     self._names.setdefault(q, name)
                 self._names.setdefault(p, f"a parameter of shape {tuple(p.shape)}")
             name = self._names[p]
             found[f"{name} (number {place})" if name in found else name] = p
         return list(found.items())
-
-
-def sample(tensor: torch.Tensor) -> list[float]:
-    flat = tensor.detach().reshape(-1)
-    taken = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].double()
-    size = torch.stack([flat.abs().sum(dtype=torch.float64), flat.sum(dtype=torch.float64)])
-    return [flat.numel(), *torch.cat([size, taken]).tolist()]
 
 
 def parameters(optimizer: Any) -> Any:

@@ -8,70 +8,69 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge import writes
-from paceline.doctor.judge.places import accumulates
-from paceline.doctor.judge.record import Event, Run, place
-from paceline.doctor.judge.source import WORLD, made_at, written
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
+from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
 
 OVER = 1e-5  # of the highest rate: the schedule is over
 OVER_SHARE = 0.2  # of the steps
 FELL, FELL_EPOCH = 0.05, 0.8  # of the highest rate: of what is meant for epochs, in a whole run, in one epoch
 LOW, BACK = 0.02, 0.5  # of the highest rate: of one that comes down too early, and then goes up again
 MANY = 5  # drops of the rate
-LEAST_BATCHES = 4  # of an epoch, for it to be told from a step
-LEAST_UPDATES = 6  # of a schedule whose length is compared with theirs
+MIN_BATCHES = 4  # of an epoch, for it to be told from a step
+MIN_UPDATES = 6  # of a schedule whose length is compared with theirs
 _WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that are as long as the training
 _OF_A_SET = re.compile(r"len\((?!\w*load)\w*(data|set|train|x)\w*\)", re.IGNORECASE)
 _OF_A_LOADER = re.compile(r"len\(\w*load\w*\)", re.IGNORECASE)
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
 UNLIKE = 1e-3  # of what ranks multiply their gradients by
-LEAST = 3  # times that something must have happened to be a habit
+MIN_REPEATS = 3  # times that something must have happened to be a habit
 
 
-def findings(run: Run) -> list[Finding]:
+def findings(run: RecordedRun) -> list[Finding]:
     return [*_differs(run), *_schedulers(run), *_accumulation(run), *_clipping(run), *_of_shards(run), *_dropped(run)]
 
 
-def _differs(run: Run) -> list[Finding]:
-    if not run.reduces or any(run.all("join")):
+def _differs(run: RecordedRun) -> list[Finding]:
+    if not run.reduces_gradients or any(run.all_events("join")):
         return []
-    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "before")} for rank in range(run.size)]
-    for key, ours in of[0].items():
+    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before")} for rank in range(run.processes)]
+    for key, ours in per_rank[0].items():
         for rank in run.peers[1:]:
-            theirs = of[rank].get(key)
+            theirs = per_rank[rank].get(key)
             if theirs is None or len(theirs["lr"]) != len(ours["lr"]):
                 continue
             pairs = [(a, b) for a, b in zip(ours["lr"], theirs["lr"]) if a is not None and b is not None]
             if any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs):
-                stepped = [sum(1 for e in run.of(r, "sched") if e["opt"] == key[0]) for r in (0, rank)]
+                stepped = [sum(1 for e in run.events(r, "sched") if e["opt"] == key[0]) for r in (0, rank)]
                 evidence = (
                     f"at step {key[1] + 1} rank 0 has lr {ours['lr'][0]:.4g} and rank {rank} {theirs['lr'][0]:.4g}; "
                     f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
                 )
-                sched = next(run.all("sched"), None)
-                made = next((e["at"] for e in run.of(0, "optimizer") if e["opt"] == key[0]), None)
-                line = sched["at"] if sched and max(stepped) else writes.of_rate(run) or made or ours["at"]
+                sched = next(run.all_events("sched"), None)
+                made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == key[0]), None)
+                line = sched["at"] if sched and max(stepped) else script_lines.of_rate(run) or made or ours["at"]
                 beside = made if not max(stepped) and key[1] == 0 else None
                 if sched and sched["type"] == "ReduceLROnPlateau":
-                    beside = writes.monitored(run) or beside
-                return [Finding("lr_differs", place(line), evidence, place(beside))]
+                    beside = script_lines.monitored(run) or beside
+                return [Finding("lr_differs", file_line(line), evidence, file_line(beside))]
     return []
 
 
-def _schedulers(run: Run) -> list[Finding]:
+def _schedulers(run: RecordedRun) -> list[Finding]:
     by: dict[int, list[Event]] = defaultdict(list)
-    for e in run.of(0, "sched", "sched_error"):
+    for e in run.events(0, "sched", "sched_error"):
         by[e["sched"]].append(e)
     found = _lengths(run, list(by.values()))
     for number, steps in by.items() if not found else ():
         evidence = _in_a_row(run, number, steps) or _too_early(run, steps)
         if evidence:
-            made = next((e["at"] for e in run.of(0, "sched_made") if e["sched"] == number), None)
-            found.append(Finding("scheduler_steps", place(steps[-1]["at"]), evidence, place(made)))
+            made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == number), None)
+            found.append(Finding("scheduler_steps", file_line(steps[-1]["at"]), evidence, file_line(made)))
     return found[:1]
 
 
-def _lengths(run: Run, schedulers: list[list[Event]]) -> list[Finding]:
+def _lengths(run: RecordedRun, schedulers: list[list[Event]]) -> list[Finding]:
     """A schedule that is over, or is not, when the training ends, by just the factor that its length was counted wrong:
     the number of processes, or of micro-batches. The script's text must say so too: a run may be shorter than meant."""
     micro = [len(backwards) for backwards, _ in _micro(run)]
@@ -79,29 +78,31 @@ def _lengths(run: Run, schedulers: list[list[Event]]) -> list[Finding]:
     for steps in schedulers:
         last, count = steps[-1], len(steps)
         horizon, opt = last["horizon"], last.get("opt")
-        updates = [e for e in run.of(0, "before") if opt is None or e["opt"] == opt]
+        updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
         rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0]]
-        if last["type"] not in _WHOLE or not horizon or not run.ended or not rates or run.world < 2:
+        if last["type"] not in _WHOLE or not horizon or not run.completed or not rates or run.world_size < 2:
             continue
-        if count < LEAST_UPDATES or abs(count - len(updates)) > 1:
+        if count < MIN_UPDATES or abs(count - len(updates)) > 1:
             continue
-        text = written(last["type"], *_lines(run))
+        text = call_arguments(last["type"], *_lines(run))
         told = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
         end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
-        if _times(horizon, run.world, count) and WORLD.search(text):
-            told += f"the length was divided by {run.world} processes twice, since each loader has its share; {end}"
-        elif _times(count, run.world, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
-            told += f"the length counts all the data, of which each of {run.world} processes has a part; {end}"
+        if _times(horizon, run.world_size, count) and WORLD.search(text):
+            told += (
+                f"the length was divided by {run.world_size} processes twice, since each loader has its share; {end}"
+            )
+        elif _times(count, run.world_size, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
+            told += f"the length counts all the data, of which each of {run.world_size} processes has a part; {end}"
         elif k > 1 and _times(count, k, horizon) and _OF_A_LOADER.search(text) and not _PARTS.search(text):
             told += f"the length counts micro-batches, {k} for each update; {end}"
         else:
             continue
-        return [Finding("schedule_length", place(made_at(last["type"], *_lines(run)) or last["at"]), told)]
+        return [Finding("schedule_length", file_line(call_line(last["type"], *_lines(run)) or last["at"]), told)]
     return []
 
 
-def _lines(run: Run) -> list[list[Any]]:
-    return [e["at"] for e in run.of(0, "optimizer", "sched") if e["at"]]
+def _lines(run: RecordedRun) -> list[list[Any]]:
+    return [e["at"] for e in run.events(0, "optimizer", "sched") if e["at"]]
 
 
 def _times(part: int, factor: int, whole: int) -> bool:
@@ -109,7 +110,7 @@ def _times(part: int, factor: int, whole: int) -> bool:
     return abs(part * factor - whole) <= max(factor, 0.05 * whole)
 
 
-def _in_a_row(run: Run, number: int, steps: list[Event]) -> str:
+def _in_a_row(run: RecordedRun, number: int, steps: list[Event]) -> str:
     """Stepped once per process: several times with nothing in between, as often as there are processes."""
     rows: list[int] = []
     last, length = None, 0
@@ -121,16 +122,17 @@ def _in_a_row(run: Run, number: int, steps: list[Event]) -> str:
             rows.append(length)
             length = 0
     rows += [length] if length else []
-    if len(rows) >= 2 and run.world > 1 and all(r == run.world for r in rows) and last:
-        return f"it was stepped {run.world} times in a row, {len(rows)} times: once for each of {run.world} processes"
+    size = run.world_size
+    if len(rows) >= 2 and size > 1 and all(r == size for r in rows) and last:
+        return f"it was stepped {size} times in a row, {len(rows)} times: once for each of {size} processes"
     return ""
 
 
-def _too_early(run: Run, steps: list[Event]) -> str:
+def _too_early(run: RecordedRun, steps: list[Event]) -> str:
     """Stepped per batch where its lengths are counted in epochs, or per micro-batch: over while training goes on."""
     opt = steps[-1].get("opt")
-    updates = [e for e in run.of(0, "before") if opt is None or e["opt"] == opt]
-    passes = [p for p in run.passes[0] if p.loader in run.trainers and p.training]
+    updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
+    passes = [p for p in run.passes[0] if p.loader in run.training_loaders and p.training]
     batches = sum(len(p.yields) for p in passes)
     often = _per_batch(run, steps, len(updates), batches, len(passes))
     if not often:
@@ -146,7 +148,7 @@ def _too_early(run: Run, steps: list[Event]) -> str:
     if not rates or max(rates) <= 0:
         return ""
     first = rates[: max(each, 1)]
-    if steps[-1]["type"] == "ExponentialLR" and each >= LEAST_BATCHES:
+    if steps[-1]["type"] == "ExponentialLR" and each >= MIN_BATCHES:
         if first[-1] < 0.1 * max(rates):
             return f"{often}; the rate fell from {first[0]:.1e} to {first[-1]:.1e} within the first epoch"
         if epochs > 1 and first[-1] < FELL_EPOCH * max(rates) and rates[-1] < FELL * max(rates):
@@ -160,18 +162,18 @@ def _too_early(run: Run, steps: list[Event]) -> str:
     return _comes_back(run, steps, rates, often)
 
 
-def _comes_back(run: Run, steps: list[Event], rates: list[float], often: str) -> str:
+def _comes_back(run: RecordedRun, steps: list[Event], rates: list[float], often: str) -> str:
     """A library that steps it once for each process, and a length that does not know of that: a rate that comes down
     at that part of the training, and goes up again as slowly."""
-    if not steps[-1].get("library") or run.world < 2 or len(steps) < run.world * (len(rates) - 1):
+    if not steps[-1].get("library") or run.world_size < 2 or len(steps) < run.world_size * (len(rates) - 1):
         return ""
     low = min(range(rates.index(max(rates)), len(rates)), key=rates.__getitem__)  # after what warms it up
-    near = abs((low + 1) * run.world - len(rates)) <= 0.1 * len(rates) + run.world
+    near = abs((low + 1) * run.world_size - len(rates)) <= 0.1 * len(rates) + run.world_size
     slowly = low + 1 < len(rates) and rates[low + 1] < BACK * max(rates)
     if near and slowly and rates[low] < LOW * max(rates) and rates[-1] > BACK * max(rates):
         return (
-            f"{often}, {run.world} at each, for {run.world} processes; the rate came down to {rates[low]:.1e} at step "
-            f"{low + 1} of {len(rates)}, and was {rates[-1]:.1e} at the end"
+            f"{often}, {run.world_size} at each, for {run.world_size} processes; the rate came down to "
+            f"{rates[low]:.1e} at step {low + 1} of {len(rates)}, and was {rates[-1]:.1e} at the end"
         )
     return ""
 
@@ -181,7 +183,7 @@ def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
     every epoch, and steps may come every ten batches."""
     last = steps[-1]
     horizon, kind = last["horizon"], last["type"]
-    if not horizon or not epochs or each < LEAST_BATCHES:
+    if not horizon or not epochs or each < MIN_BATCHES:
         return ""
     told = f"its {last['name']} is {horizon}, where an epoch has {each} batches"
     fell = last["lr"][0] / last["base"] if last["base"] and last["lr"] and last["lr"][0] is not None else 1.0
@@ -208,10 +210,10 @@ def _meant_for_updates(steps: list[Event], updates: int) -> str:
     return f"its {last['name']} is {horizon}, for {updates} optimizer steps" if len(steps) > 1.5 * horizon else ""
 
 
-def _per_batch(run: Run, steps: list[Event], updates: int, batches: int, epochs: int) -> str:
+def _per_batch(run: RecordedRun, steps: list[Event], updates: int, batches: int, epochs: int) -> str:
     """How often, where it is oftener than once per epoch; otherwise nothing."""
     count = len(steps)
-    if updates < LEAST or count < 2 or (epochs and count <= epochs + 1):
+    if updates < MIN_REPEATS or count < 2 or (epochs and count <= epochs + 1):
         return ""
     if count > 1.5 * updates:
         return f"it was stepped {count} times in {updates} optimizer steps"
@@ -220,7 +222,7 @@ def _per_batch(run: Run, steps: list[Event], updates: int, batches: int, epochs:
     return ""
 
 
-def _micro(run: Run) -> list[tuple[list[Event], Event]]:
+def _micro(run: RecordedRun) -> list[tuple[list[Event], Event]]:
     """(backward passes, the optimizer step after them) of rank 0, of steps whose batches came one for each backward, or
     whose backward stands in a loop over micro-batches by its words."""
     found = []
@@ -230,7 +232,7 @@ def _micro(run: Run) -> list[tuple[list[Event], Event]]:
     read = 0  # yields since the last step
     loaders: set[str] = set()
     for e in run.ranks[0]:
-        if e["k"] == "yield" and e["loader"] in run.trainers:
+        if e["k"] == "yield" and e["loader"] in run.training_loaders:
             since, read = since + 1, read + 1
             loaders.add(e["loader"])
         elif e["k"] == "backward":
@@ -249,7 +251,7 @@ def _micro(run: Run) -> list[tuple[list[Event], Event]]:
     return found
 
 
-def _accumulation(run: Run) -> list[Finding]:
+def _accumulation(run: RecordedRun) -> list[Finding]:
     steps = _micro(run)
     opts = {e["opt"] for _, e in steps}
     several = [b for b, _ in steps if len(b) > 1]
@@ -259,20 +261,20 @@ def _accumulation(run: Run) -> list[Finding]:
     calls = [b for backwards in several for b in backwards]
     if not all(b["mean"] == "mean" for b in calls):
         return []
-    if any(e.get("rescaled") for e in run.of(0, "before", "step")):
+    if any(e.get("rescaled") for e in run.events(0, "before", "step")):
         return []
     synced = sum(bool(b["synced"]) for backwards in several for b in backwards[:-1])
     evidence = f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
     if synced:
         evidence += "; without no_sync: gradients were sent in each of them"
     at = calls[0]["at"]
-    beside = writes.computes_loss(run, at) if calls[0].get("library") else None
-    return [Finding("accumulation", place(at), evidence, place(beside))]
+    beside = script_lines.computes_loss(run, at) if calls[0].get("library") else None
+    return [Finding("accumulation", file_line(at), evidence, file_line(beside))]
 
 
-def _clipping(run: Run) -> list[Finding]:
+def _clipping(run: RecordedRun) -> list[Finding]:
     found = []
-    scaled = [e for e in run.of(0, "clip") if e["scale"] is not None and e["scale"] != 1.0]
+    scaled = [e for e in run.events(0, "clip") if e["scale"] is not None and e["scale"] != 1.0]
     if scaled:
         e = scaled[0]
         norm = f" of norm {e['norm']:.4g}" if e["norm"] is not None else ""
@@ -280,28 +282,28 @@ def _clipping(run: Run) -> list[Finding]:
             f"gradients{norm}, still times the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
             f"{len(scaled)} times"
         )
-        found.append(Finding("clip_before_unscale", place(e["at"]), evidence))
-    clips = [e for e in run.of(0, "clip") if e["changed"]]
-    reduced = [e for e in run.of(0, "coll") if e.get("of") == "grad" and e.get("clipped")]
-    if clips and len(reduced) >= 2 and run.world > 1:
-        evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {place(reduced[0]['at'])}"
-        found.append(Finding("clip_before_reduce", place(clips[0]["at"]), evidence))
-    early = _clipped_early(run) if run.world > 1 else []
-    if len(early) >= LEAST and not found:
+        found.append(Finding("clip_before_unscale", file_line(e["at"]), evidence))
+    clips = [e for e in run.events(0, "clip") if e["changed"]]
+    reduced = [e for e in run.events(0, "coll") if e.get("of") == "grad" and e.get("clipped")]
+    if clips and len(reduced) >= 2 and run.world_size > 1:
+        evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {file_line(reduced[0]['at'])}"
+        found.append(Finding("clip_before_reduce", file_line(clips[0]["at"]), evidence))
+    early = _clipped_early(run) if run.world_size > 1 else []
+    if len(early) >= MIN_REPEATS and not found:
         evidence = (
             f"clipped {len(early)} times after a backward under no_sync, before the one that reduces what they are "
             "added to"
         )
-        found.append(Finding("clip_before_reduce", place(early[0]["at"]), evidence))
+        found.append(Finding("clip_before_reduce", file_line(early[0]["at"]), evidence))
     return found
 
 
-def _of_shards(run: Run) -> list[Finding]:
+def _of_shards(run: RecordedRun) -> list[Finding]:
     """Gradients that are cut over processes, and that each rank multiplied by a number of its own before the step."""
-    of = [{(e["opt"], e["step"]): e for e in run.of(rank, "before") if e.get("shrunk")} for rank in run.peers]
-    steps = [[ranks[key] for ranks in of] for key in of[0] if all(key in ranks for ranks in of)]
+    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before") if e.get("shrunk")} for rank in run.peers]
+    steps = [[ranks[key] for ranks in per_rank] for key in per_rank[0] if all(key in ranks for ranks in per_rank)]
     apart = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
-    if len(apart) < LEAST:
+    if len(apart) < MIN_REPEATS:
         return []
     first = apart[0]
     shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
@@ -309,27 +311,27 @@ def _of_shards(run: Run) -> list[Finding]:
         f"before {len(apart)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number of its "
         f"own, at step {first[0]['step'] + 1} by {shown}"
     )
-    line = writes.of_gradients(run, first[0]["at"])
-    return [Finding("clip_of_shards", place(first[0]["at"]), evidence, place(line))]
+    line = script_lines.of_gradients(run, first[0]["at"])
+    return [Finding("clip_of_shards", file_line(first[0]["at"]), evidence, file_line(line))]
 
 
-def _dropped(run: Run) -> list[Finding]:
+def _dropped(run: RecordedRun) -> list[Finding]:
     """Gradients of micro-batches under no_sync that are dropped before the step."""
-    dropped = list(run.of(0, "dropped"))
-    kept = len([e for e in run.of(0, "backward") if e["local"] and not e["synced"]])
-    if len(dropped) < LEAST or 2 * len({e["backwards"] for e in dropped}) < kept:
+    dropped = list(run.events(0, "dropped"))
+    kept = len([e for e in run.events(0, "backward") if e["local"] and not e["synced"]])
+    if len(dropped) < MIN_REPEATS or 2 * len({e["backwards"] for e in dropped}) < kept:
         return []
     passes = len({e["backwards"] for e in dropped})
     evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
-    return [Finding("gradients_dropped", place(dropped[0]["at"]), evidence)]
+    return [Finding("gradients_dropped", file_line(dropped[0]["at"]), evidence)]
 
 
-def _clipped_early(run: Run) -> list[Event]:
+def _clipped_early(run: RecordedRun) -> list[Event]:
     """Clipping of what a backward under no_sync has left, where another backward comes before the step and reduces."""
     found: list[Event] = []
     waiting: list[Event] = []
     local = False
-    for e in run.of(0, "backward", "clip", "before"):
+    for e in run.events(0, "backward", "clip", "before"):
         if e["k"] == "backward":
             local = bool(e["local"]) and not e["synced"]
             if e["synced"]:

@@ -1,6 +1,6 @@
 """paceline doctor: the script in watched processes, and what was found.
 
-1. The script runs through the launcher, with paceline.doctor.worker in place of the launcher's own worker.
+1. The script runs through the launcher, with paceline.doctor.doctor_worker in place of the launcher's own worker.
 2. While it runs, the calls of collectives that the ranks write down are compared; where they do not match, or ranks
    wait in vain, the run is ended.
 3. What the ranks wrote is judged and printed.
@@ -17,12 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from paceline.doctor.findings import MODEL, Finding
-from paceline.doctor.judge import PARTING, calls, judge
-from paceline.doctor.judge.record import Run, read
-from paceline.doctor.report import text
+from paceline.doctor.findings_text import text
+from paceline.doctor.rules import DIVERGENCE, find_faults
+from paceline.doctor.rules.collective_rules import CollectiveChecker, divergence_line, refused_call
+from paceline.doctor.rules.recorded_run import RecordedRun, read_run
 from paceline.errors import PacelineError, SettingError
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output
@@ -30,12 +30,12 @@ from paceline.launcher.plan import Plan, make_plan
 from paceline.world import DOCTOR
 
 SCHEMA = 1
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 CLEAN, FOUND, UNWATCHED = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Question:
+class DoctorOptions:
     """What the command line asks for. steps: optimizer steps after which the script is ended; None: it ends itself."""
 
     script: str
@@ -48,14 +48,14 @@ class Question:
     tee: str = ""
 
 
-class _Watching(Interrupts):
+class _DoctorInterrupts(Interrupts):
     """The agent asks it, many times a second, whether to go on."""
 
-    def __init__(self, lookout: calls.Lookout, deadline: float | None) -> None:
+    def __init__(self, checker: CollectiveChecker, deadline: float | None) -> None:
         super().__init__()
-        self._lookout, self._next = lookout, 0.0
+        self._checker, self._next = checker, 0.0
         self._deadline, self._late = deadline, math.inf
-        self.why = ""  # doctor itself ends the run, since ...
+        self.abort_reason = ""  # doctor itself ends the run, since ...
 
     def check(self) -> None:
         super().check()
@@ -64,80 +64,79 @@ class _Watching(Interrupts):
             return
         if self._late == math.inf and self._deadline is not None:  # it runs from now on
             self._late = now + self._deadline
-        self._next = now + _LOOK_SECONDS
-        if self._lookout.look(late=now >= self._late):
-            self.why = self._lookout.why
+        self._next = now + _POLL_SECONDS
+        if self._checker.poll(late=now >= self._late):
+            self.abort_reason = self._checker.abort_reason
         elif now >= self._late:
-            self.why = f"{self._deadline:g} seconds have passed"
-        if self.why:
+            self.abort_reason = f"{self._deadline:g} seconds have passed"
+        if self.abort_reason:
             raise Stopped(signal.SIGTERM)
 
 
-def doctor(question: Question) -> int:
-    """Runs, prints, writes. Returns 0, 1 where a finding changes the model, 2 where the script could not be watched,
-    128 + the signal's number where one ended it.
+def doctor(options: DoctorOptions) -> int:
+    """Run the script, print the findings and write the JSON file.
 
-    Raises LaunchError or SettingError for what cannot work.
+    Returns the exit code: 0; 1 where a finding changes the model; 2 where the script could not be watched; 128 + n
+    where signal n ended the command. Raises LaunchError or SettingError before anything starts.
     """
-    plan = _plan(question)
+    plan = _make_plan(options)
     output = Output(None, plan.tee)
-    lookout = calls.Lookout(output.private, plan.nproc)
+    checker = CollectiveChecker(output.private, plan.nproc)
     failed, story, stopped = False, "", 0
     try:
-        watching = _Watching(lookout, question.deadline)
-        with watching as interrupts:
+        interrupts = _DoctorInterrupts(checker, options.deadline)
+        with interrupts:
             try:
-                failed, story = _supervise(plan, question, output, interrupts)
+                failed, story = _supervise(plan, options, output, interrupts)
             except Stopped as signalled:
-                if watching.why:
-                    story = f"paceline doctor ended the run: {watching.why}.\n"
+                if interrupts.abort_reason:
+                    story = f"paceline doctor ended the run: {interrupts.abort_reason}.\n"
                 else:
                     stopped = signalled.report()
-            cut = bool(stopped or watching.why)
-            run, found = diagnose(output.private, plan.nproc, lookout, cut)
+            cut = bool(stopped or interrupts.abort_reason)
+            run, found = diagnose(output.private, plan.nproc, checker, cut)
     finally:
         where = output.close(failed=failed)
-    code = _tell(question, run, found, story + where if story else "", failed, plan.nproc)
+    code = _report(options, run, found, story + where if story else "", failed)
     return stopped or code
 
 
 def diagnose(
-    directory: str, processes: int, lookout: calls.Lookout | None = None, cut: bool = False
-) -> tuple[Run, list[Finding]]:
+    directory: str, processes: int, checker: CollectiveChecker | None = None, cut: bool = False
+) -> tuple[RecordedRun, list[Finding]]:
     """What the ranks wrote into `directory`, when the script has ended, and what is found in it. cut: it was ended from
     outside."""
-    run = read(directory, processes, cut)
-    lookout = lookout or calls.Lookout(directory, processes)
-    mismatch = lookout.finding(cut) or calls.refused(run)
-    found = judge(run)
+    run = read_run(directory, processes, cut)
+    checker = checker or CollectiveChecker(directory, processes)
+    mismatch = checker.finding(cut) or refused_call(run)
+    found = find_faults(run)
     if mismatch is not None:
-        mismatch = replace(mismatch, beside=calls.parted_at(run, lookout.lines))
+        mismatch = replace(mismatch, beside=divergence_line(run, checker.lines))
         # what may follow from it is no finding of its own
-        found = [mismatch, *(f for f in found if f.cause not in (*PARTING, "lr_differs"))]
+        found = [mismatch, *(f for f in found if f.cause not in (*DIVERGENCE, "lr_differs"))]
     return run, found
 
 
-def _plan(question: Question) -> Plan:
-    if question.steps is not None and question.steps < 1:
-        raise SettingError(f"--steps {question.steps}: give the number of optimizer steps to watch, 1 or more.")
-    if question.deadline is not None and question.deadline <= 0:
-        raise SettingError(f"--deadline {question.deadline:g}: give seconds, above 0, such as 300.")
-    folder = os.path.dirname(question.json_file or "")
+def _make_plan(options: DoctorOptions) -> Plan:
+    if options.steps is not None and options.steps < 1:
+        raise SettingError(f"--steps {options.steps}: give the number of optimizer steps to watch, 1 or more.")
+    if options.deadline is not None and options.deadline <= 0:
+        raise SettingError(f"--deadline {options.deadline:g}: give seconds, above 0, such as 300.")
+    folder = os.path.dirname(options.json_file or "")
     if folder and not os.path.isdir(folder):
-        raise SettingError(f"--json {question.json_file}: there is no folder {folder!r}. Name another file.")
-    kind = "module" if question.module else "script"
-    options: dict[str, Any] = {"kind": kind, "tee": question.tee}
-    plan = make_plan(question.script, question.args, question.nproc, {}, **options)
+        raise SettingError(f"--json {options.json_file}: there is no folder {folder!r}. Name another file.")
+    kind = "module" if options.module else "script"
+    plan = make_plan(options.script, options.args, options.nproc, {}, kind=kind, tee=options.tee)
     # device: which one the script uses is its own affair, and may be a finding
     # hash_seed: a fault that comes from the order of a set must be able to happen
-    return replace(plan, worker="paceline.doctor.worker", device="cpu", hash_seed=None)
+    return replace(plan, worker="paceline.doctor.doctor_worker", device="cpu", hash_seed=None)
 
 
-def _supervise(plan: Plan, question: Question, output: Output, interrupts: Interrupts) -> tuple[bool, str]:
+def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: Interrupts) -> tuple[bool, str]:
     """(did the script fail, what is to be told of it)."""
     from paceline.launcher.supervise import supervise
 
-    order = json.dumps({"directory": output.private, "steps": question.steps})
+    order = json.dumps({"directory": output.private, "steps": options.steps})
     try:
         outcome = supervise(replace(plan, variables={DOCTOR: order}), interrupts, output)
     except PacelineError as error:
@@ -147,7 +146,7 @@ def _supervise(plan: Plan, question: Question, output: Output, interrupts: Inter
     return outcome.exit_code != 0, outcome.story
 
 
-def _tell(question: Question, run: Run, found: list[Finding], story: str, failed: bool, processes: int) -> int:
+def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], story: str, failed: bool) -> int:
     sys.stdout.flush()
     if story:
         sys.stderr.write(story)
@@ -157,35 +156,35 @@ def _tell(question: Question, run: Run, found: list[Finding], story: str, failed
     code = FOUND if grave else UNWATCHED if why else CLEAN
     sys.stdout.write("\n")
     if found or not why:
-        sys.stdout.write(text(found, run.steps() if run.ranks else 0, processes))
+        sys.stdout.write(text(found, run.steps(), run.processes))
     if why:
         sys.stdout.write(f"paceline doctor: {why}\n")
     sys.stdout.flush()
-    trouble = Counter(e["text"] for e in run.all("trouble"))
+    trouble = Counter(e["text"] for e in run.all_events("trouble"))
     if trouble:
         what, times = trouble.most_common(1)[0]
         sys.stderr.write(
             f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {what}); what it "
             "would have seen there is missing.\n"
         )
-    if question.json_file is not None:
+    if options.json_file is not None:
         document = {
             "schema": SCHEMA,
-            "script": question.script,
-            "processes": processes,
-            "steps": run.steps() if run.ranks else 0,
+            "script": options.script,
+            "processes": run.processes,
+            "steps": run.steps(),
             "exit_code": code,
             "not_watched": why or None,
             "findings": [f.as_json() for f in found],
         }
-        with open(question.json_file, "w", encoding="utf-8") as file:
+        with open(options.json_file, "w", encoding="utf-8") as file:
             file.write(json.dumps(document, indent=1) + "\n")
     return code
 
 
-def _unwatched(run: Run, failed: bool) -> str:
+def _unwatched(run: RecordedRun, failed: bool) -> str:
     """Why the findings, or their absence, say little; empty where the script was watched to its end."""
-    spawned = next(run.all("spawn"), None)
+    spawned = next(run.all_events("spawn"), None)
     if spawned is not None and not spawned["joined"]:
         return (
             "the script starts its own processes (torch.multiprocessing), which were not watched. Doctor watches "
@@ -197,7 +196,7 @@ def _unwatched(run: Run, failed: bool) -> str:
         return "the script failed (above) before it could be watched to its end."
     if not any(run.ranks):
         return "the script never imported torch."
-    if run.size > 1 and run.world == 1:
+    if run.processes > 1 and run.world_size == 1:
         return (
             "the script never called torch.distributed.init_process_group: its processes know nothing of each other, "
             "and each trains a model of its own."

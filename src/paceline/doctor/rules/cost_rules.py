@@ -16,27 +16,27 @@ from statistics import mean, median
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.record import Event, Run, place
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
 
 SHARE = 0.05
 DATA_SHARE = 0.15
 DATA_SECONDS = 1e-3  # of a step, at least: below that the smallest batch is collated
 SEARCH_SHARE = 0.002  # of DDP's search alone, without the message that it sends besides
-LEAST_STEPS = 6  # that are timed
+MIN_STEPS = 6  # that are timed
 _FIRST = 3
 
 
-def findings(run: Run) -> list[Finding]:
+def findings(run: RecordedRun) -> list[Finding]:
     found: list[Finding] = []
     for look in (_find_unused, _loader, _threads, _device, _waits, _no_sync, _checkpoints):
         found += look(run)
     return found
 
 
-def _steps(run: Run, rank: int = 0) -> list[tuple[float, list[Event]]]:
+def _steps(run: RecordedRun, rank: int = 0) -> list[tuple[float, list[Event]]]:
     """(seconds, events) of each step of the busiest optimizer, without the first."""
     by: dict[Any, int] = defaultdict(int)
-    for e in run.of(rank, "step"):
+    for e in run.events(rank, "step"):
         by[e["opt"]] += 1
     if not by:
         return []
@@ -54,30 +54,31 @@ def _steps(run: Run, rank: int = 0) -> list[tuple[float, list[Event]]]:
     return steps[_FIRST:]
 
 
-def _share(run: Run, seconds: Callable[[Event], float], rank: int = 0) -> tuple[float, float] | None:
+def _share(run: RecordedRun, seconds: Callable[[Event], float], rank: int = 0) -> tuple[float, float] | None:
     """(share of a step, seconds of it), medians; None: too few steps."""
     steps = [(whole, sum(map(seconds, events))) for whole, events in _steps(run, rank) if whole > 0]
-    if len(steps) < LEAST_STEPS:
+    if len(steps) < MIN_STEPS:
         return None
     return median(part / whole for whole, part in steps), median(part for _, part in steps)
 
 
-def _find_unused(run: Run) -> list[Finding]:
-    for ddp in run.of(0, "ddp"):
+def _find_unused(run: RecordedRun) -> list[Finding]:
+    for ddp in run.events(0, "ddp"):
         if not ddp["find_unused"]:
             continue
         number = str(ddp["ddp"])
-        counts = [e["reached"].get(number) for e in run.all("backward") if number in (e.get("reached") or {})]
-        if len(counts) < 2 * run.size or any(c is None or c < ddp["parameters"] for c in counts):
+        counts = [e["reached"].get(number) for e in run.all_events("backward") if number in (e.get("reached") or {})]
+        if len(counts) < 2 * run.processes or any(c is None or c < ddp["parameters"] for c in counts):
             continue
         cost = _share(run, partial(_searching, ddp["ddp"]))
         if cost is None or cost[0] < SEARCH_SHARE:
             continue
         evidence = (
-            f"all {ddp['parameters']} parameters were reached in each of {len(counts) // run.size} backward passes on "
-            f"all ranks; searching the graph took {cost[1] * 1e3:.2g} ms of a step, {cost[0]:.1%}, beside a message"
+            f"all {ddp['parameters']} parameters were reached in each of {len(counts) // run.processes} backward "
+            f"passes on all ranks; searching the graph took {cost[1] * 1e3:.2g} ms of a step, {cost[0]:.1%}, beside a "
+            "message"
         )
-        return [Finding("find_unused", place(ddp["at"]), evidence)]
+        return [Finding("find_unused", file_line(ddp["at"]), evidence)]
     return []
 
 
@@ -85,33 +86,33 @@ def _searching(number: int, e: Event) -> float:
     return e["seconds"] if e["k"] == "search" and e["ddp"] == number else 0.0
 
 
-def _loader(run: Run) -> list[Finding]:
-    trainers = run.trainers
+def _loader(run: RecordedRun) -> list[Finding]:
+    trainers = run.training_loaders
     cost = _share(run, lambda e: e["waited"] if e["k"] == "yield" and e["loader"] in trainers else 0.0)
     if cost is None or cost[0] < DATA_SHARE or cost[1] < DATA_SECONDS or not trainers:
         return []
     waited: dict[str, float] = defaultdict(float)
-    for e in run.of(0, "yield"):
+    for e in run.events(0, "yield"):
         waited[e["loader"]] += e["waited"]
     about = run.loaders[0].get(max(trainers, key=lambda n: waited[n]))
     if about is None:
         return []
     evidence = f"{cost[1] * 1e3:.3g} ms of a step were spent waiting for data, {cost[0]:.0%} of it"
-    found = [Finding("loader_starves", place(about["at"]), f"{evidence} (num_workers={about['workers']})")]
+    found = [Finding("loader_starves", file_line(about["at"]), f"{evidence} (num_workers={about['workers']})")]
     if about["workers"] == 0:
-        found.append(Finding("no_workers", place(about["at"]), f"{evidence}; num_workers=0"))
-    states = [e["machine"] for e in run.of(0, "step") if e.get("machine")]
+        found.append(Finding("no_workers", file_line(about["at"]), f"{evidence}; num_workers=0"))
+    states = [e["machine"] for e in run.events(0, "step") if e.get("machine")]
     if not about["pinned"] and any("devices" in s for s in states):
-        found.append(Finding("no_pinned_memory", place(about["at"]), f"{evidence}; pin_memory=False"))
+        found.append(Finding("no_pinned_memory", file_line(about["at"]), f"{evidence}; pin_memory=False"))
     return found
 
 
-def _threads(run: Run) -> list[Finding]:
-    states = [e for e in run.of(0, "step") if e.get("machine")]
+def _threads(run: RecordedRun) -> list[Finding]:
+    states = [e for e in run.events(0, "step") if e.get("machine")]
     if len(states) < 2:
         return []
     threads, cores = states[-1]["machine"]["threads"], states[-1]["machine"]["cores"]
-    if threads * run.size < 2 * cores or threads <= max(1, cores // run.size):
+    if threads * run.processes < 2 * cores or threads <= max(1, cores // run.processes):
         return []
     first, last = states[0], states[-1]
     seconds = last["t"] - first["t"]
@@ -120,15 +121,15 @@ def _threads(run: Run) -> list[Finding]:
     if share < SHARE:
         return []
     evidence = (
-        f"{run.size} processes with {threads} threads each on {cores} cores; threads of rank 0 stood ready without a "
-        f"core for {share:.0%} of the time"
+        f"{run.processes} processes with {threads} threads each on {cores} cores; threads of rank 0 stood ready "
+        f"without a core for {share:.0%} of the time"
     )
-    made = next(run.of(0, "optimizer"), None)
-    return [Finding("threads", place(made["at"]) if made else "", evidence)]
+    made = next(run.events(0, "optimizer"), None)
+    return [Finding("threads", file_line(made["at"]) if made else "", evidence)]
 
 
-def _device(run: Run) -> list[Finding]:
-    last = [[e["machine"] for e in run.of(r, "step") if e.get("machine")][-1:] for r in range(run.size)]
+def _device(run: RecordedRun) -> list[Finding]:
+    last = [[e["machine"] for e in run.events(r, "step") if e.get("machine")][-1:] for r in range(run.processes)]
     states = [s[0] for s in last if s and "devices" in s[0]]
     if len(states) < 2 or len(states[0]["devices"]) < 2:
         return []
@@ -136,11 +137,11 @@ def _device(run: Run) -> list[Finding]:
     if len(on_first) < 2:
         return []
     evidence = f"ranks {', '.join(map(str, on_first))} hold memory on device 0, of {len(states[0]['devices'])}"
-    made = next(run.of(1, "optimizer"), None)
-    return [Finding("one_device", place(made["at"]) if made else "", evidence)]
+    made = next(run.events(1, "optimizer"), None)
+    return [Finding("one_device", file_line(made["at"]) if made else "", evidence)]
 
 
-def _waits(run: Run) -> list[Finding]:
+def _waits(run: RecordedRun) -> list[Finding]:
     found = []
     steps = _steps(run)
     for cause, emptied in (("empty_cache", True), ("synchronises", False)):
@@ -153,7 +154,7 @@ def _waits(run: Run) -> list[Finding]:
             f"{calls[0]['kind']}, {len(calls)} calls in {len(steps)} steps, took {cost[1] * 1e3:.3g} ms of a step, "
             f"{cost[0]:.0%}"
         )
-        found.append(Finding(cause, place(calls[0]["at"]), evidence))
+        found.append(Finding(cause, file_line(calls[0]["at"]), evidence))
     return found
 
 
@@ -161,15 +162,15 @@ def _waiting(emptied: bool, e: Event) -> float:
     return e["seconds"] if e["k"] == "wait" and e["kind"].endswith("empty_cache") == emptied else 0.0
 
 
-def _no_sync(run: Run) -> list[Finding]:
+def _no_sync(run: RecordedRun) -> list[Finding]:
     """Several reductions for one optimizer step, of batches that came one for each."""
-    from paceline.doctor.judge.schedule import _micro
+    from paceline.doctor.rules.schedule_rules import _micro
 
     steps = [b for b, _ in _micro(run) if len(b) > 1 and all(x["synced"] for x in b)]
-    if len(steps) < LEAST_STEPS // 2:
+    if len(steps) < MIN_STEPS // 2:
         return []
     k = len(steps[0])
-    sent = [v for e in run.of(0, "before") for v in (e.get("logged") or {}).values() if v]
+    sent = [v for e in run.events(0, "before") for v in (e.get("logged") or {}).values() if v]
     whole = [s for s, _ in _steps(run)]
     if not sent or len(whole) < 2:
         return []
@@ -178,15 +179,15 @@ def _no_sync(run: Run) -> list[Finding]:
         return []
     took = (k - 1) * mean(sent) * 1e3
     evidence = f"{k} reductions for each optimizer step; {k - 1} of them take {took:.3g} ms, {share:.0%} of it"
-    return [Finding("no_no_sync", place(steps[0][0]["at"]), evidence)]
+    return [Finding("no_no_sync", file_line(steps[0][0]["at"]), evidence)]
 
 
-def _checkpoints(run: Run) -> list[Finding]:
+def _checkpoints(run: RecordedRun) -> list[Finding]:
     found = []
     writers: dict[str, set[int]] = defaultdict(set)
     first: dict[str, Event] = {}
-    for rank in range(run.size):
-        for e in run.of(rank, "save"):
+    for rank in range(run.processes):
+        for e in run.events(rank, "save"):
             if e["path"] and not e["path"].startswith("/dev/"):
                 writers[e["path"]].add(rank)
                 first.setdefault(e["path"], e)
@@ -196,9 +197,9 @@ def _checkpoints(run: Run) -> list[Finding]:
         evidence = (
             f"{len(writers[same[0]])} ranks wrote {same[0]} ({e['bytes']} bytes, {e['seconds'] * 1e3:.3g} ms each time)"
         )
-        found.append(Finding("same_checkpoint", place(e["at"]), evidence))
-    wrapped = next((e for e in run.all("save") if e["wrapped"]), None)
-    if wrapped is not None and any(run.of(0, "ddp")):
+        found.append(Finding("same_checkpoint", file_line(e["at"]), evidence))
+    wrapped = next((e for e in run.all_events("save") if e["wrapped"]), None)
+    if wrapped is not None and any(run.events(0, "ddp")):
         evidence = f"the names begin with `module.`, such as {wrapped['wrapped']!r}"
-        found.append(Finding("module_prefix", place(wrapped["at"]), evidence))
+        found.append(Finding("module_prefix", file_line(wrapped["at"]), evidence))
     return found
