@@ -38,15 +38,15 @@ def holds(node: ast.AST, line: int) -> bool:
     return bool(node.lineno <= line <= (node.end_lineno or 0))  # type: ignore[attr-defined]
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+def functions(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in nodes_of(file) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
 def scope_at(file: str, line: int) -> Scope:
     """The innermost function that holds a line, or the module."""
     tree = tree_of(file)
     assert tree is not None
-    return max((n for n in functions(tree) if holds(n, line)), key=lambda n: n.lineno, default=tree)
+    return max((n for n in functions(file) if holds(n, line)), key=lambda n: n.lineno, default=tree)
 
 
 def called(call: ast.Call) -> str:

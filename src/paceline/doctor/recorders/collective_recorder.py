@@ -1,8 +1,8 @@
-"""torch.distributed's collectives. Each is written down before it begins, into `calls-N.jsonl`.
+"""torch.distributed's collectives. Each is recorded before it begins, into `calls-N.jsonl`.
 
-The launcher's side reads these files while the script runs, and compares them over the ranks: a file that is appended
-to can wait for nobody. DDP's own collectives are made in C++; they are written down where they are due: "DDP's
-gradients" at a backward that reduces, "DDP's buffers" at a forward that sends them.
+The launcher's side reads these files while the script runs and compares them over the ranks: appending to a file cannot
+wait for another rank. DDP communicates in C++. Its collectives are recorded where they are due: "DDP's gradients" at a
+backward that reduces, "DDP's buffers" at a forward that broadcasts them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAME_SIZE = (
     "reduce_scatter_single",
     "scatter",
 )
-# What DTensor, and so FSDP, tensor parallelism and `full_tensor()`, calls.
+# What DTensor calls, and with it FSDP, tensor parallelism and `full_tensor()`.
 FUNCTIONAL = (
     "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce",
     "broadcast", "all_to_all_single", "all_reduce_coalesced", "all_gather_into_tensor_coalesced",
@@ -49,7 +49,7 @@ _ANY_SIZE = (
     "all_gather_object", "all_reduce_coalesced", "all_gather_coalesced", "all_to_all", "all_to_all_single", "barrier",
     "broadcast_object_list", "gather_object", "monitored_barrier", "reduce_scatter", "scatter_object_list",
 )  # fmt: skip
-_CUTTING_GATHERS = ("all_gather", "all_gather_into_tensor", "gather")
+_CUTTING_GATHERS = ("all_gather", "all_gather_into_tensor", "gather")  # their results have no autograd graph
 _HANDLE_METHODS = ("wait", "synchronize", "is_completed", "is_success", "get_future", "get_future_result", "result")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _GROUP_CALLS = (
@@ -59,34 +59,44 @@ _GROUP_CALLS = (
     "new_subgroups",
     "new_subgroups_by_enumeration",
 )
-# gloo's thread needs the interpreter to let go of the last backward's calls (torch 2.13 keeps its context in them), and
-# the interpreter waits for that thread when the group ends: let it come first.
+# gloo's thread needs the interpreter to release the last backward's calls (torch 2.13 keeps its context in them), and
+# the interpreter waits for that thread when the group is destroyed: give the thread time to finish first.
 _SETTLE_SECONDS = 0.05
+# To recognise a copy of a gradient, perhaps in bfloat16: elements of the smallest gradient that may be one of several
+# in a tensor; elements that are compared; relative tolerance.
 _MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2  # values of a gradient with a copy of it, which may be in bfloat16
-_MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600
+_MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600  # elements of a result; gradients; results
 
 
 class CollectiveRecorder:
+    """The collectives of this process."""
+
     def __init__(self, log: EventLog, path: str) -> None:
         self.log = log
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # for as long as the process lives
         self._count = 0
         self._local = threading.local()
         self._digests = self._results = 0
-        self._grads: dict[int, tuple[int, Any]] | None = None  # address -> (the parameter's number, its gradient)
-        self._weights: dict[int, int] = {}
-        self._totals: set[int] = set()
-        self._shapes: set[Any] = set()
-        self.unwaited: dict[int, tuple[Any, list[Any]]] = {}  # id of a handle -> the handle, where it was made
-        self.compared = True  # False: ranks may leave early on purpose (Join)
+        # address -> (the parameter's number, its gradient); None: to be found anew
+        self._grads: dict[int, tuple[int, Any]] | None = None
+        self._weights: dict[int, int] = {}  # address -> the parameter's number
+        self._totals: set[int] = set()  # numbers of elements of all weights of an optimizer, and of all optimizers
+        self._shapes: set[Any] = set()  # of all weights
+        self.unwaited: dict[int, tuple[Any, list[Any]]] = {}  # id of a handle -> (the handle, the line that started it)
+        self.compared = True  # False: ranks may end early on purpose (Join)
         self._in_backward = False
 
     # --- the side file
 
     def begin(self, op: str, group: Any, parameter: int | None = None, **about: Any) -> Callable[[], None]:
-        """Write down that a collective begins; returns what writes that it ended. Inside another one: nothing.
+        """Record that a collective begins. Returns the function that records its end. Inside another collective nothing
+        is recorded.
 
-        parameter: the number of that whose gradient or weight is sent. about: what must agree over the ranks.
+        Args:
+            op: the collective's name.
+            group: None: the default group.
+            parameter: the number of the parameter whose gradient or weight is sent.
+            about: what must be equal on all ranks of the group.
         """
         depth: int = self._depth()
         self._local.depth = depth + 1
@@ -119,7 +129,8 @@ class CollectiveRecorder:
         return int(vars(self._local).get("depth", 0))
 
     def wrap_functional(self, op: str) -> Callable[[Any], Any]:
-        """torch.distributed._functional_collectives: the group may be a mesh's dimension or a list of ranks."""
+        """A function of torch.distributed._functional_collectives, whose group may be a mesh's dimension or a list of
+        ranks."""
 
         def make(original: Any) -> Any:
             signature = inspect.signature(original)
@@ -148,6 +159,8 @@ class CollectiveRecorder:
     # --- around torch's functions
 
     def wrap(self, op: str) -> Callable[[Any], Any]:
+        """A function of torch.distributed."""
+
         def make(original: Any) -> Any:
             signature = inspect.signature(original)
 
@@ -187,7 +200,8 @@ class CollectiveRecorder:
         return make
 
     def _hold_handle(self, work: Any, told: dict[str, Any]) -> None:
-        """Of an asynchronous reduction of gradients: its handle, until somebody waits for it or the optimizer steps."""
+        """Keep the handle of an asynchronous reduction of gradients until the script waits for it or the optimizer
+        steps."""
         if told.get("of") == "grad" and hasattr(type(work), "wait"):
             self.unwaited[id(work)] = (work, self.log.caller())
 
@@ -199,13 +213,14 @@ class CollectiveRecorder:
         return method
 
     def pop_unwaited(self) -> list[Any] | None:
-        """[how many handles of reductions nobody has asked for since the last step, the first one's line]."""
+        """[number of handles that the script has not waited for since the last step, line of the first]; None where it
+        waited for all."""
         lines = [at for _, at in self.unwaited.values()]
         self.unwaited.clear()
         return [len(lines), lines[0]] if lines else None
 
     def _describe(self, op: str, given: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """(the tensor, what must agree over the ranks, what else is noted)."""
+        """(the tensor, what must be equal on all ranks, the fields of the "coll" event)."""
         tensor = next(
             (given[n] for n in ("tensor", "input_tensor", "input") if isinstance(given.get(n), torch.Tensor)), None
         )
@@ -228,7 +243,8 @@ class CollectiveRecorder:
         return tensor, about, told
 
     def _identify(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Is it a gradient, all of them in one piece, or a weight, of some optimizer's?"""
+        """Is the tensor a gradient or a weight of an optimizer, or all of them in one tensor? Returns fields of the
+        event."""
         unknown = tensor.data_ptr() not in self._weights and tensor.data_ptr() not in (self._grads or ())
         growing = self._in_backward and self._digests < _MAX_DIGESTS  # gradients come one by one, each to its hook
         if self._grads is None or (unknown and (growing or not self.log.optimizers)):
@@ -260,8 +276,8 @@ class CollectiveRecorder:
         return told
 
     def _match_gradient(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
-        """The gradient that a tensor holds a copy of, divided or in another precision, or that several in one piece
-        begin with."""
+        """(number, gradient) where the tensor holds a copy of a gradient: divided, in another precision, or the first
+        of several in one tensor (then the number is None). (None, None) otherwise."""
         flat = tensor.detach().reshape(-1)
         for number, grad in (self._grads or {}).values():
             size = grad.numel()
@@ -283,6 +299,7 @@ class CollectiveRecorder:
         return None, None
 
     def _index_addresses(self) -> None:
+        """Find the addresses of all weights and gradients. Parameters are numbered from 1 through all optimizers."""
         self._grads, self._weights, self._totals, self._shapes = {}, {}, set(), set()
         everything = number = 0
         if not self.log.optimizers:  # weights that are made alike before there is one
@@ -304,17 +321,18 @@ class CollectiveRecorder:
         self._totals.add(everything)
 
     def invalidate(self, backward: bool = False) -> None:
-        """Gradients have been made or dropped since the last look."""
+        """Gradients have been made or dropped: their addresses must be found anew."""
         self._grads, self._in_backward = None, backward
 
     def _values(self, tensor: torch.Tensor, told: dict[str, Any]) -> list[float] | None:
+        """The elements of a small result that is neither gradient nor weight."""
         if told.get("of") or tensor.numel() > _MAX_VALUES or tensor.is_complex() or self._results >= _MAX_RESULTS:
             return None
         self._results += 1
         return [float(v) for v in tensor.detach().reshape(-1).tolist()]
 
     def wrap_point_to_point(self, op: str) -> Callable[[Any], Any]:
-        """Messages from one rank to another: that there are any."""
+        """A send or a receive: record that there is one."""
 
         def make(original: Any) -> Any:
             def call(*args: Any, **options: Any) -> Any:
@@ -327,6 +345,8 @@ class CollectiveRecorder:
         return make
 
     def wrap_group_call(self, op: str) -> Callable[[Any], Any]:
+        """A function that makes or destroys process groups: the collectives inside it are not recorded."""
+
         def make(original: Any) -> Any:
             def call(*args: Any, **options: Any) -> Any:
                 depth = self._depth()
@@ -351,7 +371,7 @@ class CollectiveRecorder:
         return make
 
     def wrap_method(self, op: str, condition: Callable[[Any], bool]) -> Callable[[Any], Any]:
-        """Around a method of DDP's that communicates in C++."""
+        """A method of DDP that communicates in C++, where `condition(module)`."""
 
         def make(original: Any) -> Any:
             def method(module: Any, /, *args: Any, **options: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The file into which one rank's watchers write, an event in each line; and the line of the script that calls."""
+"""The event log: the file into which one rank's recorders write, one JSON object a line.
+
+It also answers which line of the script makes the current call, from the frames of the stack.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from typing import Any, TextIO
 from paceline.doctor.recorders.statements import Statement, statement_at, values_in
 from paceline.world import ERROR_FILE
 
-MAX_EVENTS = 400_000  # then nothing more is written: a run of days fills no disk
+MAX_EVENTS = 400_000  # the log ends here, so that a run of days fills no disk
 _FLUSH_SECONDS = 0.2
-_MAX_CALLS = 24  # of a way through libraries
+_MAX_CALLS = 24  # frames of call_stack
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _LIBRARIES = tuple(
     os.path.realpath(path) + os.sep
     for path in {*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE}
 )
-# Frames of these say nothing of what a script does with a result.
+# Frames in these folders, of Python and of Paceline, say nothing about what a script does with a result.
 _BENEATH = (
     os.path.join(os.path.dirname(os.path.realpath(os.__file__)), ""),
     os.path.join(os.path.realpath(_PACKAGE), ""),
@@ -35,39 +38,49 @@ _BENEATH = (
 
 
 class EventLog:
-    """What one process's watchers share.
+    """The events of one process, and what its recorders share.
 
-    Args:
-        directory: where `rank-N.jsonl` goes.
-        folder: of the script: lines of files in it are the user's.
-        steps: end the script before the optimizer step after so many; None: never.
-
-    own: seconds that watching has taken so far, which are no part of a step.
+    Attributes:
+        rank: of this process.
+        steps: the script is ended before the optimizer step after so many; None: it ends itself.
+        directory: of `rank-N.jsonl`.
+        overhead_seconds: that recording has taken so far. No time that is recorded includes them.
+        models: the ModelRecorder.
+        collectives: the CollectiveRecorder.
+        optimizers: all of the script's that are alive.
+        backward_since_step: has a backward ended since the last optimizer step?
+        clipped_gradients: id of each gradient that the last clipping made smaller.
     """
 
-    def __init__(self, directory: str, rank: int, folder: str, steps: int | None) -> None:
+    def __init__(self, directory: str, rank: int, script_folder: str, steps: int | None) -> None:
+        """script_folder: code in files below it is the script's own."""
         self.rank, self.steps, self.directory = rank, steps, directory
         self.overhead_seconds = 0.0
-        self.models: Any = None  # what one watcher has for the others: models.py
-        self.collectives: Any = None  # collectives.py
-        self.optimizers: Any = weakref.WeakSet()  # training.py
-        self.backward_since_step = False  # has a backward been made since the last step?
-        self.clipped_gradients: set[int] = set()  # id of each gradient that the last clipping made smaller
-        self._folder = os.path.join(folder, "")
+        self.models: Any = None
+        self.collectives: Any = None
+        self.optimizers: Any = weakref.WeakSet()
+        self.backward_since_step = False
+        self.clipped_gradients: set[int] = set()
+        self._folder = os.path.join(script_folder, "")
         self._pid = os.getpid()
-        self._script_files: dict[str, bool] = {}  # a file of code -> is it the user's?
-        self._outside_torch: dict[str, bool] = {}  # a file of code -> is it the user's or a library's?
+        self._script_files: dict[str, bool] = {}  # file of code -> is it the script's own?
+        self._outside_torch: dict[str, bool] = {}  # file of code -> is it the script's own or a library's?
         self._trees: dict[str, ast.AST | None] = {}
         self._statements: dict[tuple[str, int], Statement] = {}
         self._written, self._flushed = 0, 0.0
         self._file: TextIO = open(  # noqa: SIM115  # for as long as the process lives
             os.path.join(directory, f"rank-{rank}.jsonl"), "w", encoding="utf-8"
         )
-        os.register_at_fork(after_in_child=self.stop)  # a DataLoader's worker is not watched
+        os.register_at_fork(after_in_child=self.stop)  # a DataLoader's worker records nothing here
         atexit.register(self.finish)
 
     def record(self, kind: str, /, at: list[Any] | None = None, now: bool = False, **values: Any) -> None:
-        """Write an event. at: `[file, line]`, otherwise the line that calls. now: it is read while the script runs."""
+        """Write an event.
+
+        Args:
+            at: [file, line] of the script; None: the line that makes the current call.
+            now: flush, since the launcher's side reads this event while the script runs.
+        """
         if self._written >= MAX_EVENTS or not self.active:
             return
         began = time.perf_counter()
@@ -81,11 +94,12 @@ class EventLog:
 
     @property
     def active(self) -> bool:
+        """Does this process record? A forked child does not."""
         return self._pid != 0
 
     @contextmanager
     def overhead(self) -> Iterator[None]:
-        """What is done in here is watching, and no part of the script's time; its errors are not the script's."""
+        """Count the time of this block as overhead, and record an error in it as an event instead of raising it."""
         began, before = time.perf_counter(), self.overhead_seconds
         try:
             yield
@@ -95,17 +109,19 @@ class EventLog:
             self.overhead_seconds = before + time.perf_counter() - began
 
     def clock(self) -> float:
-        """Seconds, without those that watching took."""
+        """Seconds, without overhead."""
         return time.perf_counter() - self.overhead_seconds
 
-    def caller(self, beneath: Callable[[FrameType], bool] | None = None) -> list[Any]:
-        """[file, line] of the innermost call in a file of the script's folder; empty where there is none. beneath:
-        calls that are left out, where others lead to them."""
-        return next(iter(self.script_stack(1, beneath) or (self.script_stack(1) if beneath else [])), [])
+    def caller(self, skip: Callable[[FrameType], bool] | None = None) -> list[Any]:
+        """[file, line] of the innermost frame in the script's folder; [] where there is none.
+
+        skip: frames to leave out, unless there are no others.
+        """
+        return next(iter(self.script_stack(1, skip) or (self.script_stack(1) if skip else [])), [])
 
     def call_stack(self) -> list[list[Any]]:
-        """[file, line] of the calls in files of the script and of the libraries that it calls (not torch's, Python's or
-        Paceline's), the innermost first."""
+        """[file, line] of the frames of the script and of libraries that it uses (not of torch, Python or Paceline),
+        the innermost first."""
         found: list[list[Any]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < _MAX_CALLS:
@@ -119,26 +135,30 @@ class EventLog:
         return found
 
     def called_by_library(self) -> bool:
-        """Does a library of the script's make this call, and not the script itself?"""
+        """Does a library of the script's make the current call, and not the script itself?"""
         innermost = next(iter(self.call_stack()), None)
         return innermost is not None and not self._is_script(innermost[0])
 
-    def script_stack(self, most: int = 6, beneath: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
-        """[file, line] of the calls in files of the script's folder, the innermost first, without those beneath."""
+    def script_stack(self, most: int = 6, skip: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
+        """[file, line] of the frames in the script's folder, the innermost first, without those that `skip` is true
+        of."""
         found: list[list[Any]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < most:
             name = frame.f_code.co_filename
-            if self._is_script(name) and not (beneath is not None and beneath(frame)):
+            if self._is_script(name) and not (skip is not None and skip(frame)):
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
         return found
 
     def call_context(self) -> tuple[list[Any], dict[str, Any], dict[str, bool]]:
-        """What at() says; how the script came to make this call; the branches of `if`s in which it is made.
+        """Where the current call is made, how its data were chosen, and in which branches it stands.
 
-        How: "the line", all of its lines on the way; "what is sent", the text of the argument; and the values of the
-        names by which the statement chooses, as `name` in `all_reduce(metrics[name])`.
+        Returns:
+            caller(); a dict of "the line" (all of the script's lines on the stack), "what is sent" (the text of the
+            first argument) and the values of the names that the statement chooses by, as `name` in
+            `all_reduce(metrics[name])`; and for the line of each `if` around the calls, whether the call stands in its
+            body.
         """
         frame: FrameType | None = sys._getframe(1)
         at: list[Any] = []
@@ -187,18 +207,18 @@ class EventLog:
         return "site-packages" not in path and not path.startswith(_LIBRARIES)
 
     def flush(self) -> None:
-        """What has been written is on its way: this process may be about to wait for ever."""
+        """Write the buffer to the file: this process may be about to wait for ever."""
         if self.active:
             self._file.flush()
 
     def stop(self) -> None:
-        """Write nothing more: this process is a child, or its script has failed."""
+        """Record nothing more: this process is a forked child, or its script has failed."""
         if self._pid == os.getpid():
             self._file.flush()
         self._pid = 0
 
     def finish(self) -> None:
-        """The script has come to its end."""
+        """Record that the script has come to its end."""
         if self.active and os.getpid() == self._pid:
             self.record("end", at=[], now=True, failed=os.path.exists(os.environ.get(ERROR_FILE, "")))
             self._file.flush()

@@ -1,4 +1,5 @@
-"""FullyShardedDataParallel and fully_shard: which processes hold parts of one model, and what it is fed."""
+"""FullyShardedDataParallel and fully_shard: the processes that share one model, its inputs, its weights before
+sharding."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import after_import, patch
 from paceline.doctor.recorders.tensor_digests import sample
 
-_MAX_PARAMETERS = 400  # parameters of one call
+_MAX_PARAMETERS = 400  # of one call
 _EXPORTS = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 
 
@@ -23,11 +24,12 @@ class _FSDPRecorder:
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self._number = 0
-        self._shards: list[Any] = []  # (parameter, its name, this process's part of it as it was cut)
-        self._full: dict[str, list[float]] = {}  # name -> what was cut
+        self._shards: list[Any] = []  # (parameter, its name, a sample of this process's shard as it was cut)
+        self._full: dict[str, list[float]] = {}  # name -> a sample of the weight before it was cut
 
     def record_cut(self, optimizer: Any, *_: Any) -> None:
-        """At the first step: of the weights that are still as they were cut, what they were before."""
+        """At the first step: samples of the full weights, for those whose shards have not changed since they were
+        cut."""
         if not self._shards or not self.log.active:
             return
         with self.log.overhead():
@@ -72,7 +74,7 @@ class _FSDPRecorder:
         self.log.record("fsdp", ranks=ranks, by=by)
 
     def wrap_pre_forward(self, original: Any) -> Any:
-        """FSDPState._pre_forward: the inputs of the outermost module."""
+        """FSDPState._pre_forward: record the inputs of the outermost module."""
 
         def _pre_forward(state: Any, module: Any, args: Any, options: Any) -> Any:
             result = original(state, module, args, options)
@@ -84,18 +86,20 @@ class _FSDPRecorder:
 
 
 def _named(modules: Any) -> list[tuple[str, Any]]:
+    """(name, parameter) of one module, or of several."""
     several = list(modules) if isinstance(modules, (list, tuple)) else [modules]
     return [(f"{n}.{name}" if n else name, p) for n, m in enumerate(several) for name, p in m.named_parameters()]
 
 
 def _full_samples(modules: Any) -> dict[str, list[float]]:
-    """The parameters that are about to be cut, and have values."""
+    """Samples of the parameters that are about to be cut, where they have values."""
     plain = [(n, p) for n, p in _named(modules) if not hasattr(p, "to_local") and p.device.type != "meta"]
     return {name: sample(p) for name, p in plain[:_MAX_PARAMETERS] if p.layout is torch.strided and p.numel()}
 
 
 def _shard_samples(modules: Any, whole: dict[str, list[float]]) -> dict[str, tuple[Any, list[float]]]:
-    """This process's parts of them; where they are too small for all, some have none."""
+    """Of those parameters: this process's shard with a sample of it. A small parameter may leave some processes without
+    a shard."""
     cut = [(name, p) for name, p in _named(modules) if name in whole and hasattr(p, "to_local")]
     return {name: (p, sample(p.to_local())) for name, p in cut if p.to_local().numel()}
 

@@ -1,4 +1,4 @@
-"""Calls that make the host wait for the device, or give its memory back; threads and cores."""
+"""Calls that make the host wait for the device or free its cached memory; threads and cores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import patch
 
+# methods that copy a tensor's value to the host
+# methods that copy a tensor's value to the host
 _READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
 
 
 class _HostSyncRecorder:
+    """The seconds of such calls. A call inside another one is not recorded."""
+
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self._inside = False
@@ -38,7 +42,7 @@ class _HostSyncRecorder:
         return make
 
     def wrap_read(self, name: str) -> Any:
-        """A tensor's value is asked for: on a device this waits for all that is queued."""
+        """A method that reads a tensor's value: on a device it waits for all that is queued."""
 
         def make(original: Any) -> Any:
             def method(tensor: Any, /, *args: Any, **options: Any) -> Any:
@@ -69,7 +73,7 @@ def install(log: EventLog) -> None:
 
 
 def machine_state() -> dict[str, Any]:
-    """Of this process: threads, cores, seconds that it stood ready and was not run, devices with memory in use."""
+    """Of this process: threads, cores, seconds for which it was ready and not running, memory in use on each device."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "cores": cores, "queued": _run_queue_seconds()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -79,7 +83,7 @@ def machine_state() -> dict[str, Any]:
 
 
 def _run_queue_seconds() -> float | None:
-    """Of all threads of this process."""
+    """Seconds for which threads of this process were ready and not running; None where the system does not tell."""
     total = 0.0
     try:
         for thread in os.listdir("/proc/self/task"):

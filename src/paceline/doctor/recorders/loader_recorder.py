@@ -1,8 +1,8 @@
-"""DataLoaders: which examples each batch holds, as indices and as digests of their rows, and how long it was awaited.
+"""DataLoaders: the indices and the rows' digests of each batch, and how long the script waited for it.
 
-Indices are seen where the main process draws them from the sampler, before anything is fetched; batches come in that
-order, so that those of a batch are the oldest not yet taken. Through `Subset`s they are followed to the data set that
-has them. An iterable data set has none: there the rows' digests tell.
+Indices are recorded where the main process draws them from the sampler, before anything is fetched. Batches arrive in
+the same order, so that the indices of a batch are the oldest that no batch has claimed. Indices of a `Subset` are
+followed to the data set below. An iterable data set has no indices: its rows' digests identify the examples.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ from paceline.doctor.recorders.tensor_digests import digest, row_digests, tensor
 
 _MAX_DIGESTED = 64  # batches of each pass whose rows are digested
 _MAX_TENSORS = 4  # of a batch
-_MIN_INDICES = 4
+_MIN_INDICES = 4  # fewer may equal the labels of a batch by chance
+# Of what a data set holds: elements of a list that are digested; the shortest list or tensor that is looked into; the
+# most digests; how deep attributes are followed.
 _LIST_ELEMENTS, _MIN_ELEMENTS, _MAX_DIGESTS, _MAX_DEPTH = 64, 16, 32, 5
+# Attributes that the recorder puts on a loader's iterator (the two first) and on samplers and subsets.
 _INDICES, _PASS, _MADE_AT = "_paceline_doctor_indices", "_paceline_doctor_pass", "_paceline_doctor_made"
 
 
@@ -68,7 +71,7 @@ class _LoaderRecorder:
         return __init__
 
     def wrap_construction(self, original: Any) -> Any:
-        """Of a sampler or a part of a data set: the line that makes it."""
+        """Of a sampler or a Subset: remember the line that makes it."""
 
         def __init__(thing: Any, /, *args: Any, **options: Any) -> None:
             original(thing, *args, **options)
@@ -78,7 +81,8 @@ class _LoaderRecorder:
         return __init__
 
     def _name(self, loader: Any) -> str:
-        """By the line that makes it: a loader that one rank alone has must not shift the others' numbers."""
+        """A name that is the same on all ranks: the line that makes the loader, and the how-manieth loader of that line
+        it is. (A running number would shift where one rank has a loader more.)"""
         at = self._log.caller()
         line = f"line {at[1]} of {at[0]}" if at else "a library"
         self._made[line] += 1
@@ -103,8 +107,8 @@ class _LoaderRecorder:
         return __iter__
 
     def wrap_worker_loop(self, original: Any) -> Any:
-        """In a worker that is forked: what its random generators begin and end with. A file of its own takes it, since
-        this process is no longer the one that is watched."""
+        """In a forked worker: record the states that its random generators begin with and end with. They go into a file
+        of the workers', since the event log of a forked child is closed."""
         signature = inspect.signature(original)
 
         def _worker_loop(*args: Any, **options: Any) -> Any:
@@ -172,7 +176,7 @@ class _LoaderRecorder:
 
 
 def _generators() -> dict[str, int]:
-    """Digests of the states of this process's own random generators."""
+    """Digests of the states of this process's random generators."""
     numpys: Any = np.random.get_state()
     return {
         "NumPy's": zlib.crc32(numpys[1].tobytes() + str(numpys[2:]).encode()),
@@ -182,6 +186,7 @@ def _generators() -> dict[str, int]:
 
 
 def _describe(loader: Any) -> dict[str, Any]:
+    """The fields of a "loader" event."""
     sampler = _innermost_sampler(loader)
     iterable = isinstance(loader.dataset, IterableDataset)
     kind = "other"
@@ -216,7 +221,7 @@ def _describe(loader: Any) -> dict[str, Any]:
 
 
 def _describe_subset(dataset: Any) -> dict[str, Any]:
-    """Of a part of a data set: where it was cut, and a digest of what it has; of a data set, the name of its class."""
+    """Of a Subset: the line that makes it, and a digest of its indices. Of any data set: the name of its class."""
     cut = [int(i) for i in dataset.indices] if isinstance(dataset, Subset) else None
     digest = None if cut is None else zlib.crc32(str(cut).encode())
     return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE_AT), "cut": digest, "set_name": type(dataset).__name__}
@@ -228,8 +233,8 @@ def _number(thing: Any, name: str) -> int:
 
 
 def content_digests(dataset: Any) -> dict[str, int]:
-    """Digests of what a data set holds, by the way to it: tensors, arrays, and lists of plain things. Empty where it
-    makes or reads its examples one by one."""
+    """Digests of what a data set holds in memory (tensors, arrays, long lists), by attribute path. Empty where it makes
+    or reads its examples one by one."""
     found: dict[str, int] = {}
     pending: list[tuple[str, Any, int]] = [("", dataset, 0)]
     while pending and len(found) < _MAX_DIGESTS:
@@ -261,6 +266,7 @@ def _as_tensor(array: Any) -> torch.Tensor | None:
 
 
 def _hashable(thing: Any) -> Any:
+    """A value whose repr is the same on all ranks."""
     if isinstance(thing, torch.Tensor):
         return digest(thing) if thing.numel() and thing.device.type != "meta" else None
     if isinstance(thing, (list, tuple)):
@@ -269,7 +275,7 @@ def _hashable(thing: Any) -> Any:
 
 
 def _innermost_sampler(loader: Any) -> Any:
-    """The sampler under batch samplers and other wrappers that have one."""
+    """The sampler below batch samplers and other wrappers."""
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(4):
         inner = getattr(sampler, "sampler", None)
@@ -280,6 +286,7 @@ def _innermost_sampler(loader: Any) -> Any:
 
 
 def _base_size(dataset: Any) -> int | None:
+    """The length of the data set below Subsets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     try:
@@ -297,7 +304,7 @@ def _batch_indices(index: Any) -> list[Any]:
 
 
 def _base_indices(dataset: Any, index: Any) -> list[int] | None:
-    """The indices of a batch in the data set that has them, or None where it has none or they are no numbers."""
+    """The indices of a batch in the data set below Subsets; None where it has none, or they are no numbers."""
     if index is None:
         return None
     indices = _batch_indices(index)
@@ -311,8 +318,8 @@ def _base_indices(dataset: Any, index: Any) -> list[int] | None:
 
 
 def _row_digests(batch: Any, given: list[Any], indices: list[int] | None) -> list[list[int]] | None:
-    """For each tensor that has a row for each example: the rows' digests. Not of one that holds the indices: it says
-    nothing of the example."""
+    """For each tensor of the batch with a row for each example: the rows' digests. A tensor that holds the indices gets
+    zeros, since it says nothing about the examples."""
     size = None if indices is None else len(indices)
     found = []
     for leaf in tensors_in(batch):

@@ -1,4 +1,4 @@
-"""What a loss is, by its graph: a mean, and was it divided?"""
+"""What a loss is, by its autograd graph: is it a mean, and what was it divided by?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_MIN_DIVISOR = 1.9  # that a loss is divided into
+_MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, and not a division by the number of micro-batches
 _MEANS = {"MeanBackward0", "MeanBackward1"}
 _LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
            "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
@@ -19,8 +19,8 @@ _SCALED = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"}
 
 
 def loss_kind(root: torch.Tensor) -> str:
-    """What a loss is. "mean": a mean that was not divided, or a sum of such (of weighted ones, where one has more than
-    half of its weight); "divided": it was, or multiplied by 1/2 or less; "other": neither can be said of it."""
+    """ "mean": a mean, or a sum of means (of weighted ones, where one has more than half of its weight). "divided": a
+    mean times 1/2 or less. "other": neither can be said."""
     return _kind(root.grad_fn, 12)
 
 
@@ -88,6 +88,7 @@ def _divisor(node: Any, depth: int) -> list[float] | None:
 
 
 def _is_sum(node: Any) -> bool:
+    """Is it the sum of elements, or of a loss with reduction="sum"?"""
     while node is not None and node.name() in _TRANSPARENT:
         node = next(iter(_children(node)), None)
     if node is None:
@@ -102,7 +103,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _factor(node: Any) -> float | None:
-    """By what single number a node multiplies."""
+    """The single number by which a node multiplies; None where there is no such number."""
     value = getattr(node, "_saved_other", None)
     value = getattr(node, "_saved_self", None) if value is None else value
     if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
@@ -114,12 +115,13 @@ def _factor(node: Any) -> float | None:
 
 
 def _divides(node: Any) -> bool:
+    """Does a node multiply by 1/2 or less?"""
     factor = _factor(node) if node.name() in _SCALED else None
     return factor is not None and 0 < abs(factor) <= 1 / _MIN_DIVISOR
 
 
 def _counts(nodes: list[Any]) -> tuple[int, ...]:
-    """How many values, or examples, a node has summed: with that many a division makes a mean of it."""
+    """How many elements, or examples, a node has summed: a division by one of these makes a mean of the sum."""
     node = next(iter(nodes), None)
     while node is not None and node.name() in _TRANSPARENT:
         node = next(iter(_children(node)), None)

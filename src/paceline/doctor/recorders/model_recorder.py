@@ -1,4 +1,4 @@
-"""DistributedDataParallel, batch norm, and the names of parameters."""
+"""DistributedDataParallel, forward passes, batch norm, training mode, and the names of parameters."""
 
 from __future__ import annotations
 
@@ -18,48 +18,52 @@ from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import patch
 from paceline.doctor.recorders.tensor_digests import digest, tensors_in
 
-_MAX_DIGESTED = 40  # forward calls whose inputs are digested
-USED = 40  # backward passes of which it is noted which parameters this rank's loss reached
-_MAX_PAST = 8  # calls past DDP
+_MAX_DIGESTED = 40  # forward passes whose inputs are digested
+_MAX_PAST = 8  # forward passes that go past DDP, and initializations of wrapped parameters
 _MAX_NAMED = 4
-_MAX_NORM_EVENTS = 3  # at a batch norm: a DDP module may be made after its first forward
+_MAX_NORM_EVENTS = 3  # of a batch norm: a DDP module may be constructed after its first forward
 
 
 class ModelRecorder:
-    """The DDP modules of this process, by the order of their making."""
+    """The models of this process. DDP modules are numbered in the order of their construction."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self.ddp_count = 0
-        self.synced_forwards: set[int] = set()  # forward passes whose backward will reduce
-        self.unsynced_forwards: set[int] = set()  # forward passes under no_sync
-        self.has_reduced: set[int] = set()  # modules that have reduced, and will order their buckets anew
-        self._rebuilt: set[int] = set()  # modules that have
-        self.ddp_of: Any = WeakIdKeyDictionary()  # parameter -> DDP module
-        self._ddp_holding: Any = WeakIdKeyDictionary()  # module, or buffer, in a DDP module -> its number
+        self.synced_forwards: set[int] = set()  # DDP modules with a forward whose backward will reduce
+        self.unsynced_forwards: set[int] = set()  # DDP modules with a forward under no_sync
+        self.has_reduced: set[int] = set()  # DDP modules that have reduced: the next forward rebuilds their buckets
+        self._rebuilt: set[int] = set()  # DDP modules that have rebuilt their buckets
+        self.ddp_of: Any = WeakIdKeyDictionary()  # parameter -> the number of the DDP module that reduces it
+        self._ddp_holding: Any = WeakIdKeyDictionary()  # module or buffer -> the number of the DDP module that holds it
         self._in_batch_norm = False
-        self._forward_depth = 0  # calls of DDP's forward that are under way
-        self.before_forward: Callable[[], None] | None = None  # to be called once, before the next forward
-        self._ddp_wrapping: Any = WeakIdKeyDictionary()  # module that DDP wraps -> its number
-        self._unwrapped: Any = WeakIdKeyDictionary()  # modules that are part of no other, and that an optimizer trains
-        self._patched_classes: set[type] = set()  # of those modules: their forward is watched
+        self._forward_depth = 0  # calls of a recorded forward that are under way
+        self.before_forward: Callable[[], None] | None = None  # called once, before the next forward
+        self._ddp_wrapping: Any = WeakIdKeyDictionary()  # module -> the number of the DDP module that wraps it
+        self._unwrapped: Any = WeakIdKeyDictionary()  # root modules that an optimizer trains
+        self._patched_classes: set[type] = set()  # classes whose forward is patched: of wrapped modules and of these
         self._past_count = 0
-        self.sync_off = False  # has FSDP been told to send none?
-        self._no_sync_lines: set[tuple[Any, ...]] = set()  # lines
-        self.made_at: Any = WeakIdKeyDictionary()  # parameter -> (where it was made, how many DDP modules there were)
-        self.unfrozen_at: Any = WeakIdKeyDictionary()  # parameter -> where it was unfrozen after a DDP module was made
-        self.sharded: Any = WeakIdKeyDictionary()  # parameters of which a process holds a part
+        self.sync_off = False  # has FSDP been told not to reduce?
+        self._no_sync_lines: set[tuple[Any, ...]] = set()  # lines with a call of no_sync
+        # parameter -> (the line that makes it, number of DDP modules at that time)
+        self.made_at: Any = WeakIdKeyDictionary()
+        # parameter -> the line that unfroze it, if there was a DDP module already
+        self.unfrozen_at: Any = WeakIdKeyDictionary()
+        self.sharded: Any = WeakIdKeyDictionary()  # parameters of which this process holds a shard
         self.ddp_modules: Any = weakref.WeakSet()
         self._forward_count = self._init_count = 0
-        self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of ours
-        self._norm_counts: Any = WeakIdKeyDictionary()  # module -> how often it was noted, frozen and trained
-        self._eval_parts: Any = (
+        self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
+        # batch norm -> (events while its weight was frozen, while it was trained)
+        self._norm_counts: Any = WeakIdKeyDictionary()
+        self._eval_parts: Any = (  # module -> names of its parts in evaluation mode, as last recorded
             WeakIdKeyDictionary()
         )  # module -> names of its parts that are in evaluation mode, last noted
-        self._mode_parts: Any = WeakIdKeyDictionary()  # module -> its parts that compute by their mode, with names
+        # module -> (name, part) for the parts whose forward depends on their mode
+        self._mode_parts: Any = WeakIdKeyDictionary()
         self._train_depth = 0  # calls of nn.Module.train that are under way
-        self._train_line: list[Any] = []  # the line of the last one
-        self._reached: dict[int, set[int]] = {}  # of modules with find_unused_parameters: parameters reached
+        self._train_line: list[Any] = []  # the line of the last of them
+        # DDP module with find_unused_parameters -> places of the parameters that were reached
+        self._reached: dict[int, set[int]] = {}
 
     def wrap_init(self, original: Any) -> Any:
         def __init__(module: Any, /, *args: Any, **options: Any) -> None:
@@ -96,7 +100,7 @@ class ModelRecorder:
                 self._hooked_here[p] = True
 
     def add_trained(self, parameters: list[Any]) -> None:
-        """An optimizer is made: the modules that it trains may never be wrapped."""
+        """An optimizer has been constructed: patch the root modules that it trains, since DDP may never wrap them."""
         mine = {id(p) for p in parameters}
         for root in root_modules():
             if any(id(p) in mine for p in root.parameters()):
@@ -104,7 +108,7 @@ class ModelRecorder:
                 self._patch_forward(root)
 
     def not_broadcast(self) -> list[nn.Module]:
-        """Trained models whose buffers DDP does not send."""
+        """Trained models whose buffers DDP does not broadcast."""
         sent = {id(ddp.module) for ddp in self.ddp_modules if ddp.broadcast_buffers}
         by_id = {id(ddp.module): ddp.module for ddp in self.ddp_modules} | {id(root): root for root in self._unwrapped}
         return [root for key, root in by_id.items() if key not in sent]
@@ -140,7 +144,7 @@ class ModelRecorder:
             due()
 
     def wrap_inner_forward(self, original: Any) -> Any:
-        """Around the forward of a class whose instances DDP wraps: is one called past DDP?"""
+        """The forward of a class whose instances DDP may wrap: is one called past DDP?"""
 
         def forward(module: Any, /, *args: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling() or self._forward_depth or not self.log.active:
@@ -174,7 +178,7 @@ class ModelRecorder:
         return set_requires_gradient_sync
 
     def wrap_no_sync(self, original: Any) -> Any:
-        """`no_sync` and the like: where a script asks for it."""
+        """no_sync: record the lines that call it, once each."""
 
         def no_sync(*args: Any, **options: Any) -> Any:
             if self.log.active:
@@ -198,7 +202,7 @@ class ModelRecorder:
         return register_parameter
 
     def wrap_requires_grad(self, original: Any) -> Any:
-        """requires_grad_ of a module or a tensor, when a DDP module exists already."""
+        """requires_grad_ of a module or a tensor: remember the line where there is a DDP module already."""
 
         def requires_grad_(thing: Any, *args: Any, **options: Any) -> Any:
             if self.ddp_count and self.log.active and (args[0] if args else options.get("requires_grad", True)):
@@ -219,7 +223,7 @@ class ModelRecorder:
         return load_state_dict
 
     def wrap_initializer(self, original: Any) -> Any:
-        """A function of torch.nn.init, on a parameter that DDP holds already."""
+        """A function of torch.nn.init: record calls for parameters that DDP holds already."""
 
         def initialize(tensor: Any, /, *args: Any, **options: Any) -> Any:
             if self.ddp_count and self._init_count < _MAX_PAST and self.log.active and tensor in self.ddp_of:
@@ -252,7 +256,8 @@ class ModelRecorder:
         return train
 
     def record_mode(self, module: nn.Module, number: int | None) -> None:
-        """A forward with gradients begins. Of the parts that compute by their mode: which are in evaluation mode?"""
+        """At the start of a forward with gradients: record which parts are in evaluation mode, of those that depend on
+        their mode."""
         with self.log.overhead():
             parts = self._mode_parts.get(module)
             if parts is None:
@@ -286,7 +291,8 @@ class ModelRecorder:
         return _post_forward
 
     def rebuilds_buckets(self, module: Any) -> bool:
-        """Does the forward that begins exchange the order of the buckets? The first after a reduction does, in C++."""
+        """Does the forward that starts now communicate the order of DDP's buckets? The first one after a reduction
+        does, in C++."""
         number = module.__dict__.get("_paceline_doctor")
         static = bool(getattr(module, "static_graph", False))
         if not torch.is_grad_enabled() or (module.find_unused_parameters and not static):
@@ -304,7 +310,8 @@ class ModelRecorder:
         )
 
     def pop_reached(self, number: int) -> int | None:
-        """How many parameters of a module the backward that has just ended reached here; None: it is not known."""
+        """How many parameters of a DDP module the backward that has just ended reached on this rank; None: not
+        known."""
         seen = self._reached.get(number)
         if seen is None:
             return None
@@ -332,7 +339,7 @@ class ModelRecorder:
         return forward
 
     def wrap_functional_batch_norm(self, original: Any) -> Any:
-        """Of a module of the script's own that calls torch's function."""
+        """torch.nn.functional.batch_norm, called by a module of the script's own."""
         names = ("input", "running_mean", "running_var", "weight", "bias", "training")
 
         def batch_norm(*args: Any, **options: Any) -> Any:
@@ -356,7 +363,7 @@ class ModelRecorder:
         return bool(times < _MAX_NORM_EVENTS and torch.is_grad_enabled() and self.log.active)
 
     def _record_norm(self, key: Any, x: torch.Tensor, weight: Any, number: int | None, name: str) -> None:
-        """One in training mode is about to be used."""
+        """A batch norm in training mode is about to compute. key: its module, weight or buffer."""
         if not self._wants_norm(key, weight):
             return
         frozen, trained = self._norm_counts.get(key, (0, 0))
@@ -367,7 +374,7 @@ class ModelRecorder:
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
-    """Does a module compute by its mode?"""
+    """Does the forward of a module depend on whether it is in training mode?"""
     if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RNNBase)):
         return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
     if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
@@ -381,7 +388,7 @@ def _is_trained(weight: Any) -> bool:
 
 
 def _names_of(module: nn.Module) -> list[tuple[str, str]]:
-    """(class of the whole, name in it) for the modules that hold this one and are held by none."""
+    """(class of the root, name in it) for each root module that holds this one."""
     return [
         (type(root).__name__, name)
         for root in root_modules()
@@ -391,7 +398,7 @@ def _names_of(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def root_modules() -> list[nn.Module]:
-    """The modules of this process that are part of no other, DDP's wrapper left out."""
+    """The modules of this process that no other module holds; DDP's wrappers are left out."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     wrappers = (DistributedDataParallel,)
     inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in m._modules.values()}
@@ -399,7 +406,7 @@ def root_modules() -> list[nn.Module]:
 
 
 def parameter_names() -> Any:
-    """parameter -> its name in the largest module that has it."""
+    """parameter -> its name in the largest root module that holds it."""
     found: Any = WeakIdKeyDictionary()
     for root in sorted(root_modules(), key=lambda m: sum(1 for _ in m.parameters())):
         found.update({p: name for name, p in root.named_parameters()})

@@ -1,4 +1,4 @@
-"""What the script says, and what it saves: print, sys.stdout, text files, logging, TensorBoard; torch.save."""
+"""What the script prints, logs and writes (print, sys.stdout, files, logging, json.dump, TensorBoard), and saves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import after_import, patch
 
 _NUMBER = re.compile(r"\d")
-_VALUE = re.compile(r"\d\.\d")  # no count, as a bar of progress has
+_VALUE = re.compile(r"\d\.\d")  # a decimal number, which the counts of a progress bar are not
 _PRINTED = (str, int, float, torch.Tensor, np.generic, dict, list, tuple)
 _MAX_OUTPUTS = 3000
 _PREFIX = "module."
 
 
 class _OutputRecorder:
+    """The output of this process, up to a number of events."""
+
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self._count = 0
@@ -49,7 +51,7 @@ class _OutputRecorder:
         return print
 
     def wrap_write(self, original: Any) -> Any:
-        """What comes to sys.stdout in other ways: its write, tqdm.write, rich."""
+        """sys.stdout.write, which tqdm.write and rich call too."""
 
         def write(text: str) -> Any:
             if not self._printing and self.log.active and _VALUE.search(text):
@@ -59,7 +61,7 @@ class _OutputRecorder:
         return write
 
     def wrap_open(self, original: Any) -> Any:
-        """A text file that the script itself opens for writing: what comes into it is not seen."""
+        """open, where the script itself opens a file for writing. What it writes into the file is not recorded."""
 
         def open(*args: Any, **options: Any) -> Any:
             file = original(*args, **options)
@@ -127,7 +129,8 @@ class _OutputRecorder:
 
 
 def _prefixed_name(value: Any, depth: int = 0) -> str:
-    """A name that begins with DDP's `module.`, where all names of tensors in some dictionary do."""
+    """A name of a tensor that begins with DDP's `module.`, from a dictionary in which all names do; "" where there is
+    none."""
     if not isinstance(value, dict) or depth > 3:
         return ""
     names = [str(name) for name, item in value.items() if isinstance(item, torch.Tensor)]

@@ -1,7 +1,7 @@
-"""What must be alike on replicas of one model, at some steps: weights, gradients, the optimizer's state and settings.
+"""What must be equal on all replicas of a model: weights, gradients, the optimizer's state and settings.
 
-A tensor is told by its size, two sums and a few of its values. What a process can see by itself is noted too: that its
-weights changed between two steps, by nothing that the optimizer did.
+At some steps each rank records samples of these tensors (tensor_digests.sample), which the rules compare. One thing a
+process can see by itself: that its weights changed between two steps, not by its optimizer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from paceline.doctor.recorders.model_recorder import ModelRecorder, parameter_na
 from paceline.doctor.recorders.tensor_digests import sample
 
 _MAX_TENSORS = 2000
-_EVERY, _FIRST = 50, 4  # every so many steps; all of the first
-_MAX_GRADIENTS = 400  # samples of all gradients, in a run
+_EVERY, _FIRST = 50, 4  # steps are compared every so often, and all of the first
+_MAX_GRADIENTS = 400  # backward passes after which an optimizer's gradients are sampled
+# Tensors of which a fingerprint has one value; steps that have fingerprints.
 _FINGERPRINTED, _MAX_FINGERPRINTED_STEPS = 24, 2000  # tensors of which one value is kept from step to step; steps
 _MAX_BUFFERS = 64
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
@@ -28,12 +29,16 @@ Sample = dict[str, list[float]]
 
 
 class ReplicaRecorder:
+    """The samples of this process's optimizers."""
+
     def __init__(self, log: EventLog, models: ModelRecorder) -> None:
         self._log, self._models = log, models
-        self._names: Any = WeakIdKeyDictionary()  # parameter -> name; a later one may get a dead one's id
+        # parameter -> name. Weak, since a later parameter may get a dead one's id
+        self._names: Any = WeakIdKeyDictionary()
         self._local_gradients: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
-        self._gradient_count = 0
-        self._fingerprints: dict[int, tuple[int, str]] = {}  # optimizer -> versions, witnesses after its step
+        self._gradient_count = 0  # backward passes that have been sampled
+        # optimizer -> the fingerprint of its weights after its last step
+        self._fingerprints: dict[int, tuple[int, str]] = {}
 
     @staticmethod
     def is_compared(step: int) -> bool:
@@ -41,7 +46,8 @@ class ReplicaRecorder:
         return step <= _FIRST or (step & (step - 1)) == 0 or step % _EVERY == 0
 
     def after_backward(self, optimizers: Iterable[Any], made: Callable[[int], int]) -> None:
-        """A backward has ended. made: the steps that an optimizer has made, by its number."""
+        """Sample the gradients as the backward leaves them. made: number of an optimizer -> the steps that it has
+        made."""
         for optimizer in optimizers:
             number = optimizer.__dict__["_paceline_doctor"]
             if self.is_compared(made(number) + 1) and self._gradient_count < _MAX_GRADIENTS:
@@ -49,7 +55,7 @@ class ReplicaRecorder:
                 self._local_gradients[number] = self._sample(optimizer, lambda p: p.grad)
 
     def before_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
-        """At a step that is about to be made."""
+        """The fields that an optimizer's "before" event gets from here. made: the steps that it has made."""
         if 0 < made <= _MAX_FINGERPRINTED_STEPS and self._fingerprint(optimizer) != self._fingerprints.get(number):
             self._log.record("moved", opt=number, step=made)
         if not self.is_compared(made + 1):
@@ -64,7 +70,7 @@ class ReplicaRecorder:
         }
 
     def after_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
-        """At a step that has been made."""
+        """The fields that an optimizer's "step" event gets from here. made: the steps that it has made."""
         self._local_gradients.pop(number, None)
         if made <= _MAX_FINGERPRINTED_STEPS:
             self._fingerprints[number] = self._fingerprint(optimizer)
@@ -74,14 +80,14 @@ class ReplicaRecorder:
         return {"weights": self._sample(optimizer, lambda p: p), "state": self._state(optimizer)}
 
     def _record_buffers(self, number: int, made: int) -> None:
-        """At the first forward after a step: what the script, or a library, does after its steps has been done."""
+        """At the first forward after a step, when the script or a library has done what it does after its steps."""
         with self._log.overhead():
             found, sent = self._unbroadcast_buffers(), self._broadcast_buffers()
             if found or sent:
                 self._log.record("buffers", opt=number, step=made, buffers=found, sent=sent)
 
     def _broadcast_buffers(self) -> Sample:
-        """Those of the script's own modules that DDP is about to overwrite with rank 0's."""
+        """Buffers of the script's own modules that DDP is about to overwrite with rank 0's."""
         found: Sample = {}
         for ddp in self._models.ddp_modules:
             parts = ddp.module.named_modules() if ddp.broadcast_buffers else ()
@@ -92,7 +98,7 @@ class ReplicaRecorder:
 
     @staticmethod
     def _persistent_buffers(name: str, module: Any) -> Sample:
-        """The buffers of a module that a checkpoint has."""
+        """The buffers of a module that are in its state_dict."""
         return {
             f"{name}.{key}".lstrip("."): sample(buffer)
             for key, buffer in module._buffers.items()
@@ -101,8 +107,8 @@ class ReplicaRecorder:
         }
 
     def _unbroadcast_buffers(self) -> Sample:
-        """Those of models that nothing sends to the other ranks. Batch norm's only where DDP was told not to send them:
-        elsewhere its statistics are a finding of their own."""
+        """Buffers that nothing sends to the other ranks. Batch norm's are among them only where DDP was told not to
+        broadcast: elsewhere its statistics are a finding of their own."""
         found: Sample = {}
         wrapped = {id(ddp.module) for ddp in self._models.ddp_modules}
         for root in self._models.not_broadcast():
@@ -115,17 +121,19 @@ class ReplicaRecorder:
         return found
 
     def _fingerprint(self, optimizer: Any) -> Any:
-        """The versions of all weights, which in-place operations count up, and a value of some: `.data` counts none."""
+        """The sum of the weights' versions, which in-place operations count up, and a value of some weights, since a
+        write to `.data` counts nothing."""
         weights = [p for p in parameters(optimizer) if self._is_full(p) and p.numel()]
         some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _FINGERPRINTED)]]
         values = torch.stack([s.double() for s in some]).tolist() if some else []
         return sum(p._version for p in weights), str(values)  # as text, in which NaN is NaN
 
     def _is_full(self, p: Any) -> bool:
+        """Is the parameter a plain tensor, of which this process holds all?"""
         return type(p) in (torch.nn.Parameter, torch.Tensor) and p not in self._models.sharded
 
     def _sample(self, optimizer: Any, of: Callable[[Any], torch.Tensor | None]) -> Sample:
-        """name -> [elements, sum of magnitudes, sum, some values]; not of parameters that are cut over processes."""
+        """name -> sample of `of(parameter)`, without sharded parameters."""
         found: Sample = {}
         for name, p in self.named(optimizer)[:_MAX_TENSORS]:
             tensor = of(p) if self._is_full(p) else None
@@ -134,6 +142,7 @@ class ReplicaRecorder:
         return found
 
     def _state(self, optimizer: Any) -> Sample:
+        """ "key of name" -> sample of a tensor of the optimizer's state."""
         found: Sample = {}
         for name, p in self.named(optimizer)[:_MAX_TENSORS]:
             for key, value in optimizer.state.get(p, {}).items() if self._is_full(p) else ():
@@ -142,7 +151,8 @@ class ReplicaRecorder:
         return found
 
     def _outside_ddp(self, optimizer: Any) -> dict[str, Any]:
-        """Of its parameters that no DDP module reduces: name -> [line where it was unfrozen or made, which of them]."""
+        """Trained parameters that no DDP module reduces: name -> [line that unfroze or made it, how it comes to be
+        outside]."""
         models, found = self._models, {}
         for name, p in self.named(optimizer):
             if models.ddp_count and p.requires_grad and p not in models.ddp_of:
@@ -156,10 +166,11 @@ class ReplicaRecorder:
         return found
 
     def _made_at(self, optimizer: Any) -> dict[str, Any]:
+        """name -> the line that makes the parameter."""
         return {name: self._models.made_at.get(p, ([], 0))[0] for name, p in self.named(optimizer)[:_MAX_TENSORS]}
 
     def named(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
-        """Its parameters, each under a name of its own: two models may have the same ones."""
+        """(name, parameter) of an optimizer. Names are unique: two models may have the same ones."""
         found: dict[str, torch.Tensor] = {}
         for place, p in enumerate(parameters(optimizer)):
             if p not in self._names:

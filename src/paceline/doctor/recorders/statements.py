@@ -1,4 +1,4 @@
-"""The statement of the script that makes a call, and what it chooses its data by."""
+"""The statement of the script that makes a call, and the names by which it chooses what it sends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from paceline.doctor.script_ast import holds
 
 @dataclass(frozen=True)
 class Statement:
-    """sent: the first argument of its call. names: those in it, and those of a loop around it that binds one of them or
-    computes one from what it binds;
-    indices: those in its subscripts. branches: line of each `if` around it -> is it in the body, or in the else?"""
+    """The innermost statement at a line.
+
+    Attributes:
+        sent: the text of the first argument of its call.
+        names: those in it, and those that a loop around it binds, where the statement uses one of them or a value made
+            from one.
+        indices: those in its subscripts.
+        branches: line of each `if` around it -> does the statement stand in the body, and not in the else?
+    """
 
     sent: str = ""
     names: frozenset[str] = frozenset()
@@ -24,7 +30,7 @@ class Statement:
 
 
 def statement_at(tree: ast.AST | None, line: int) -> Statement:
-    """The innermost at a line."""
+    """The innermost statement at a line; an empty Statement where there is none."""
     around = [] if tree is None else [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and holds(n, line)]
     statement = max(around, key=lambda n: n.lineno, default=None)
     if statement is None:
@@ -50,8 +56,8 @@ def statement_at(tree: ast.AST | None, line: int) -> Statement:
 
 
 def _sources(loop: ast.For, line: int, used: set[str]) -> set[str]:
-    """The names in what a loop's body assigns to the `used` ones before a line, as `name` in
-    `value = metrics[name].clone()`."""
+    """The names from which the loop's body, before a line, assigns the `used` names: `name` in `value =
+    metrics[name].clone()`."""
     found: set[str] = set()
     assigned = (n for n in ast.walk(loop) if isinstance(n, ast.Assign) and n.lineno < line)
     for statement in sorted(assigned, key=lambda n: n.lineno, reverse=True):
@@ -61,7 +67,8 @@ def _sources(loop: ast.For, line: int, used: set[str]) -> set[str]:
 
 
 def values_in(statement: Statement, frame: FrameType) -> dict[str, Any]:
-    """What a statement chooses by. A number only where it is an index: elsewhere it may be data."""
+    """What a statement chooses by: the text that it sends, and the values of short strings; of integers only where they
+    are an index, since elsewhere they may be data."""
     found: dict[str, Any] = {"what is sent": statement.sent} if statement.sent else {}
     for name in statement.names | statement.indices:
         value = frame.f_locals.get(name)

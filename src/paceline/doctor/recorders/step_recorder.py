@@ -1,4 +1,4 @@
-"""Backward passes, optimizers, schedulers, clipping and loss scaling; digests of the weights at some steps."""
+"""Backward passes, optimizer steps, schedulers, clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from paceline.doctor.recorders.model_recorder import ModelRecorder
 from paceline.doctor.recorders.patching import patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 
-_MAX_MAGNITUDES = 120
-_MAX_COUNTED = 400  # backward passes
-_MAX_SHARDS, _SHARD_TOLERANCE = 24, 1e-4  # gradients that are cut over processes; of what multiplies them
+_MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
+_MAX_CLIPS = 50  # calls of clipping whose effect is measured
+_MAX_COUNTED = 400  # backward passes, or calls of zero_grad, that are looked into
+_MAX_SHARDS, _SHARD_TOLERANCE = 24, 1e-4  # sharded gradients of an optimizer; by how much their factors may differ
 
 
 class StepLimitReached(SystemExit):
-    """The steps that were asked for have been made."""
+    """Ends the script: the optimizer steps that were asked for have been made."""
 
 
 class _StepRecorder:
+    """The state of training in this process. Optimizers and schedulers are numbered in the order of their
+    construction."""
+
     def __init__(self, log: EventLog, models: ModelRecorder) -> None:
         self.log, self.models = log, models
         self._optimizer_count = 0
         self._scheduler_count = 0
-        self._scheduler_depth = 0  # a scheduler that steps others
+        self._scheduler_depth = 0  # calls of a scheduler's step under way: a scheduler may step others
         self._steps: dict[int, int] = {}  # optimizer -> steps made
         self.replicas = ReplicaRecorder(log, models)
         self._backward_count = 0
         self._owner: Any = WeakIdKeyDictionary()  # parameter -> id(optimizer)
         self._scalers: list[Any] = []
-        self._magnitude_after_backward: float | None = None  # its magnitude after the last backward
-        self._ratio_at_clip: float | None = None  # of that, what there was when it was clipped
+        self._magnitude: float | None = None  # of the gradients, after the last backward
+        self._ratio_at_clip: float | None = None  # the magnitude at the first clipping since, by that
         self._magnitude_count = 0
-        self._accumulating = False  # was the last backward one under no_sync, and no step since?
-        self._drop_count = 0
-        self._shards_after_backward: dict[
-            int, list[float]
-        ] = {}  # optimizer -> magnitudes of its parts of gradients, after a backward
-        self._had_gradient: set[int] = (
-            set()
-        )  # id of each parameter that had a gradient after a backward, since its step
+        self._accumulating = False  # was the last backward under no_sync, without a step since?
+        self._drop_count = self._clip_count = 0
+        self._shards: dict[int, list[float]] = {}  # optimizer -> the magnitudes of its sharded gradients then
+        self._had_gradient: set[int] = set()  # id of each parameter with a gradient since its optimizer's last step
 
     # --- backward
 
@@ -87,12 +87,10 @@ class _StepRecorder:
             self._backward_count += 1
             with log.overhead():
                 self.replicas.after_backward(log.optimizers, lambda number: self._steps.get(number, 0))
-                self._magnitude_after_backward, self._ratio_at_clip = self._gradient_magnitude(), None
+                self._magnitude, self._ratio_at_clip = self._gradient_magnitude(), None
                 self._had_gradient |= {id(p) for o in log.optimizers for p in parameters(o) if p.grad is not None}
                 self._accumulating = bool(local and not synced) or models.sync_off
-                self._shards_after_backward = {
-                    o.__dict__["_paceline_doctor"]: self._shard_magnitudes(o) for o in log.optimizers
-                }
+                self._shards = {o.__dict__["_paceline_doctor"]: self._shard_magnitudes(o) for o in log.optimizers}
             models.has_reduced.update(synced)
             reached = {number: models.pop_reached(number) for number in synced}
             log.record(
@@ -112,15 +110,16 @@ class _StepRecorder:
         return backward
 
     def _shard_magnitudes(self, optimizer: Any) -> list[float]:
-        """The magnitudes of this process's parts of some gradients that are cut over processes."""
+        """The magnitudes of this process's shards of some sharded gradients."""
         some = [p.grad for p in parameters(optimizer) if hasattr(p.grad, "to_local")][:_MAX_SHARDS]
         few = self._backward_count <= _MAX_COUNTED
         return [float(g.to_local().detach().abs().sum()) for g in some] if few else []
 
     def _shard_factor(self, optimizer: Any) -> float | None:
-        """By what all of these have been multiplied since the backward, if it is one number."""
+        """The number by which all of these shards have been multiplied since the backward; None where it is not one
+        number."""
         before, now = (
-            self._shards_after_backward.get(optimizer.__dict__["_paceline_doctor"]),
+            self._shards.get(optimizer.__dict__["_paceline_doctor"]),
             self._shard_magnitudes(optimizer),
         )
         pairs = [(b, n) for b, n in zip(before or [], now) if b > 0]
@@ -130,7 +129,7 @@ class _StepRecorder:
         return factors[0] if max(factors) - min(factors) <= _SHARD_TOLERANCE * max(factors) else None
 
     def wrap_zero_grad(self, original: Any) -> Any:
-        """zero_grad, between a backward under no_sync and the step that it is made for."""
+        """Record a zero_grad between a backward under no_sync and the step for which that backward was made."""
 
         def zero_grad(thing: Any, /, *args: Any, **options: Any) -> Any:
             if self._accumulating and self.log.active and self._drop_count < _MAX_COUNTED:
@@ -144,7 +143,7 @@ class _StepRecorder:
         return zero_grad
 
     def _gradient_magnitude(self) -> float:
-        """Of some gradients, at the first backward passes: were they divided before the step?"""
+        """The magnitude of some gradients; 0.0 once it has been computed often enough."""
         self._magnitude_count += 1
         if self._magnitude_count > _MAX_MAGNITUDES:
             return 0.0
@@ -152,20 +151,22 @@ class _StepRecorder:
         return sum(float(g.detach().abs().sum()) for g in some if g.layout is torch.strided)
 
     def _rescaled(self) -> bool:
-        """Has the script divided its gradients since the last backward? (A loss scale is no such division, and neither
-        is clipping.)"""
+        """Has the script divided its gradients since the last backward? Unscaling and clipping do not count."""
         share = self._ratio_at_clip if self._ratio_at_clip is not None else self._gradient_ratio()
         return share is not None and share < 0.75
 
     def _gradient_ratio(self, scaled: bool = False) -> float | None:
-        """The magnitude of the gradients now, of that after the last backward. scaled: the loss scale is in them."""
-        if not self._magnitude_after_backward or self._magnitude_count >= _MAX_MAGNITUDES:
+        """The magnitude of the gradients now, by that after the last backward.
+
+        scaled: the loss scale is in both of them.
+        """
+        if not self._magnitude or self._magnitude_count >= _MAX_MAGNITUDES:
             return None
         factor = 1.0 if scaled else self._loss_scale()
-        return self._gradient_magnitude() * factor / self._magnitude_after_backward
+        return self._gradient_magnitude() * factor / self._magnitude
 
     def _loss_scale(self) -> float:
-        """What the gradients of the last backward were multiplied by."""
+        """The loss scale that the gradients of the last backward were multiplied by."""
         used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled)
         return next((float(s._scale) for s in used), 1.0)
 
@@ -211,7 +212,7 @@ class _StepRecorder:
             )  # fmt: skip
 
     def _lacks_gradient(self, parameter: torch.Tensor) -> bool:
-        """Has it no gradient, or zeros that the script put there since the backward?"""
+        """Has the parameter no gradient, or zeros that the script put there since the backward?"""
         grad = parameter.grad
         return grad is None or bool(self._had_gradient and id(parameter) not in self._had_gradient and not grad.any())
 
@@ -227,11 +228,11 @@ class _StepRecorder:
             alike = self.replicas.after_step(optimizer, number, made)
             state = machine_state() if self.replicas.is_compared(made) else None
             rescaled = self._rescaled()  # by a hook of the optimizer's, or in its own step
-            self._magnitude_after_backward = self._ratio_at_clip = None
+            self._magnitude = self._ratio_at_clip = None
             self.log.record("step", now=True, opt=number, step=made, machine_state=state, rescaled=rescaled, **alike)
 
     def _ddp_comm_seconds(self) -> dict[int, float]:
-        """DDP's own measurement of its communication, seconds, where it has made one (some iterations only)."""
+        """DDP module -> the seconds of communication that DDP itself has measured, which it does in some iterations."""
         found = {}
         for module in list(self.models.ddp_modules):
             try:
@@ -252,7 +253,7 @@ class _StepRecorder:
     # --- schedulers
 
     def patch_scheduler(self, cls: Any) -> None:
-        """Watch a class of schedulers, and its own step if it has one."""
+        """Patch a class of schedulers: its constructor, and its own step if it has one."""
 
         def make_init(original: Any) -> Any:
             def __init__(scheduler: Any, /, *args: Any, **options: Any) -> None:
@@ -313,7 +314,8 @@ class _StepRecorder:
                     self._gradient_ratio(scale is not None) if self._ratio_at_clip is None else self._ratio_at_clip
                 )
                 grads = [p.grad for p in parameters if p.grad is not None]
-                before = [float(g.detach().abs().sum()) for g in grads[:64]] if self._few("clip") else []
+                self._clip_count += 1
+                before = [float(g.detach().abs().sum()) for g in grads[:64]] if self._clip_count <= _MAX_CLIPS else []
             result = original(parameters, *args, **options)
             changed = False
             with self.log.overhead():
@@ -327,13 +329,8 @@ class _StepRecorder:
 
         return clip_
 
-    def _few(self, what: str) -> bool:
-        counts = self.__dict__.setdefault("_counts", {})
-        counts[what] = counts.get(what, 0) + 1
-        return bool(counts[what] <= 50)
-
     def _scale_in(self, parameters: list[torch.Tensor]) -> float | None:
-        """The loss scale that is still in these gradients, if one is."""
+        """The loss scale that is in these gradients; None where none is."""
         owners = {self._owner.get(p) for p in parameters}
         for scaler in self._scalers:
             if not scaler._enabled or scaler._scale is None:
@@ -369,7 +366,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def _describe_scheduler(scheduler: Any) -> dict[str, Any]:
-    """What a scheduler says of itself; horizon: the length that it counts in its own steps, where it has one."""
+    """The fields by which a scheduler's events describe it. horizon: its length in its own steps, where it has one."""
     kind, name, horizon = _schedule_length(scheduler)
     base = _as_float(next(iter(getattr(scheduler, "base_lrs", [])), None))
     number, count = scheduler.__dict__.get("_paceline_doctor"), getattr(scheduler, "last_epoch", None)
@@ -377,7 +374,8 @@ def _describe_scheduler(scheduler: Any) -> dict[str, Any]:
 
 
 def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
-    """(class, what it calls its length, the length). Of a sequence: its last part's, after the others'."""
+    """(class, name of the length, length) of a scheduler. A SequentialLR is as long as the parts before its last one,
+    and that one, together."""
     kind = type(scheduler).__name__
     parts = getattr(scheduler, "_schedulers", None)
     if kind == "SequentialLR" and parts:

@@ -82,11 +82,11 @@ class CollectiveChecker:
         """Does this rank wait in a call that some rank of its group has not come to? Where all have, the call is under
         way, and may be slow: a large model, a busy machine."""
         assert rank.open is not None
-        per_rank = rank.open["ranks"]
-        if rank.open.get("loose") or any(m >= len(self._ranks) for m in per_rank):
+        members = rank.open["ranks"]
+        if rank.open.get("loose") or any(m >= len(self._ranks) for m in members):
             return False
         group = _group(rank.open)
-        return any(len(self._ranks[m].calls[group]) < len(rank.calls[group]) for m in per_rank)
+        return any(len(self._ranks[m].calls[group]) < len(rank.calls[group]) for m in members)
 
     def finding(self, cut: bool = False) -> Finding | None:
         """When the run is over. cut: from outside, so that a rank may lack calls that it would have made."""
@@ -97,17 +97,17 @@ class CollectiveChecker:
         if self._found is None and not cut:
             self._find_missing()
         if self._found is None:
-            self._found = next((f for f in map(_find_reordered, self._groups()) if f is not None), None)
+            self._found = next((f for f in map(_find_reordered, self._groups().values()) if f is not None), None)
         return self._found
 
-    def _groups(self) -> list[dict[int, list[Entry]]]:
-        """For each group whose members are all known: rank -> its calls."""
+    def _groups(self) -> dict[str, dict[int, list[Entry]]]:
+        """For each process group whose members are all recorded: rank -> its calls."""
         groups = {g: calls[0]["ranks"] for rank in self._ranks for g, calls in rank.calls.items() if calls}
-        return [
-            {m: self._ranks[m].calls[group] for m in members}
+        return {
+            group: {m: self._ranks[m].calls[group] for m in members}
             for group, members in groups.items()
             if all(m < len(self._ranks) for m in members)
-        ]
+        }
 
     def _read(self, rank: _Rank, now: float) -> None:
         try:
@@ -134,13 +134,9 @@ class CollectiveChecker:
                 rank.open = None
 
     def _find_mismatch(self) -> bool:
-        groups = {g: calls[0]["ranks"] for rank in self._ranks for g, calls in rank.calls.items() if calls}
-        for group, members in groups.items():
-            if any(m >= len(self._ranks) for m in members):
-                continue
-            per_rank = {m: self._ranks[m].calls[group] for m in members}
-            for number in range(self._checked[group], min(map(len, per_rank.values()))):
-                entries = {m: per_rank[m][number] for m in members}
+        for group, calls in self._groups().items():
+            for number in range(self._checked[group], min(map(len, calls.values()))):
+                entries = {m: calls[m][number] for m in calls}
                 if len({_signature(e) for e in entries.values()}) > 1:
                     self._found = _mismatch_finding(entries, number)
                     self.lines = [e["at"] for e in entries.values()]
@@ -162,7 +158,7 @@ class CollectiveChecker:
                 self._found = Finding("collectives", file_line(one.open["at"]), evidence)
 
     def _find_missing(self) -> None:
-        for calls in self._groups():
+        for calls in self._groups().values():
             counts = {m: len(entries) for m, entries in calls.items()}
             least, most = min(counts.values()), max(counts.values())
             if least < most:
@@ -199,7 +195,7 @@ def divergence_line(run: RecordedRun, lines: list[Any]) -> str:
             if least.complete and len({len(p.yields) for p in per_rank}) > 1:
                 return file_line(least.at)
     pairs = [(a, b) for a in lines for b in lines if a and b and a != b]
-    return next((file_line(line) for a, b in pairs if (line := script_lines.leaves_loop(a, b)) is not None), "")
+    return next((file_line(line) for a, b in pairs if (line := script_lines.loop_exit(a, b)) is not None), "")
 
 
 def _group(entry: Entry) -> str:

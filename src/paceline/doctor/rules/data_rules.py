@@ -60,7 +60,7 @@ def _dealt_at(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
     if about[0].get("cut") != about[1].get("cut"):
         return about[0].get("cut_at")
     if about[0].get("iterable"):
-        return script_lines.strides_by_rank(run)
+        return script_lines.rank_stride(run)
     return about[0].get("sampler_at")
 
 
@@ -197,7 +197,7 @@ def _same_inputs(run: RecordedRun) -> list[Finding]:
     steps = min(map(len, per_rank))
     if steps < MIN_SAME or len({str(e["digest"]) for e in per_rank[0]}) < MIN_SAME:
         return []
-    seed, beside = script_lines.drawn_alike(run)
+    seed, beside = script_lines.shared_seed_and_draw(run)
     at = file_line(seed or per_rank[0][0]["at"])
     if all(len({str(events[i]["digest"]) for events in per_rank}) == 1 for i in range(steps)):
         evidence = f"all {run.processes} ranks gave the model the same inputs in each of {steps} forward passes"
@@ -227,7 +227,7 @@ def _same_gradients(run: RecordedRun) -> list[Finding]:
         f"the gradients of all {run.processes} ranks were the same, bit for bit, before they were reduced, "
         f"{steps} times"
     )
-    seed, beside = script_lines.drawn_alike(run)
+    seed, beside = script_lines.shared_seed_and_draw(run)
     return [Finding("same_examples", file_line(seed or per_rank[0][0]["at"]), evidence, file_line(beside))]
 
 
@@ -267,7 +267,7 @@ def _missed(run: RecordedRun) -> list[Finding]:
                 f"each of {run.world_size} ranks reads every {stride}th example; {len(missed)} of {size} are never "
                 f"read, by any loader: {missed[:6]}, ..."
             )
-            return [Finding("examples_missed", file_line(script_lines.strides_by_rank(run) or about["at"]), evidence)]
+            return [Finding("examples_missed", file_line(script_lines.rank_stride(run) or about["at"]), evidence)]
     return []
 
 
@@ -369,7 +369,7 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
                 told = len({p.epoch for p in run.passes[0] if p.loader in run.training_loaders}) == 1  # or another's is
-                beside = (script_lines.says(run, "set_epoch") if told else None) or about.get("sampler_at")
+                beside = (script_lines.attribute_use(run, "set_epoch") if told else None) or about.get("sampler_at")
                 return [Finding("no_set_epoch", file_line(same[1].at), evidence, file_line(beside))]
     return []
 
@@ -388,7 +388,7 @@ def _cycled(run: RecordedRun) -> list[Finding]:
                 f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
                 f"again, {len(again)} times that were looked at"
             )
-            return [Finding("no_set_epoch", file_line(script_lines.says_cycle(run) or passes[0].at), evidence)]
+            return [Finding("no_set_epoch", file_line(script_lines.cycle_call(run) or passes[0].at), evidence)]
     return []
 
 

@@ -55,8 +55,7 @@ def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
 
 
 def _named(files: set[str], names: set[str]) -> list[Scope]:
-    trees = [tree for file in sorted(files) if (tree := tree_of(file)) is not None]
-    return [n for tree in trees for n in functions(tree) if n.name in names]
+    return [n for file in sorted(files) for n in functions(file) if n.name in names]
 
 
 def _cuts(node: ast.AST) -> bool:

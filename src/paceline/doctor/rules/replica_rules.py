@@ -87,7 +87,7 @@ def _cut(run: RecordedRun) -> list[Finding]:
     if not apart:
         return []
     line, told = _loaded(run)
-    seed = script_lines.seeds_by_rank(run)
+    seed = script_lines.rank_seed(run)
     line = line or seed or next((e["at"] for e in run.events(0, "fsdp")), None)
     evidence = f"when fully_shard cut the weights {_tell(apart, events[0]['whole'])}, and nothing has sent them since"
     return [Finding("weights_differ_at_start", file_line(line), evidence + told, file_line(seed))]
@@ -171,8 +171,8 @@ def _start(run: RecordedRun, first: Event, apart: list[tuple[str, float]]) -> Fi
     evidence = f"before the first step {_tell(apart, first['weights'])}"
     line, told = _loaded(run)
     evidence += told
-    seed, drawn = script_lines.seeds_by_rank(run), next((e["at"] for e in run.events(0, "initialized")), None)
-    line = line or drawn or script_lines.of_weights(run, first["at"], by_rank=True) or seed
+    seed, drawn = script_lines.rank_seed(run), next((e["at"] for e in run.events(0, "initialized")), None)
+    line = line or drawn or script_lines.weight_write(run, first["at"], by_rank=True) or seed
     line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]
     return Finding("weights_differ_at_start", file_line(line), evidence, file_line(seed))
 
@@ -227,7 +227,7 @@ def _written(run: RecordedRun, opt: int, step: int, alike: int | None, told: str
         f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} {told}"
     )
     at = next(m[first]["at"] for m in moved if first in m)
-    return [Finding("written_outside", file_line(script_lines.of_weights(run, at) or at), evidence)]
+    return [Finding("written_outside", file_line(script_lines.weight_write(run, at) or at), evidence)]
 
 
 def _cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
@@ -249,13 +249,13 @@ def _cause(run: RecordedRun, before: list[Event], after: list[Event], when: str)
     if kept and calls:
         listed = ", ".join(kept[:_NAMED])
         evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
-        beside = script_lines.in_scope(calls[0].get("by") or [], at)
+        beside = script_lines.frame_in_scope(calls[0].get("by") or [], at)
         return Finding("partly_reduced", file_line(calls[0]["at"]), evidence, file_line(beside))
     left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
     if left is not None:
         when += f", and nobody had waited for {left[0]} of its asynchronous reductions: they may not have ended"
         return Finding("gradients_differ", file_line(left[1]), when, file_line(at))
-    line = script_lines.of_gradients(run, at)
+    line = script_lines.gradient_write(run, at)
     return Finding("gradients_differ", file_line(line or at), f"{when}, though gradients are reduced")
 
 
@@ -267,7 +267,7 @@ def _exchanged_at(run: RecordedRun, before: Event) -> Any:
     for e in run.events(0, "step", "coll"):
         stepped = stepped or e["k"] == "step"
         if stepped and e["k"] == "coll" and "reduce" in e["op"] and max(1, e.get("n") or 0) in sizes - {1}:
-            return script_lines.in_scope(e.get("path") or [], before["at"])
+            return script_lines.frame_in_scope(e.get("path") or [], before["at"])
     return None
 
 
@@ -310,12 +310,12 @@ def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> F
     outside = before.get("outside") or {}
     if names <= set(outside):
         at, how = next(told for name, told in outside.items() if name in names)
-        line = (script_lines.unfreezes(run) if "frozen" in how else None) or at or before["at"]
+        line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
         return Finding("unknown_to_ddp", file_line(line), f"{when}; DDP does not reduce them: they were {how}")
     passes = [e for e in window if e["k"] == "backward"]
     past = [e for e in window if e["k"] == "past"] or list(run.events(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
-        line = next((e["at"] for e in run.events(0, "no_sync")), None) or script_lines.says(
+        line = next((e["at"] for e in run.events(0, "no_sync")), None) or script_lines.attribute_use(
             run, "require_backward_grad_sync"
         )
         usual = next((e["at"] for e in run.events(0, "before") if e["opt"] == before["opt"]), None)
@@ -323,13 +323,13 @@ def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> F
         evidence = f"{when}; the last backward before the step, of {len(passes)}, was made under no_sync"
         return Finding("sync_off", file_line(line or passes[-1]["at"]), evidence)
     if any(not e["synced"] and not e["local"] for e in passes):
-        line = past[0]["at"] if past else script_lines.says(run, "module") or passes[-1]["at"]
+        line = past[0]["at"] if past else script_lines.attribute_use(run, "module") or passes[-1]["at"]
         evidence = f"{when}; a backward was made of a forward that did not go through the DDP module"
         return Finding("past_ddp", file_line(line), evidence)
     if past:
         evidence = f"{when}; the module inside DDP was called too, past DDP, before that step"
         return Finding("past_ddp", file_line(past[0]["at"]), evidence)
-    line = script_lines.of_gradients(run, before["at"])
+    line = script_lines.gradient_write(run, before["at"])
     return Finding("gradients_differ", file_line(line or before["at"]), f"{when}, though DDP reduced gradients")
 
 
@@ -375,7 +375,7 @@ def _unlike_buffers(run: RecordedRun, kind: str, told: str) -> list[Finding]:
     (number, step), parts = last[-1]
     evidence = f"after step {step} {_tell(parts, per_rank[0][last[-1][0]][kind], 'buffers')}; {told}"
     kept = next((e["at"] for e in run.events(0, "ddp") if not e.get("broadcasts", True)), None)
-    line = script_lines.of_buffer(run, parts[0][0].rpartition(".")[2])
+    line = script_lines.buffer_write(run, parts[0][0].rpartition(".")[2])
     if line is None and kind == "sent":
         return []
     line = line or kept

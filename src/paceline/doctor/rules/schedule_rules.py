@@ -49,10 +49,10 @@ def _differs(run: RecordedRun) -> list[Finding]:
                 )
                 sched = next(run.all_events("sched"), None)
                 made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == key[0]), None)
-                line = sched["at"] if sched and max(stepped) else script_lines.of_rate(run) or made or ours["at"]
+                line = sched["at"] if sched and max(stepped) else script_lines.lr_assignment(run) or made or ours["at"]
                 beside = made if not max(stepped) and key[1] == 0 else None
                 if sched and sched["type"] == "ReduceLROnPlateau":
-                    beside = script_lines.monitored(run) or beside
+                    beside = script_lines.unsynced_log(run) or beside
                 return [Finding("lr_differs", file_line(line), evidence, file_line(beside))]
     return []
 
@@ -268,7 +268,7 @@ def _accumulation(run: RecordedRun) -> list[Finding]:
     if synced:
         evidence += "; without no_sync: gradients were sent in each of them"
     at = calls[0]["at"]
-    beside = script_lines.computes_loss(run, at) if calls[0].get("library") else None
+    beside = script_lines.loss_return(at) if calls[0].get("library") else None
     return [Finding("accumulation", file_line(at), evidence, file_line(beside))]
 
 
@@ -311,7 +311,7 @@ def _of_shards(run: RecordedRun) -> list[Finding]:
         f"before {len(apart)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number of its "
         f"own, at step {first[0]['step'] + 1} by {shown}"
     )
-    line = script_lines.of_gradients(run, first[0]["at"])
+    line = script_lines.gradient_write(run, first[0]["at"])
     return [Finding("clip_of_shards", file_line(first[0]["at"]), evidence, file_line(line))]
 
 
