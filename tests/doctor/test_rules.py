@@ -16,7 +16,7 @@ from paceline.doctor.recorders.statements import Statement, statement_at
 from paceline.doctor.rules import collective_rules, cost_rules, data_rules, model_rules, replica_rules, schedule_rules
 from paceline.doctor.rules.collective_rules import CollectiveChecker
 from paceline.doctor.rules.evaluation_rules import _metric
-from paceline.doctor.rules.gathered_results import takes_all
+from paceline.doctor.rules.gathered_results import uses_all
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun
 from paceline.doctor.script_ast import accumulates
 
@@ -395,7 +395,7 @@ def test_what_is_done_with_what_was_gathered(rest: str, whole: bool, tmp_path: P
     file = tmp_path / "train.py"
     file.write_text(GATHER + rest)
     call = {"at": [str(file), 2], "path": [[str(file), 2], [str(file), 7], [str(file), 10]]}
-    assert takes_all(call, [str(file), 5]) is whole
+    assert uses_all(call, [str(file), 5]) is whole
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_what_is_done_with_what_was_gathered(rest: str, whole: bool, tmp_path: P
 def test_what_is_summed(line: str, whole: bool, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(f"def evaluate():\n    for x, y in loader:\n        {line}\n    all_reduce(right)\n")
-    assert takes_all({"at": [str(file), 4], "path": [[str(file), 4]]}, [str(file), 2], sums=True) is whole
+    assert uses_all({"at": [str(file), 4], "path": [[str(file), 4]]}, [str(file), 2], sums=True) is whole
 
 
 @pytest.mark.parametrize(

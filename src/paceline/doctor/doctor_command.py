@@ -1,9 +1,9 @@
-"""paceline doctor: the script in watched processes, and what was found.
+"""paceline doctor: run a script with recorders, apply the rules to what they recorded, print the findings.
 
-1. The script runs through the launcher, with paceline.doctor.doctor_worker in place of the launcher's own worker.
-2. While it runs, the calls of collectives that the ranks write down are compared; where they do not match, or ranks
-   wait in vain, the run is ended.
-3. What the ranks wrote is judged and printed.
+1. The launcher runs the script, with paceline.doctor.doctor_worker in place of its own worker.
+2. Meanwhile the collectives of the ranks are compared. Where they do not match, or ranks wait in vain, the run is
+   ended.
+3. The rules read what the ranks recorded; their findings are printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ CLEAN, FOUND, UNWATCHED = 0, 1, 2
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the command line asks for. steps: optimizer steps after which the script is ended; None: it ends itself."""
+    """What the command line asks for; the names are those of its options.
+
+    Attributes:
+        steps: end the script after so many optimizer steps; None: it ends itself.
+        deadline: end the script after so many seconds; None: never.
+    """
 
     script: str
     args: Sequence[str] = ()
@@ -49,20 +54,21 @@ class DoctorOptions:
 
 
 class _DoctorInterrupts(Interrupts):
-    """The agent asks it, many times a second, whether to go on."""
+    """Signals, as the launcher handles them, and doctor's own reasons to end the run. The agent calls `check` many
+    times a second."""
 
     def __init__(self, checker: CollectiveChecker, deadline: float | None) -> None:
         super().__init__()
         self._checker, self._next = checker, 0.0
         self._deadline, self._late = deadline, math.inf
-        self.abort_reason = ""  # doctor itself ends the run, since ...
+        self.abort_reason = ""  # why doctor ends the run: "... ."
 
     def check(self) -> None:
         super().check()
         now = time.monotonic()
         if not self.deferred or now < self._next:
             return
-        if self._late == math.inf and self._deadline is not None:  # it runs from now on
+        if self._late == math.inf and self._deadline is not None:  # the script has been started
             self._late = now + self._deadline
         self._next = now + _POLL_SECONDS
         if self._checker.poll(late=now >= self._late):
@@ -104,8 +110,10 @@ def doctor(options: DoctorOptions) -> int:
 def diagnose(
     directory: str, processes: int, checker: CollectiveChecker | None = None, cut: bool = False
 ) -> tuple[RecordedRun, list[Finding]]:
-    """What the ranks wrote into `directory`, when the script has ended, and what is found in it. cut: it was ended from
-    outside."""
+    """Read what the ranks recorded in `directory` and apply the rules, when the script has ended.
+
+    cut: it was ended from outside.
+    """
     run = read_run(directory, processes, cut)
     checker = checker or CollectiveChecker(directory, processes)
     mismatch = checker.finding(cut) or refused_call(run)
@@ -133,7 +141,7 @@ def _make_plan(options: DoctorOptions) -> Plan:
 
 
 def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: Interrupts) -> tuple[bool, str]:
-    """(did the script fail, what is to be told of it)."""
+    """(did the script fail, what to say about it)."""
     from paceline.launcher.supervise import supervise
 
     order = json.dumps({"directory": output.private, "steps": options.steps})
@@ -183,7 +191,7 @@ def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], stor
 
 
 def _unwatched(run: RecordedRun, failed: bool) -> str:
-    """Why the findings, or their absence, say little; empty where the script was watched to its end."""
+    """Why the findings, or their absence, say little; "" where the script was recorded to its end."""
     spawned = next(run.all_events("spawn"), None)
     if spawned is not None and not spawned["joined"]:
         return (

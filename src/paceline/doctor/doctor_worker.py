@@ -1,9 +1,10 @@
-"""What each process of `paceline doctor` runs: the watchers take their places when torch is imported, and then the
-script runs as under `paceline run` (launcher/worker.py).
+"""What each process of `paceline doctor` runs: the script, as under `paceline run` (launcher/worker.py), with
+recorders.
 
     python -m paceline.doctor.doctor_worker script FILE args...
 
-Nothing is imported earlier than the script would: what it puts into the environment before `import torch` counts.
+The recorders are installed when the script imports torch. Nothing is imported earlier than the script would: what it
+puts into the environment before `import torch` counts.
 """
 
 from __future__ import annotations

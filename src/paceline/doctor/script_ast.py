@@ -1,4 +1,4 @@
-"""The script's own source as syntax trees, and the questions about it that several rules ask."""
+"""The script's source as syntax trees, for rules that need what no event tells."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-_MAX_DEPTH = 3  # assignments that are followed
-_NEAR = 8  # lines
+_MAX_DEPTH = 3  # how far assignments to the names in an expression are followed
+_NEAR = 8  # lines within which what is reduced is divided
 
 WORLD = re.compile(r"world_?size|get_world_size|num_replicas|n_?gpus?\b|num_gpus|WORLD_SIZE|ngpus|nproc", re.IGNORECASE)
 RATE = re.compile(r"\blr\b|learning_?rate|_lr\b|\blr_|base_lr|\['lr'\]", re.IGNORECASE)
@@ -22,6 +22,7 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 @cache
 def tree_of(file: str) -> ast.Module | None:
+    """The tree of a file; None where it cannot be read or parsed."""
     try:
         with open(file, encoding="utf-8") as text:
             return ast.parse(text.read())
@@ -30,11 +31,13 @@ def tree_of(file: str) -> ast.Module | None:
 
 
 def nodes_of(file: str) -> Iterator[ast.AST]:
+    """All nodes of a file's tree."""
     tree = tree_of(file)
     return iter(()) if tree is None else ast.walk(tree)
 
 
 def holds(node: ast.AST, line: int) -> bool:
+    """Does a node span a line?"""
     return bool(node.lineno <= line <= (node.end_lineno or 0))  # type: ignore[attr-defined]
 
 
@@ -50,12 +53,13 @@ def scope_at(file: str, line: int) -> Scope:
 
 
 def called(call: ast.Call) -> str:
+    """The last part of the name that is called: `f` of `a.b.f(x)`."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def accumulates(file: str, line: int) -> bool:
-    """Does a line stand in a loop over micro-batches, by the loop's own words? (Not where the loop is over batches, and
-    its body alone speaks of them.)"""
+    """Does a line stand in a loop over micro-batches, by the words in the loop's head? The words in its body do not
+    count."""
     loops = [n for n in nodes_of(file) if isinstance(n, ast.For) and holds(n, line)]
     innermost = max(loops, key=lambda n: n.lineno, default=None)
     return innermost is not None and bool(
@@ -64,7 +68,8 @@ def accumulates(file: str, line: int) -> bool:
 
 
 def world_pattern(file: str) -> re.Pattern[str]:
-    """What stands for the number of processes: the usual names, and those to which one of them is assigned."""
+    """A pattern of what stands for the number of processes in a file: the usual names, and those that one of them is
+    assigned to."""
     names = set()
     for node in nodes_of(file):
         if not isinstance(node, ast.Assign):
@@ -84,13 +89,14 @@ def world_pattern(file: str) -> re.Pattern[str]:
 
 
 def call_line(kind: str, *lines: list[Any]) -> list[Any] | None:
-    """[file, line] where the script calls this class, in the files of these lines."""
+    """[file, line] of the first call of this class or function, in the files of `lines`."""
     call = next(_calls(kind, lines), None)
     return None if call is None else [call[0], call[1].lineno]
 
 
 def call_arguments(kind: str, *lines: list[Any]) -> str:
-    """The arguments of that call, with what is assigned to the names in them, and to the names in that."""
+    """The text of that call's arguments, followed by what is assigned to the names in it. The number of processes reads
+    `world_size`."""
     call = next(_calls(kind, lines), None)
     if call is None:
         return ""
@@ -112,7 +118,8 @@ def _calls(kind: str, lines: Sequence[list[Any]]) -> Iterator[tuple[str, ast.Cal
 
 
 def divided_by_world(file: str, line: int) -> bool:
-    """Is what is reduced at a line divided by the number of processes, in the lines after it in the same function?"""
+    """Is what is sent at a line divided by the number of processes, in the same function and a few lines later at
+    most?"""
     if tree_of(file) is None:
         return False
     scope = scope_at(file, line)

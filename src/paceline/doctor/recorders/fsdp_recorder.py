@@ -53,9 +53,8 @@ class _FSDPRecorder:
                     self._shards.append((weakref.ref(p), told, part))
                     self._full[told] = whole[name]
                 mesh = options.get("mesh")
-                self._record(
-                    list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist(), "fully_shard"
-                )
+                ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+                self.log.record("fsdp", ranks=ranks)
             return result
 
         return fully_shard
@@ -66,12 +65,9 @@ class _FSDPRecorder:
             with self.log.overhead():
                 for parameter in module.parameters():
                     self.log.models.sharded[parameter] = True
-                self._record(dist.get_process_group_ranks(module.process_group), "FullyShardedDataParallel")
+                self.log.record("fsdp", ranks=dist.get_process_group_ranks(module.process_group))
 
         return __init__
-
-    def _record(self, ranks: list[int], by: str) -> None:
-        self.log.record("fsdp", ranks=ranks, by=by)
 
     def wrap_pre_forward(self, original: Any) -> Any:
         """FSDPState._pre_forward: record the inputs of the outermost module."""

@@ -78,7 +78,7 @@ def machine_state() -> dict[str, Any]:
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "cores": cores, "queued": _run_queue_seconds()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         used = [torch.cuda.memory_allocated(d) for d in range(torch.cuda.device_count())]
-        found |= {"devices": used, "current": torch.cuda.current_device()}
+        found["devices"] = used
     return found
 
 

@@ -152,7 +152,7 @@ class _LoaderRecorder:
             try:
                 batch = original(iterator)
             except StopIteration:
-                log.record("pass_end", loader=place[0], n=place[1], yields=place[2])
+                log.record("pass_end", loader=place[0], n=place[1])
                 raise
             waited = log.clock() - began
             with log.overhead():
@@ -206,7 +206,6 @@ def _describe(loader: Any) -> dict[str, Any]:
         else getattr(loader.batch_sampler, "batch_size", None),
         "workers": loader.num_workers,
         "pinned": bool(loader.pin_memory),
-        "drop_last": bool(loader.drop_last),
         "sampler": kind,
         "sampler_name": type(sampler).__name__,
         "set_epoch": any(hasattr(part, "set_epoch") for part in (sampler, loader.batch_sampler, loader.sampler)),
@@ -221,10 +220,10 @@ def _describe(loader: Any) -> dict[str, Any]:
 
 
 def _describe_subset(dataset: Any) -> dict[str, Any]:
-    """Of a Subset: the line that makes it, and a digest of its indices. Of any data set: the name of its class."""
+    """The line that makes a data set, if it is a Subset, and a digest of its indices."""
     cut = [int(i) for i in dataset.indices] if isinstance(dataset, Subset) else None
     digest = None if cut is None else zlib.crc32(str(cut).encode())
-    return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE_AT), "cut": digest, "set_name": type(dataset).__name__}
+    return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE_AT), "cut": digest}
 
 
 def _number(thing: Any, name: str) -> int:

@@ -87,11 +87,9 @@ class ModelRecorder:
             "ddp",
             ddp=number,
             find_unused=bool(module.find_unused_parameters),
-            static_graph=bool(getattr(module, "static_graph", False)),
             broadcasts=bool(module.broadcast_buffers),
             parameters=len(parameters),
             ranks=torch.distributed.get_process_group_ranks(module.process_group),
-            type=type(module.module).__name__,
         )
         if module.find_unused_parameters:
             reached = self._reached[number] = set()
@@ -240,8 +238,7 @@ class ModelRecorder:
         with self.log.overhead():
             tensors = [leaf for leaf in tensors_in(inputs) if leaf.numel() > 0 and leaf.device.type != "meta"][:4]
             digests = [digest(leaf) for leaf in tensors]
-            size = tensors[0].shape[0] if tensors and tensors[0].dim() else None
-            self.log.record("forward", ddp=number, digest=digests, size=size)
+            self.log.record("forward", ddp=number, digest=digests)
 
     def wrap_train(self, original: Any) -> Any:
         def train(module: Any, /, *args: Any, **options: Any) -> Any:

@@ -72,7 +72,6 @@ class _StepRecorder:
                     mean = "other"  # which may divide the gradients
                 log.collectives.invalidate(backward=True)
             end = log.collectives.begin("DDP's gradients", None) if synced else None
-            began = log.clock()
             try:
                 result = original(tensors, *args, **options)
             except RuntimeError as error:
@@ -83,7 +82,6 @@ class _StepRecorder:
                     end()
                 log.collectives.invalidate()
                 log.backward_since_step = True
-            seconds = log.clock() - began
             self._backward_count += 1
             with log.overhead():
                 self.replicas.after_backward(log.optimizers, lambda number: self._steps.get(number, 0))
@@ -101,7 +99,6 @@ class _StepRecorder:
                 form=form,
                 count=count,
                 unsent=models.sync_off,
-                seconds=seconds,
                 reached=reached,
                 library=self.log.called_by_library(),
             )
@@ -182,7 +179,7 @@ class _StepRecorder:
                 self.models.add_trained(list(parameters(optimizer)))
                 self._owner.update({p: id(optimizer) for p in parameters(optimizer)})
                 lrs = [_as_float(group.get("lr")) for group in optimizer.param_groups]
-                self.log.record("optimizer", opt=number, type=type(optimizer).__name__, lr=lrs)
+                self.log.record("optimizer", opt=number, lr=lrs)
 
         return __init__
 
@@ -193,7 +190,6 @@ class _StepRecorder:
             return
         made = self._steps.get(number, 0)
         if log.steps is not None and made >= log.steps:
-            log.record("enough", steps=made)
             raise StepLimitReached(0)
         with log.overhead():
             mine = [p for p in parameters(optimizer) if p.requires_grad]

@@ -32,12 +32,13 @@ DIVERGENCE = ("weights_differ", "not_reduced", "past_ddp", "sync_off", "unknown_
 
 
 def find_faults(run: RecordedRun) -> list[Finding]:
-    """All findings but those about collectives (calls.py), the gravest first."""
+    """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
     training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules)
     for rules in (*training, cost_rules, lr_scaling_rules):
         found += rules.findings(run)
     causes = {finding.cause for finding in found}
+    # A finding that follows from another one is left out.
     if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP has no gradient that it did not send
         found = [f for f in found if f.cause != "no_gradient"]
     if "steps_differ" in causes:  # a rate goes with its step

@@ -1,10 +1,10 @@
-"""Time and space. Costs are shares of a step: the median, over the steps of rank 0 but the first three, of the seconds
-that one thing took in a step, divided by the step's.
+"""Rules about time and memory. A cost is a share of a step: the seconds that one thing took in it, by those of the
+step; the median over rank 0's steps after the first three.
 
-What is reported was timed itself, not found as the difference of two runs, so that noise moves a share by a few
-hundredths of its own size; the thresholds are where acting on it is worth while: 5% of a step, for waiting on data
-15% (a batch of small examples takes as much to collate in healthy scripts with small models), for the search of
-`find_unused_parameters` 0.2%, since leaving it out costs nothing.
+Each cost is timed itself, and not found as the difference of two runs, so that noise changes a share by a few
+hundredths of its size. The thresholds are where acting is worth while: 5% of a step; 15% for waiting on data, since
+collating a batch of small examples takes as much in healthy scripts with small models; 0.2% for the search of
+`find_unused_parameters`, since leaving it out costs nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
 
 SHARE = 0.05
 DATA_SHARE = 0.15
-DATA_SECONDS = 1e-3  # of a step, at least: below that the smallest batch is collated
-SEARCH_SHARE = 0.002  # of DDP's search alone, without the message that it sends besides
-MIN_STEPS = 6  # that are timed
-_FIRST = 3
+DATA_SECONDS = 1e-3  # of a step, at least: collating the smallest batch takes as much
+SEARCH_SHARE = 0.002  # DDP's search alone, without its message
+MIN_STEPS = 6  # timed steps
+_FIRST = 3  # steps that are left out
 
 
 def findings(run: RecordedRun) -> list[Finding]:
     found: list[Finding] = []
-    for look in (_find_unused, _loader, _threads, _device, _waits, _no_sync, _checkpoints):
-        found += look(run)
+    for rule in (_find_unused, _loader, _threads, _device, _waits, _no_sync, _checkpoints):
+        found += rule(run)
     return found
 
 
 def _steps(run: RecordedRun, rank: int = 0) -> list[tuple[float, list[Event]]]:
-    """(seconds, events) of each step of the busiest optimizer, without the first."""
+    """(seconds, events) of each step of the optimizer that steps most, without the first ones."""
     by: dict[Any, int] = defaultdict(int)
     for e in run.events(rank, "step"):
         by[e["opt"]] += 1
@@ -55,7 +55,8 @@ def _steps(run: RecordedRun, rank: int = 0) -> list[tuple[float, list[Event]]]:
 
 
 def _share(run: RecordedRun, seconds: Callable[[Event], float], rank: int = 0) -> tuple[float, float] | None:
-    """(share of a step, seconds of it), medians; None: too few steps."""
+    """(median share of a step, median seconds of a step) that events took, as `seconds` tells for each event; None
+    where there are too few steps."""
     steps = [(whole, sum(map(seconds, events))) for whole, events in _steps(run, rank) if whole > 0]
     if len(steps) < MIN_STEPS:
         return None
@@ -63,6 +64,7 @@ def _share(run: RecordedRun, seconds: Callable[[Event], float], rank: int = 0) -
 
 
 def _find_unused(run: RecordedRun) -> list[Finding]:
+    """find_unused: the search found all parameters used in every backward pass."""
     for ddp in run.events(0, "ddp"):
         if not ddp["find_unused"]:
             continue
@@ -83,10 +85,12 @@ def _find_unused(run: RecordedRun) -> list[Finding]:
 
 
 def _searching(number: int, e: Event) -> float:
+    """Seconds of the search of DDP module `number`."""
     return e["seconds"] if e["k"] == "search" and e["ddp"] == number else 0.0
 
 
 def _loader(run: RecordedRun) -> list[Finding]:
+    """loader_starves, no_workers, no_pinned_memory."""
     trainers = run.training_loaders
     cost = _share(run, lambda e: e["waited"] if e["k"] == "yield" and e["loader"] in trainers else 0.0)
     if cost is None or cost[0] < DATA_SHARE or cost[1] < DATA_SECONDS or not trainers:
@@ -108,6 +112,7 @@ def _loader(run: RecordedRun) -> list[Finding]:
 
 
 def _threads(run: RecordedRun) -> list[Finding]:
+    """threads: more threads than cores, which wait for a core."""
     states = [e for e in run.events(0, "step") if e.get("machine")]
     if len(states) < 2:
         return []
@@ -129,6 +134,7 @@ def _threads(run: RecordedRun) -> list[Finding]:
 
 
 def _device(run: RecordedRun) -> list[Finding]:
+    """one_device: several ranks hold memory on device 0, where there are others."""
     last = [[e["machine"] for e in run.events(r, "step") if e.get("machine")][-1:] for r in range(run.processes)]
     states = [s[0] for s in last if s and "devices" in s[0]]
     if len(states) < 2 or len(states[0]["devices"]) < 2:
@@ -142,6 +148,7 @@ def _device(run: RecordedRun) -> list[Finding]:
 
 
 def _waits(run: RecordedRun) -> list[Finding]:
+    """empty_cache, synchronises: in nearly every step."""
     found = []
     steps = _steps(run)
     for cause, emptied in (("empty_cache", True), ("synchronises", False)):
@@ -159,14 +166,15 @@ def _waits(run: RecordedRun) -> list[Finding]:
 
 
 def _waiting(emptied: bool, e: Event) -> float:
+    """Seconds of a call that waits for the device: of empty_cache, or else of the others."""
     return e["seconds"] if e["k"] == "wait" and e["kind"].endswith("empty_cache") == emptied else 0.0
 
 
 def _no_sync(run: RecordedRun) -> list[Finding]:
-    """Several reductions for one optimizer step, of batches that came one for each."""
-    from paceline.doctor.rules.schedule_rules import _micro
+    """no_no_sync: several reductions for one optimizer step."""
+    from paceline.doctor.rules.schedule_rules import micro_batches
 
-    steps = [b for b, _ in _micro(run) if len(b) > 1 and all(x["synced"] for x in b)]
+    steps = [b for b, _ in micro_batches(run) if len(b) > 1 and all(x["synced"] for x in b)]
     if len(steps) < MIN_STEPS // 2:
         return []
     k = len(steps[0])
@@ -183,6 +191,7 @@ def _no_sync(run: RecordedRun) -> list[Finding]:
 
 
 def _checkpoints(run: RecordedRun) -> list[Finding]:
+    """same_checkpoint, module_prefix."""
     found = []
     writers: dict[str, set[int]] = defaultdict(set)
     first: dict[str, Event] = {}

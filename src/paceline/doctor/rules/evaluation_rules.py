@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.data_rules import MIN_SHARED, drifts
-from paceline.doctor.rules.gathered_results import takes_all
+from paceline.doctor.rules.gathered_results import uses_all
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
 from paceline.doctor.script_ast import divided_by_world
 
@@ -130,12 +130,12 @@ def _padded(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
         return []  # the script counted each once
     gathers = [e for e in exchanged if e["op"] not in _SUMS]
     loop = one.passes[0].at
-    if gathers and total not in values and not all(takes_all(e, loop) for e in gathers):
+    if gathers and total not in values and not all(uses_all(e, loop) for e in gathers):
         return []
     if sums and total not in values:
         if any(e.get("n", 0) % unique == 0 and e.get("n") for e in sums):
             return []  # a place for each example
-        if not all(takes_all(e, loop, sums=True) for e in sums):
+        if not all(uses_all(e, loop, sums=True) for e in sums):
             return []
     if sums and values and total not in values and any(_counts(v, unique, total) for v in values):
         return []

@@ -1,5 +1,4 @@
-"""What can only be read in the script's text: does it leave the padding's duplicates out of an evaluation's results,
-does a loop accumulate?"""
+"""Does the script drop the padding's duplicates from the results that its ranks exchanged?"""
 
 from __future__ import annotations
 
@@ -10,26 +9,37 @@ from typing import Any
 from paceline.doctor.rules.recorded_run import Event
 from paceline.doctor.script_ast import Scope, called, functions, scope_at, tree_of
 
+# Functions and constructors that keep one of two equal entries.
 _DROPS = ("unique", "dict", "set", "narrow", "setdefault", "drop_duplicates", "index_copy_", "index_put_", "scatter_")
+# Text that compares an example's number with a count.
 _COUNTED = re.compile(
     r"\blen\(|arange|\bidx|\bindex|\bindices|\bids?\b|position|\bseen\b|\bown\b|total|num_|\bn\b|rank"
 )
+# Text of comparisons that are about the loop, and not about an example.
 _LOOPS = re.compile(r"batch|step|iter|epoch|max_")
+# Iterables of a dict comprehension that are not over examples.
 _OF_NAMES = re.compile(r"^range\(|\.items\(\)$")
+# Names of masks over examples, and of masks that belong to the model.
 _MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*|remainder|surplus)(_|$)")
 _MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
 
 _SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
+# what a call of these prints is not used as a result
 _TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
 
 
-def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
-    """Does the script use all that this exchange gave it?
+def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
+    """Does the script use all that a collective gave it? It does not where it slices the result or stores it by index:
+    then it may have dropped the duplicates.
 
-    Not if it cuts it, or puts it to places by index: then it may well have dropped the duplicates. Looked at are the
-    function that exchanges, the one with the evaluation's loop from there on, what the callers do afterwards, those of
-    libraries too (Accelerate's `gather_for_metrics` cuts), and the functions that the script's own call. sums: before a
-    sum a rank can only have cut its own, or have masked it, with the counts before its eyes.
+    The search covers the function that calls the collective; the function with the evaluation's loop, from the loop on;
+    what callers do afterwards, also those in libraries (Accelerate's `gather_for_metrics` slices); and the functions of
+    the script that these call.
+
+    Args:
+        call: the "coll" event.
+        loop: [file, line] of the evaluation's loop, or [].
+        sums: the collective is a sum. A rank can then only have sliced or masked its own part before it.
     """
     path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
     if not path or any(tree_of(file) is None for file, _ in path):
@@ -51,14 +61,14 @@ def takes_all(call: Event, loop: Any, sums: bool = False) -> bool:
     entered = {id(scope) for scope, _ in looked} | {id(scope_at(*frame)) for frame in path}
     nodes += [n for scope in _named(files, calls) if id(scope) not in entered for n in ast.walk(scope)]
     told = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}
-    return not any(_cuts(n) or (_masks(n) if sums else _places(n)) for n in nodes if id(n) not in told)
+    return not any(_slices(n) or (_masks(n) if sums else _stores_by_key(n)) for n in nodes if id(n) not in told)
 
 
 def _named(files: set[str], names: set[str]) -> list[Scope]:
     return [n for file in sorted(files) for n in functions(file) if n.name in names]
 
 
-def _cuts(node: ast.AST) -> bool:
+def _slices(node: ast.AST) -> bool:
     """Is it a slice with an end, of the first dimension?"""
     if not isinstance(node, ast.Subscript):
         return False
@@ -66,8 +76,8 @@ def _cuts(node: ast.AST) -> bool:
     return isinstance(first, ast.Slice) and first.upper is not None
 
 
-def _places(node: ast.AST) -> bool:
-    """Is something put to a place by its index or name, which leaves one of two that are the same?"""
+def _stores_by_key(node: ast.AST) -> bool:
+    """Is something stored by its index or name, so that one of two equal entries remains?"""
     if isinstance(node, ast.DictComp):  # over a range of classes, or another dictionary, it leaves out nothing
         return not all(_OF_NAMES.search(ast.unparse(part.iter)) for part in node.generators)
     if isinstance(node, ast.SetComp) or (isinstance(node, ast.Dict) and None in node.keys):
@@ -81,13 +91,13 @@ def _places(node: ast.AST) -> bool:
 
 
 def _merges(call: ast.Call) -> bool:
-    """Is an `update` that of a dictionary, and not of a metric, which takes (predictions, targets) or a number?"""
+    """Is `update` that of a dictionary? A metric's takes (predictions, targets) or a number."""
     one = call.args[0] if len(call.args) == 1 else None
     return isinstance(one, (ast.Name, ast.Subscript)) or (isinstance(one, ast.Call) and called(one) == "zip")
 
 
 def _masks(node: ast.AST) -> bool:
-    """Are examples told apart by their number, or by a mask?"""
+    """Are examples selected by their number, or by a mask?"""
     if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in node.ops):
         text = ast.unparse(node)
         return bool(_COUNTED.search(text)) and not _LOOPS.search(text)

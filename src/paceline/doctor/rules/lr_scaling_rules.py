@@ -1,4 +1,5 @@
-"""How the learning rate is scaled with the processes: read in the script's text alone, so a note, never a fault."""
+"""How the learning rate is scaled with the number of processes. Read from the source alone, so a note and never a
+fault."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from paceline.doctor.script_ast import BATCH, RATE, nodes_of, world_pattern
 
 
 def findings(run: RecordedRun) -> list[Finding]:
+    """lr_scaled_twice, lr_not_scaled."""
     if not run.reduces_gradients:
         return []
     files = {e["at"][0] for e in run.events(0, "optimizer", "ddp", "loader", "backward", "sched") if e["at"]}
@@ -52,7 +54,7 @@ def divides_rate(run: RecordedRun) -> bool:
 
 
 def _scalings(node: ast.AST, world: re.Pattern[str]) -> list[tuple[int, str]]:
-    """Multiplications of a learning rate by the number of processes, one for each factor."""
+    """(line, text) of the multiplications of a learning rate by the number of processes, one for each factor."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
         target, factor = ast.unparse(node.target), ast.unparse(node.value)
         hits = len(world.findall(factor)) if RATE.search(target) else 0

@@ -1,18 +1,19 @@
-"""Batch norm, parameters that nothing reaches."""
+"""Rules about the model: batch norm, modes, parameters without gradients, losses that are means over unequal counts."""
 
 from __future__ import annotations
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
 
-MIN_STEPS = 3  # without a gradient
-UNEQUAL = 1e-3  # of the larger one
-MOSTLY = 0.5  # of the backward passes: a last batch may be smaller on a rank
-MIN_UNLIKE = 2  # backward passes in whose forward the ranks' models are in other modes
+MIN_STEPS = 3  # steps without a gradient, or backward passes of unequal counts
+UNEQUAL = 1e-3  # relative difference of counts that are not equal
+MOSTLY = 0.5  # share of the backward passes: the last batch may be smaller on one rank
+MIN_UNLIKE = 2  # backward passes before which ranks' models were in different modes
 _NAMED = 4
 
 
 def findings(run: RecordedRun) -> list[Finding]:
+    """no_gradient, batch_norm, modes_differ, loss_mean_of_means."""
     found = _no_gradient(run)
     if run.reduces_gradients:
         found += [*_batch_norm(run), *_modes(run), *_mean_losses(run)]
@@ -20,8 +21,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _modes(run: RecordedRun) -> list[Finding]:
-    """Parts that compute by their mode, in evaluation mode on some ranks and in training mode on others, in the forward
-    of the same backward pass."""
+    """modes_differ: before the same backward pass, parts of the model are in evaluation mode on some ranks only."""
     per_rank = [_by_backward(run.ranks[rank]) for rank in run.peers]
     if len({len(passes) for passes in per_rank}) > 1:
         return []
@@ -40,8 +40,9 @@ def _modes(run: RecordedRun) -> list[Finding]:
 
 
 def _mean_losses(run: RecordedRun) -> list[Finding]:
-    """Losses that each rank divides by a count of its own, as that of its tokens, and whose gradients are averaged.
-    A rank that multiplies its mean by its share of all counts undoes that; so may a hook, or the script by hand."""
+    """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens, and the gradients are
+    averaged. Not where a rank multiplies its mean by its share of all counts, or a hook or the script rescales the
+    gradients."""
     if (
         not any(run.events(0, "ddp", "fsdp"))
         or any(run.all_events("join"))
@@ -70,7 +71,7 @@ def _differ(values: list[float]) -> bool:
 
 
 def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
-    """For each backward pass the modes in its forward: model -> event."""
+    """For each backward pass: "class number" of a model -> its last "mode" event before that pass."""
     modes: dict[str, Event] = {}
     found = []
     for e in events:
@@ -82,10 +83,12 @@ def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
 
 
 def _unlike(ours: dict[str, Event], theirs: dict[str, Event]) -> bool:
+    """Is any model in another mode there?"""
     return any(name in theirs and e["digest"] != theirs[name]["digest"] for name, e in ours.items())
 
 
 def _batch_norm(run: RecordedRun) -> list[Finding]:
+    """batch_norm: a batch norm of a model with replicas computes in training mode."""
     wrapped = any(run.events(0, "ddp"))
     inside = [e for e in run.events(0, "norm") if e["trained"] and (e["ddp"] is not None or not wrapped)]
     norms = list({e["name"]: e for e in reversed(inside)}.values())[::-1]
@@ -99,9 +102,10 @@ def _batch_norm(run: RecordedRun) -> list[Finding]:
     return [Finding("batch_norm", file_line(norms[0]["at"]), evidence)]
 
 
-def _copied(run: RecordedRun, never: set[str]) -> bool:
-    """Is an optimizer none of whose parameters has a gradient the only one, while several are trained in vain: made
-    from another copy of the model? (One that idles may be there for its schedule, or train a part later.)"""
+def _is_other_copy(run: RecordedRun, never: set[str]) -> bool:
+    """Was the optimizer made from another copy of the model? It is the script's only one, and none of its several
+    parameters ever has a gradient. (An idle optimizer beside others may be there for its schedule, or train a part
+    later.)"""
     return (
         len(never) > 1
         and len(list(run.events(0, "optimizer"))) == 1
@@ -110,7 +114,7 @@ def _copied(run: RecordedRun, never: set[str]) -> bool:
 
 
 def _no_gradient(run: RecordedRun) -> list[Finding]:
-    """Parameters of an optimizer that had no gradient at any of its steps, on any rank."""
+    """no_gradient: parameters that had no gradient at any of their optimizer's steps, on any rank."""
     found: list[Finding] = []
     for opt in sorted({e["opt"] for e in run.events(0, "before")}):
         steps = [e for e in run.all_events("before") if e["opt"] == opt]
@@ -122,7 +126,7 @@ def _no_gradient(run: RecordedRun) -> list[Finding]:
         never = set(steps[0]["without"])
         for e in steps[1:]:
             never &= set(e["without"])
-        if not never or (len(never) == steps[0]["parameters"] and not _copied(run, never)):
+        if not never or (len(never) == steps[0]["parameters"] and not _is_other_copy(run, never)):
             continue
         names = [name for name in steps[0]["without"] if name in never]
         shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

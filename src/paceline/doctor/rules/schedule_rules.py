@@ -73,7 +73,7 @@ def _schedulers(run: RecordedRun) -> list[Finding]:
 def _lengths(run: RecordedRun, schedulers: list[list[Event]]) -> list[Finding]:
     """A schedule that is over, or is not, when the training ends, by just the factor that its length was counted wrong:
     the number of processes, or of micro-batches. The script's text must say so too: a run may be shorter than meant."""
-    micro = [len(backwards) for backwards, _ in _micro(run)]
+    micro = [len(backwards) for backwards, _ in micro_batches(run)]
     k = Counter(micro).most_common(1)[0][0] if micro else 1
     for steps in schedulers:
         last, count = steps[-1], len(steps)
@@ -222,7 +222,7 @@ def _per_batch(run: RecordedRun, steps: list[Event], updates: int, batches: int,
     return ""
 
 
-def _micro(run: RecordedRun) -> list[tuple[list[Event], Event]]:
+def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
     """(backward passes, the optimizer step after them) of rank 0, of steps whose batches came one for each backward, or
     whose backward stands in a loop over micro-batches by its words."""
     found = []
@@ -252,7 +252,7 @@ def _micro(run: RecordedRun) -> list[tuple[list[Event], Event]]:
 
 
 def _accumulation(run: RecordedRun) -> list[Finding]:
-    steps = _micro(run)
+    steps = micro_batches(run)
     opts = {e["opt"] for _, e in steps}
     several = [b for b, _ in steps if len(b) > 1]
     if len(opts) != 1 or len(several) < 2 or len(several) * 2 < len(steps):
