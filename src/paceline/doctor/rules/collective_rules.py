@@ -1,4 +1,4 @@
-"""Collectives compared over the ranks. Looked at while the script runs, since it may never end by itself."""
+"""Collectives compared over the ranks, also while the script runs, since ranks that do not match may never end."""
 
 from __future__ import annotations
 
@@ -15,20 +15,36 @@ from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import RecordedRun, file_line
 from paceline.launcher.report import name_ranks
 
-STUCK_SECONDS = 10.0  # all ranks wait in collectives that others have not come to, and nothing moves
-LEFT_SECONDS = 3.0  # a rank has ended, and others wait
-_NEAR = 64  # places back
+STUCK_SECONDS = 10.0  # without progress, when all ranks wait in collectives that others have not reached
+LEFT_SECONDS = 3.0  # without progress, when a rank has ended and the others wait
+_NEAR = 64  # calls back, within which a reordering is looked for
 _MISMATCH = re.compile(
     r"preamble|[Mm]ismatch between collectives|nbytes|different (sizes|shapes|dtypes)|unexpected size"
 )
-_EMPTY = ("barrier", "monitored_barrier")  # calls without data
-STILL_SECONDS = 300.0  # one waits, and no rank has told anything
+_EMPTY = ("barrier", "monitored_barrier")  # collectives without data, whose order does not matter
+STILL_SECONDS = 300.0  # without an event of any rank, when one waits
 
+# A line of calls-N.jsonl: {"b": number, "op", "g": group, "ranks", "at", "way", "branches", what must be equal on all
+# ranks} when a collective begins, {"e": number} when it has ended.
 Entry = dict[str, Any]
 
 
 @dataclass
 class _Rank:
+    """What has been read of one rank.
+
+    Attributes:
+        path: of its collectives.
+        events: path of its event log.
+        offset: how far `path` has been read.
+        rest: the incomplete last line.
+        calls: process group -> its calls.
+        open: the collective that it is in.
+        moved: when something new was last seen of it.
+        size: of its event log, then.
+        ended: has its script come to its end?
+    """
+
     path: str
     events: str
     offset: int = 0
@@ -41,20 +57,24 @@ class _Rank:
 
 
 class CollectiveChecker:
-    """What the ranks have written so far. look() at intervals; finding() at any time."""
+    """Compares what the ranks have written so far. Call `poll` at intervals while the script runs, and `finding` when
+    it has ended."""
 
     def __init__(self, directory: str, processes: int) -> None:
         self._ranks = [
             _Rank(os.path.join(directory, f"calls-{r}.jsonl"), os.path.join(directory, f"rank-{r}.jsonl"))
             for r in range(processes)
         ]
-        self._checked: dict[str, int] = defaultdict(int)
+        self._checked: dict[str, int] = defaultdict(int)  # process group -> calls that match
         self._found: Finding | None = None
         self.abort_reason = ""  # the run must be ended, since ...
         self.lines: list[Any] = []  # of the calls that do not match
 
     def poll(self, late: bool = False) -> bool:
-        """Read on. True: the run must be ended. late: it is ended now in any case."""
+        """Read what is new. Returns whether the run must be ended.
+
+        late: it will be ended now in any case.
+        """
         now = time.monotonic()
         for rank in self._ranks:
             self._read(rank, now)
@@ -74,13 +94,13 @@ class CollectiveChecker:
             return True
         if inside and (still > STILL_SECONDS or (late and still > STUCK_SECONDS)):
             self._find_waiting()
-            self.abort_reason = f"nothing has moved for {still:.0f} seconds"
+            self.abort_reason = f"nothing has moved for {still:.0f} seconds"  # why the run must be ended
             return True
         return False
 
     def _waits_in_vain(self, rank: _Rank) -> bool:
-        """Does this rank wait in a call that some rank of its group has not come to? Where all have, the call is under
-        way, and may be slow: a large model, a busy machine."""
+        """Does the rank wait in a collective that some rank of the group has not reached? One that all have reached is
+        under way and may be slow."""
         assert rank.open is not None
         members = rank.open["ranks"]
         if rank.open.get("loose") or any(m >= len(self._ranks) for m in members):
@@ -89,7 +109,10 @@ class CollectiveChecker:
         return any(len(self._ranks[m].calls[group]) < len(rank.calls[group]) for m in members)
 
     def finding(self, cut: bool = False) -> Finding | None:
-        """When the run is over. cut: from outside, so that a rank may lack calls that it would have made."""
+        """The fault, when the run is over.
+
+        cut: it was ended from outside, so that a rank may lack calls that it would have made.
+        """
         if self._found is None:
             for rank in self._ranks:
                 self._read(rank, time.monotonic())
@@ -176,7 +199,7 @@ class CollectiveChecker:
 
 
 def refused_call(run: RecordedRun) -> Finding | None:
-    """A call of which the backend itself said that it does not match the other ranks'."""
+    """A call of which the backend said that it does not match the other ranks'."""
     for rank in range(run.processes):
         for e in run.events(rank, "refused"):
             if _MISMATCH.search(e["text"]):
@@ -186,8 +209,8 @@ def refused_call(run: RecordedRun) -> Finding | None:
 
 
 def divergence_line(run: RecordedRun, lines: list[Any]) -> str:
-    """What led ranks to other calls, where it is plain: the loop over a training loader that gave them unequally many
-    batches, or the line by which one of them left its loop."""
+    """What led the ranks to different calls, where it is plain: the loop over a training loader with unequally many
+    batches, or the line by which a rank left its loop."""
     for loader in sorted(run.training_loaders):
         passes = [[p for p in theirs if p.loader == loader] for theirs in run.passes]
         for per_rank in zip(*passes):
@@ -203,6 +226,7 @@ def _group(entry: Entry) -> str:
 
 
 def _signature(entry: Entry) -> tuple[Any, ...]:
+    """What must be equal on all ranks."""
     return (entry["op"], entry.get("n"), entry.get("d"), entry.get("by"), entry.get("root"))
 
 
@@ -215,7 +239,7 @@ def _describe(entry: Entry) -> str:
 
 
 def _mismatch_finding(entries: dict[int, Entry], number: int) -> Finding:
-    """The line to name: of the ranks that are in the minority, or of a call that stands in the script, not in DDP."""
+    """The finding names the line of the ranks in the minority, but rather a call of the script than one of DDP."""
     by: dict[Any, list[int]] = defaultdict(list)
     for rank, entry in entries.items():
         by[_signature(entry)].append(rank)
@@ -226,12 +250,12 @@ def _mismatch_finding(entries: dict[int, Entry], number: int) -> Finding:
 
 
 def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
-    """Calls that look alike, in another order: places near each other where two ranks come from different lines (or
-    with different names or parameters), and what one rank has at each of them the other has at another one."""
+    """Collectives that match, in another order: at some places near each other two ranks call from different lines (or
+    for different names or parameters), and have the same lines in another order."""
     first = min(calls)
     for rank in sorted(calls)[1:]:
         pairs = list(zip(calls[first], calls[rank]))
-        apart: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the two differ in it
+        apart: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the two ranks differ in it
         for place, (a, b) in enumerate(pairs):
             if a["op"] in _EMPTY:
                 continue
@@ -249,9 +273,10 @@ def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
 
 
 def _cycle(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: str) -> list[int]:
-    """The fewest places, the last one among them, at which both ranks have the same values in another order."""
+    """The fewest places, `last` among them, at which both ranks have the same values in another order; [] where there
+    are none."""
     a, b = pairs[last]
-    leading: dict[tuple[Any, Any], int] = {}  # (one rank's value, the other's) -> the first place that has these
+    leading: dict[tuple[Any, Any], int] = {}  # (one rank's value, the other's) -> the first place with these
     for one in near:
         ours, theirs = pairs[one]
         if _signature(ours) == _signature(a) and not (_exclusive(ours, a) or _exclusive(theirs, b)):
@@ -259,7 +284,7 @@ def _cycle(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: st
     begin, end = b["way"][way], a["way"][way]
     ways: list[tuple[Any, list[int]]] = [(begin, [])]
     seen = {begin}
-    for value, path in ways:  # grows as it is read: the shortest way comes first
+    for value, path in ways:  # grows while it is read, so that the shortest cycle is found first
         if value == end:
             return sorted([*path, last])
         for (ours, theirs), one in leading.items():
@@ -286,14 +311,14 @@ def _tell(pairs: list[tuple[Entry, Entry]], ring: list[int], way: str, ranks: tu
 
 
 def _exclusive(one: Entry, other: Entry) -> bool:
-    """Do two calls of one rank stand in opposite branches of an `if`? Then one is made instead of the other: ranks take
-    turns, or take part with zeros where they have nothing."""
+    """Do two calls of one rank stand in opposite branches of an `if`? One is then made instead of the other: ranks take
+    turns, or take part with zeros."""
     mine = other.get("branches", {})
     return any(mine.get(line, taken) != taken for line, taken in one.get("branches", {}).items())
 
 
 def _has_ended(path: str) -> bool:
-    """Has this rank's script come to its end, without an error?"""
+    """Has the rank's script come to its end without an error?"""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - 400))

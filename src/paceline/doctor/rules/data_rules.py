@@ -1,4 +1,4 @@
-"""Which examples the ranks train on, and in which order the epochs have them."""
+"""Rules about data: which examples the ranks train on, and in which order the epochs have them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
 
-MIN_BITS = 16  # of what must agree: labels of two classes may agree by chance
-MIN_SHARED = 8  # examples with the same index that must also look the same
-SHARED_STREAM = 0.8  # of the shorter one's examples
+MIN_BITS = 16  # of information that must agree: labels of two classes may agree by chance
+MIN_SHARED = 8  # examples that must agree before anything is said
+SHARED_STREAM = 0.8  # of the shorter stream's examples
 ONCE = 0.99  # of a rank's rows in a pass: it reads each example once, and does not draw with replacement
 DRIFT = 0.05  # of the examples that were read again
-OVERLAP = 0.2  # of the smaller shard; padding explains less than one batch
-MIN_SAME = 3  # steps
-MIN_BEGUN = 4  # passes
-MIN_PASSES = 2  # that begin with the same random numbers
-SHIFTED = 0.5  # of the shorter rank's, of what is the same at other steps
+OVERLAP = 0.2  # of the smaller shard: padding explains less than one batch
+MIN_SAME = 3  # steps with the same inputs
+MIN_BEGUN = 4  # passes that are left after one batch
+MIN_PASSES = 2  # passes that begin with the same random numbers
+SHIFTED = 0.5  # of the shorter rank's examples
 
 
 def findings(run: RecordedRun) -> list[Finding]:
+    """same_examples, examples_missed, same_in_workers, same_random_numbers; and same_batch or no_set_epoch."""
     return [
         *_same_examples(run),
         *_missed(run),
@@ -34,10 +35,13 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _training(run: RecordedRun, rank: int, loader: str) -> list[Pass]:
+    """A rank's passes over a loader in which it trained."""
     return [p for p in run.passes[rank] if p.loader == loader and p.training and p.yields]
 
 
 def _same_examples(run: RecordedRun) -> list[Finding]:
+    """same_examples: two ranks read the same examples of a loader, give the model the same inputs, or have the same
+    gradients."""
     if not run.reduces_gradients or run.model_parallel:
         return []
     for loader in sorted(run.training_loaders):
@@ -48,14 +52,16 @@ def _same_examples(run: RecordedRun) -> list[Finding]:
                 if evidence:
                     at = run.loaders[one].get(loader, {}).get("at") or per_rank[one][0].at
                     return [
-                        Finding("same_examples", file_line(at), evidence, file_line(_dealt_at(run, loader, (one, two))))
+                        Finding(
+                            "same_examples", file_line(at), evidence, file_line(_sharding_line(run, loader, (one, two)))
+                        )
                     ]
     return _same_inputs(run) or _same_gradients(run)
 
 
-def _dealt_at(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
-    """Where the examples of ranks that share some were dealt: the parts of a data set, where these differ; the sampler;
-    the line that cuts a stream."""
+def _sharding_line(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
+    """Where the examples of two ranks that share some were dealt: the Subset, if theirs differ; the line that strides a
+    stream; or else the sampler."""
     about = [run.loaders[rank].get(loader, {}) for rank in ranks]
     if about[0].get("cut") != about[1].get("cut"):
         return about[0].get("cut_at")
@@ -65,6 +71,7 @@ def _dealt_at(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
 
 
 def _compare(run: RecordedRun, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) -> str:
+    """What two ranks' first passes have in common, in words; "" where it is no fault."""
     who = f"ranks {ranks[0]} and {ranks[1]}"
     ours, theirs = a.indices, b.indices
     about = run.loaders[ranks[0]].get(loader, {})
@@ -73,7 +80,7 @@ def _compare(run: RecordedRun, loader: str, a: Pass, b: Pass, ranks: tuple[int, 
     first = content(a), content(b)
     shared = set(first[0]) & set(first[1])
     held = [run.loaders[rank].get(loader, {}).get("holds") for rank in ranks]
-    if not _one_set(shared, first, held, _training(run, ranks[0], loader)):
+    if not _same_data_set(shared, first, held, _training(run, ranks[0], loader)):
         return ""
     if about.get("repeats"):
         return ""  # each example several times, for several ranks: they augment it differently
@@ -105,14 +112,14 @@ def content(one: Pass) -> dict[int, list[int]]:
     return found
 
 
-def alike(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
-    """Do the same indices have the same content, in one tensor at least (a label, where images are augmented)? Without
-    that, each rank may have a data set of its own."""
+def same_content(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
+    """Do the shared indices have the same content, in one tensor at least (a label, where images are augmented)?
+    Otherwise each rank may have a data set of its own."""
     return bool(_agreeing(shared, a, b)[0])
 
 
 def _agreeing(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> tuple[dict[int, int], list[int]]:
-    """(the tensors of a batch in which the content agrees -> its distinct values, those in which it does not)."""
+    """(tensor of the batch in which all shared rows agree -> its distinct values; the tensors in which they do not)."""
     agree: dict[int, int] = {}
     differ: list[int] = []
     leaves = min(len(next(iter(a.values()), [])), len(next(iter(b.values()), [])))
@@ -125,21 +132,24 @@ def _agreeing(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]
     return agree, differ
 
 
-def _one_set(shared: set[int], contents: Any, held: list[dict[str, int] | None], passes: list[Pass]) -> bool:
-    """Do the indices of two ranks mean the same examples? Where something of them agrees and something does not, they
-    are augmented, and then not the same on one rank either; or labels in order agree in any shards."""
+def _same_data_set(shared: set[int], contents: Any, held: list[dict[str, int] | None], passes: list[Pass]) -> bool:
+    """Do the indices of two ranks mean the same examples?
+
+    Where some tensors agree and some do not, either the examples are augmented, and then they differ between epochs of
+    one rank too; or labels agree because they lie in the same order in the shards of different data.
+    """
     agree, differ = _agreeing(shared, *contents)
     if agree and (not differ or 2 * max(agree.values()) >= len(shared)):
         return True
     same = held[0] == held[1] if held[0] and held[1] else None
-    moving = drifts(passes, differ)
+    moving = changes_between_epochs(passes, differ)
     if agree:
         return same is not False and moving is not False
     return bool(differ) and same is True and moving is True
 
 
-def drifts(passes: list[Pass], leaves: list[int]) -> bool | None:
-    """Are the same examples of one rank others in a later epoch? None: none was read again."""
+def changes_between_epochs(passes: list[Pass], leaves: list[int]) -> bool | None:
+    """Do the same examples of one rank look different in a later epoch? None: none was read again."""
     first = content(passes[0])
     for later in map(content, passes[1:]):
         again = set(first) & set(later)
@@ -150,7 +160,8 @@ def drifts(passes: list[Pass], leaves: list[int]) -> bool | None:
 
 
 def _same_rows(a: Pass, b: Pass, who: str) -> str:
-    """Of an iterable data set: the same rows, and not all alike; in the same order, or at the end of both."""
+    """What two ranks' passes over an iterable data set have in common, by the rows' digests: the same order, or the
+    same examples at the end of both."""
     pairs = [(x["rows"], y["rows"]) for x, y in zip(a.yields, b.yields) if x["rows"] and y["rows"]]
     rows = [digest for x, _ in pairs for digest in x[0]]
     if len(pairs) < 2 or len(set(rows)) < MIN_SHARED:
@@ -178,7 +189,7 @@ def _same_rows(a: Pass, b: Pass, who: str) -> str:
 
 
 def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
-    """Rows that come in one order on both ranks, on one of them later."""
+    """Two ranks read the same rows in the same order, one of them later."""
     places_ = {digest: place_ for place_, digest in enumerate(theirs) if theirs.count(digest) == 1}
     shifts = Counter(places_[digest] - place_ for place_, digest in enumerate(ours) if digest in places_)
     if not shifts:
@@ -190,7 +201,7 @@ def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
 
 
 def _same_inputs(run: RecordedRun) -> list[Finding]:
-    """Models that are fed without a DataLoader."""
+    """same_examples, for a model that is fed without a DataLoader."""
     if run.training_loaders:
         return []
     per_rank = [[e for e in run.events(rank, "forward") if e["digest"]] for rank in run.peers]
@@ -215,7 +226,8 @@ def _same_inputs(run: RecordedRun) -> list[Finding]:
 
 
 def _same_gradients(run: RecordedRun) -> list[Finding]:
-    """The first reduction of each step by hand: equal gradients before it come from equal data."""
+    """same_examples, by the first reduction of each step that the script makes itself: equal gradients come from equal
+    data."""
     per_rank = [_first_gradients(run.ranks[rank]) for rank in range(run.processes)]
     steps = min(map(len, per_rank))
     if steps < MIN_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
@@ -232,6 +244,7 @@ def _same_gradients(run: RecordedRun) -> list[Finding]:
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
+    """The first reduction of gradients after each backward."""
     found, due = [], False
     for e in events:
         if e["k"] == "backward":
@@ -243,7 +256,7 @@ def _first_gradients(events: list[Event]) -> list[Event]:
 
 
 def _missed(run: RecordedRun) -> list[Finding]:
-    """Data that are cut for more ranks than there are: by a sampler that is told so, or in steps that are too long."""
+    """examples_missed: a sampler is told of more ranks than there are, or the ranks' strides are too long."""
     if not run.reduces_gradients or len(run.peers) < run.processes:
         return []
     for loader in sorted(run.training_loaders):
@@ -272,7 +285,7 @@ def _missed(run: RecordedRun) -> list[Finding]:
 
 
 def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
-    """(the step in which every rank's examples lie, what remains of each rank's). (0, nothing) where there is none."""
+    """(the stride in which every rank's examples lie, their residues); (0, nothing) where there is no such stride."""
     if any(len(mine) < MIN_SHARED for mine in read):
         return 0, set()
     strides = {math.gcd(*(i - min(mine) for i in mine)) for mine in read}
@@ -282,13 +295,13 @@ def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
 
 
 def _read(run: RecordedRun, rank: int, size: int) -> set[int]:
-    """The examples that a rank reads of data sets of this size, to whatever end."""
+    """The examples that a rank reads in data sets of this size, in training or evaluation."""
     same = [one for one in run.passes[rank] if run.loaders[rank].get(one.loader, {}).get("size") == size]
     return {i for one in same for i in one.indices or ()}
 
 
 def _same_in_workers(run: RecordedRun) -> list[Finding]:
-    """A stream that each worker of a loader reads from its beginning."""
+    """same_in_workers: each worker of a loader reads the whole stream."""
     for loader in sorted(run.training_loaders):
         about = run.loaders[0].get(loader, {})
         for one in [p for p in run.passes[0] if p.loader == loader and p.yields]:
@@ -306,7 +319,8 @@ def _same_in_workers(run: RecordedRun) -> list[Finding]:
 
 
 def _same_numbers(run: RecordedRun) -> list[Finding]:
-    """Random generators of a training loader's workers that are used, and begin each pass where the first began."""
+    """same_random_numbers: a random generator of a training loader's workers is used, and begins each pass in the same
+    state."""
     workers = [
         {(e["n"], e["worker"], name): state for e in run.events(rank, "worker") for name, state in e["begun"].items()}
         for rank in range(run.processes)
@@ -331,7 +345,7 @@ def _same_numbers(run: RecordedRun) -> list[Finding]:
 
 
 def _same_batch(run: RecordedRun) -> list[Finding]:
-    """`next(iter(loader))` at every step: passes that are left after their first batch, which is always the same."""
+    """same_batch: `next(iter(loader))` at every step, whose first batch is always the same."""
     for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader and p.yields]
         first = [p.yields[0]["idx"] or p.yields[0]["rows"] for p in passes if len(p.yields) == 1 and not p.complete]
@@ -348,7 +362,9 @@ def _same_batch(run: RecordedRun) -> list[Finding]:
 
 
 def _no_set_epoch(run: RecordedRun) -> list[Finding]:
-    by: dict[tuple[str, frozenset[int]], list[Pass]] = defaultdict(list)  # a loader may be made anew in each epoch
+    """no_set_epoch: passes of the same order, of a sampler that has set_epoch."""
+    # a loader may be made anew in each epoch, by the same line
+    by: dict[tuple[str, frozenset[int]], list[Pass]] = defaultdict(list)
     for one in run.passes[0]:
         if one.loader in run.training_loaders and one.training and one.yields:
             by[one.loader.rpartition(",")[0], _optimizers(run, one)].append(one)
@@ -362,7 +378,7 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
             if head and len(head) >= MIN_SHARED:
                 by_order[tuple(head[:64])].append(one)
         for order, same in by_order.items():
-            same = [same[0], *(p for p in same[1:] if _goes_on(run, same[0], p))]
+            same = [same[0], *(p for p in same[1:] if _continues(run, same[0], p))]
             if len(same) > 1 and list(order) != sorted(order):
                 evidence = (
                     f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
@@ -375,7 +391,7 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
 
 
 def _cycled(run: RecordedRun) -> list[Finding]:
-    """One pass over the data, whose batches are kept and used again, as itertools.cycle does."""
+    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle."""
     for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader]
         inputs = [e["digest"] for e in run.events(0, "forward")]
@@ -393,15 +409,15 @@ def _cycled(run: RecordedRun) -> list[Finding]:
 
 
 def _optimizers(run: RecordedRun, one: Pass) -> frozenset[int]:
-    """Those that stepped during a pass: another one trains another model, from its own first epoch."""
+    """The optimizers that step during a pass. Another optimizer trains another model, from its own first epoch."""
     return frozenset(e["opt"] for e in run.ranks[0][one.begin : one.end] if e["k"] == "before")
 
 
-def _goes_on(run: RecordedRun, a: Pass, b: Pass) -> bool:
-    """Is b a later epoch of what a was the first of? Of another loader only where a's is used no more, and the
-    examples look the same: one line may make the loaders of several data sets."""
+def _continues(run: RecordedRun, a: Pass, b: Pass) -> bool:
+    """Is pass b a later epoch of what pass a began? For b of another loader, only where a's is not used any more and
+    the examples look the same, since one line may make the loaders of several data sets."""
     if a.loader == b.loader:
         return True
     last = max(p.end for p in run.passes[0] if p.loader == a.loader)
     ours, theirs = content(a), content(b)
-    return last < b.begin and (not ours or not theirs or alike(set(ours) & set(theirs), ours, theirs))
+    return last < b.begin and (not ours or not theirs or same_content(set(ours) & set(theirs), ours, theirs))

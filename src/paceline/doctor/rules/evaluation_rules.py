@@ -1,4 +1,4 @@
-"""Evaluation: duplicates that padding makes, and metrics that rank 0 has of its shard alone."""
+"""Rules about evaluation: duplicates from padding, means of means, metrics of rank 0's shard alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.data_rules import MIN_SHARED, drifts
+from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
 from paceline.doctor.rules.gathered_results import uses_all
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
 from paceline.doctor.script_ast import divided_by_world
 
-MIN_BATCHES = 2  # of an evaluation that breaks off: a single one may be looked at for its shapes
+MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
+# In a line of output: file names, counts of things, rates, times, epochs, steps, bytes.
 _NO_METRIC = re.compile(  # a file's name, a rate, a time, a count of epochs or of things, seconds, bytes
     r"\S+\.(pt|pth|ckpt|bin|npy|npz|json|jsonl|csv|txt|log|pkl|safetensors)\b"
     r"|\b\d+ (files?|ranks?|process(es)?|gpus?|workers?|shards?|batches|predictions?)\b"
@@ -27,37 +28,46 @@ _EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all
 
 
 @dataclass
-class _Round:
-    """One evaluation, on all ranks: the passes, and what came after them before training went on."""
+class _Evaluation:
+    """One evaluation on all ranks.
+
+    Attributes:
+        passes: of each rank, over the evaluation's loader.
+        after: of each rank, the events from the begin of its pass until training goes on.
+    """
 
     passes: list[Pass]
     after: list[list[Event]]  # of each rank, from the pass's begin
 
     @property
     def reads(self) -> Counter[int]:
+        """index -> how many ranks, or times, it was read."""
         return Counter(i for p in self.passes for i in p.indices or [])
 
 
 def findings(run: RecordedRun) -> list[Finding]:
+    """padded_evaluation, local_metric, mean_of_means: the first of each."""
     if run.world_size < 2 or run.processes < 2:
         return []
     padded: list[Finding] = []
     local: list[Finding] = []
     means: list[Finding] = []
     for loader in sorted({p.loader for p in run.passes[0]} - run.training_loaders):
-        for one in _rounds(run, loader):
+        for one in _evaluations(run, loader):
             if not padded:
                 padded = _padded(run, loader, one)
             if not local:
-                local = _local(run, loader, one)
+                local = _local_metric(run, loader, one)
             if not means:
                 means = _mean_of_means(run, loader, one)
         if not local:
-            local = _alone(run, loader)
+            local = _evaluated_alone(run, loader)
     return [*padded, *local, *means]
 
 
-def _rounds(run: RecordedRun, loader: str) -> list[_Round]:
+def _evaluations(run: RecordedRun, loader: str) -> list[_Evaluation]:
+    """The evaluations with a loader. None where only some ranks evaluate: on all the data, or without sharding by this
+    loader."""
     per_rank = [
         [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
         for passes in run.passes
@@ -68,11 +78,12 @@ def _rounds(run: RecordedRun, loader: str) -> list[_Round]:
     for passes in zip(*per_rank):
         if all(p.yields for p in passes):
             after = [_until_training(run, rank, p) for rank, p in enumerate(passes)]
-            rounds.append(_Round(list(passes), after))
+            rounds.append(_Evaluation(list(passes), after))
     return rounds
 
 
 def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
+    """A rank's events from the begin of a pass until it trains, or begins the next pass over the loader."""
     events = run.ranks[rank]
     end = len(events)
     for position in range(one.end + 1, end):
@@ -86,15 +97,15 @@ def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
     return events[one.begin : end]
 
 
-def _sharded(one: _Round) -> bool:
-    """Does each rank read a part only, and together (nearly) all?"""
+def _sharded(one: _Evaluation) -> bool:
+    """Does each rank read a part, by its indices?"""
     union = len(one.reads)
     return all(p.indices and len(set(p.indices)) < union for p in one.passes)
 
 
-def _apart(run: RecordedRun, loader: str, one: _Round) -> bool:
-    """Does each rank read data of its own, by their content: a stream's part, a data set that was cut before, or one
-    that deals its examples out itself, and has the same ones in every evaluation?"""
+def _disjoint(run: RecordedRun, loader: str, one: _Evaluation) -> bool:
+    """Does each rank read data of its own, by their content? A stream's part, a data set that was cut before, or one
+    that deals out its examples itself and has the same ones in every evaluation."""
     read: list[set[int]] = []
     for p in one.passes:
         leaves = [{d for y in p.yields if y["rows"] for d in y["rows"][leaf]} for leaf in range(_leaves(p))]
@@ -105,14 +116,16 @@ def _apart(run: RecordedRun, loader: str, one: _Round) -> bool:
     if not all(p.indices for p in one.passes) or all(h and held[0] and h != held[0] for h in held[1:]):
         return True
     again = [p for p in run.passes[0] if p.loader == loader and p.yields]
-    return drifts(again, list(range(_leaves(one.passes[0])))) is False
+    return changes_between_epochs(again, list(range(_leaves(one.passes[0])))) is False
 
 
 def _leaves(one: Pass) -> int:
+    """The number of tensors with digests in every batch."""
     return min((len(y["rows"]) for y in one.yields if y["rows"]), default=0)
 
 
-def _padded(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
+def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
+    """padded_evaluation: some examples are read twice, and the script neither drops nor discounts them."""
     reads = one.reads
     total, unique = sum(reads.values()), len(reads)
     twice = total - unique
@@ -147,10 +160,11 @@ def _padded(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
     return [Finding("padded_evaluation", file_line(exchanged[0]["at"]), evidence + counted)]
 
 
-def _mean_of_means(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
-    """Numbers of the ranks' own, which are added and divided by the number of ranks, where their shards are unequal."""
+def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
+    """mean_of_means: the ranks' numbers are added and divided by the number of ranks, where their shards are
+    unequal."""
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
-    shared = (_sharded(one) and _same_data(one)) or _apart(run, loader, one)
+    shared = (_sharded(one) and _same_data(one)) or _disjoint(run, loader, one)
     if not shared or not all(p.complete for p in one.passes) or len(set(sizes)) == 1:
         return []
     exchanged = [
@@ -174,7 +188,7 @@ def _sums_of(exchanged: list[Event]) -> list[Event]:
 
 
 def _totals(calls: list[Event]) -> list[float]:
-    """Of a call that is made for every batch: what its results come to, for each element."""
+    """For a call that is made for every batch: the sum of its results, element by element."""
     by: dict[tuple[Any, ...], list[list[float]]] = defaultdict(list)
     for e in calls:
         by[(*e["at"], len(e["result"]))].append(e["result"])
@@ -182,12 +196,12 @@ def _totals(calls: list[Event]) -> list[float]:
 
 
 def _counts(value: float, unique: int, total: int) -> bool:
-    """Could it be a number of examples, or a multiple of it, without the duplicates (tokens, pixels)?"""
+    """May a value be a number of examples, or of tokens or pixels in them, without the duplicates?"""
     return value >= unique and value == int(value) and value % unique == 0 and value % total != 0
 
 
-def _same_data(one: _Round) -> bool:
-    """Indices that two ranks read mean the same example: what their rows hold agrees."""
+def _same_data(one: _Evaluation) -> bool:
+    """Do indices that two ranks read mean the same example, by the rows' digests?"""
     seen: dict[int, list[int]] = {}
     for p in one.passes:
         for y in p.yields:
@@ -201,12 +215,12 @@ def _same_data(one: _Round) -> bool:
 
 
 def _metric(said: Event) -> bool:
-    """Does a line that was logged tell more than the rate, the time, the epoch?"""
+    """Does a line of output tell more than a rate, a time or an epoch?"""
     return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
 
 
-def _alone(run: RecordedRun, loader: str) -> list[Finding]:
-    """Rank 0 evaluates by itself, with a sampler that gives it its shard only."""
+def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
+    """local_metric: rank 0 alone evaluates, with a sampler that gives it its shard."""
     about = run.loaders[0].get(loader, {})
     if about.get("sampler") != "distributed" or (about["replicas"] or 1) < 2 or not about["size"]:
         return []
@@ -226,21 +240,26 @@ def _alone(run: RecordedRun, loader: str) -> list[Finding]:
     return []
 
 
-def _told(loader: str, events: list[Event]) -> list[Event]:
-    """What came after an evaluation, until another one began."""
+def _until_next_evaluation(loader: str, events: list[Event]) -> list[Event]:
+    """The events until a pass over another loader begins."""
     begins = (i for i, e in enumerate(events) if e["k"] == "pass" and e["loader"] != loader)
     return events[: next(begins, len(events))]
 
 
-def _local(run: RecordedRun, loader: str, one: _Round) -> list[Finding]:
-    if not (_sharded(one) and _same_data(one)) and not _apart(run, loader, one):
+def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
+    """local_metric: rank 0 alone logs a number after all ranks evaluated their shards, and nothing was exchanged in
+    between."""
+    if not (_sharded(one) and _same_data(one)) and not _disjoint(run, loader, one):
         return []
     for events in one.after:
         if any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             return []
         if any(e["k"] == "p2p" for e in events):
             return []
-    after = [_told(loader, events[p.end - p.begin :]) for events, p in zip(one.after, one.passes, strict=True)]
+    after = [
+        _until_next_evaluation(loader, events[p.end - p.begin :])
+        for events, p in zip(one.after, one.passes, strict=True)
+    ]
     said, *others = ([e for e in events if e["k"] == "said" and _metric(e)] for events in after)
     written = [{e["path"] for e in events if e["k"] in ("save", "wrote") or e.get("how") == "file"} for events in after]
     if not said or any(others) or any(paths - written[0] for paths in written[1:]):

@@ -1,7 +1,8 @@
-"""Replicas of one model that part: where the first difference stands, and so what made it.
+"""Rules about replicas of one model that come to differ: the place of the first difference tells the cause.
 
-A step has four places: the weights before it, the gradients after the last backward, those that the optimizer is given,
-and the weights after it. The first of them in which ranks differ, where the one before agreed, holds the cause.
+A step has four places: the weights before it, the gradients after the last backward, the gradients that the optimizer
+is given, and the weights after it. The cause lies at the first place where ranks differ, if they agreed at the one
+before.
 """
 
 from __future__ import annotations
@@ -16,28 +17,30 @@ from paceline.doctor.rules.lr_scaling_rules import divides_rate
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
 
 TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients have the same bits
-SUMMED = 2e-3  # of the sum of all ranks' gradients
+SUMMED = 2e-3  # relative deviation from the sum of all ranks' gradients
 _NAMED = 4
 
 Samples = dict[str, list[float]]
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    unsent = _unsent(run)
+    """sync_off, weights_differ_at_start and all of DIVERGENCE (rules/__init__.py); summed_gradients, buffers_differ."""
+    unsent = _fsdp_sync_off(run)
     if unsent:
         return unsent
-    cut = _cut(run)
+    cut = _differ_when_sharded(run)
     if cut or any(run.all_events("join")):
         return cut
     if not (run.reduces_gradients or run.meant_as_replicas):
-        return _unreduced(run)
+        return _weights_exchanged(run)
     if run.averages_weights:  # ranks that have made unequally many steps
         return []
-    return _clock(run) or [*_parting(run), *_summed(run), *_buffers(run)]
+    return _steps_differ(run) or [*_divergence(run), *_summed(run), *_buffers(run)]
 
 
-def _clock(run: RecordedRun) -> list[Finding]:
-    """Steps by the count of backward passes, which all ranks make alike where gradients are reduced."""
+def _steps_differ(run: RecordedRun) -> list[Finding]:
+    """steps_differ: a rank does not step after a backward pass after which another one does. Ranks that reduce
+    gradients make the same backward passes."""
     passes = [sum(1 for _ in run.events(rank, "backward")) for rank in run.peers]
     if run.cut or not run.reduces_gradients or max(passes) - min(passes) > 1 or not min(passes):
         return []
@@ -58,8 +61,9 @@ def _clock(run: RecordedRun) -> list[Finding]:
     return []
 
 
-def _unsent(run: RecordedRun) -> list[Finding]:
-    """FSDP: the last backward before the steps sends no gradients. (Its weights cannot be compared.)"""
+def _fsdp_sync_off(run: RecordedRun) -> list[Finding]:
+    """sync_off, with FSDP: the last backward before nearly every step reduces no gradients. (FSDP's weights cannot be
+    compared.)"""
     if not any(run.events(0, "fsdp")):
         return []
     steps = kept = 0
@@ -76,25 +80,27 @@ def _unsent(run: RecordedRun) -> list[Finding]:
     return [Finding("sync_off", file_line(line), evidence)]
 
 
-def _cut(run: RecordedRun) -> list[Finding]:
-    """fully_shard cuts what each rank has, and sends nothing: of ranks whose weights differ it makes one model of parts
-    of several. Those count that are still as they were cut at the first step."""
+def _differ_when_sharded(run: RecordedRun) -> list[Finding]:
+    """weights_differ_at_start, with fully_shard, which shards what each rank has and sends nothing: weights that differ
+    become shards of different models. Only weights whose shards are unchanged at the first step count."""
     per_rank = [next(run.events(rank, "cut"), None) for rank in run.peers]
     if len(per_rank) < 2 or any(e is None for e in per_rank):
         return []
     events = [e for e in per_rank if e is not None]
-    apart = _apart([e["whole"] for e in events])
+    apart = _differing([e["whole"] for e in events])
     if not apart:
         return []
-    line, told = _loaded(run)
+    line, told = _state_load_line(run)
     seed = script_lines.rank_seed(run)
     line = line or seed or next((e["at"] for e in run.events(0, "fsdp")), None)
-    evidence = f"when fully_shard cut the weights {_tell(apart, events[0]['whole'])}, and nothing has sent them since"
+    evidence = (
+        f"when fully_shard cut the weights {_describe(apart, events[0]['whole'])}, and nothing has sent them since"
+    )
     return [Finding("weights_differ_at_start", file_line(line), evidence + told, file_line(seed))]
 
 
-def _loaded(run: RecordedRun) -> tuple[Any, str]:
-    """The line where some ranks load a state before the first step, and how many do."""
+def _state_load_line(run: RecordedRun) -> tuple[Any, str]:
+    """The line where some ranks alone load a state before the first step, and words for how many do."""
     begun = [list(run.events(rank, "loaded", "before")) for rank in run.peers]
     loads = [[e["at"] for e in takewhile(lambda e: e["k"] == "loaded", events)] for events in begun]
     line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
@@ -102,32 +108,32 @@ def _loaded(run: RecordedRun) -> tuple[Any, str]:
     return line, told if line is not None else ""
 
 
-def _unreduced(run: RecordedRun) -> list[Finding]:
-    """Weights that the ranks send each other after their steps, each made by the gradients of one rank alone, as
-    ZeroRedundancyOptimizer does without DDP. Every rank must step, with gradients of its own examples, and exchange
-    nothing between a backward and the step: a script may average in more ways than doctor knows."""
-    if not run.exchanges_weights or any(_exchanges(run, rank) for rank in run.peers):
+def _weights_exchanged(run: RecordedRun) -> list[Finding]:
+    """not_reduced: ranks send each other weights that each of them has stepped by its own gradients, as
+    ZeroRedundancyOptimizer does without DDP. All ranks must step, with different gradients, and communicate nothing
+    between a backward and the step, since a script may average in more ways than doctor knows."""
+    if not run.exchanges_weights or any(_communicates_before_steps(run, rank) for rank in run.peers):
         return []
     per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before") if e.get("grads")} for rank in run.peers]
     told = []
     for key, first in per_rank[0].items():
         events = [ranks[key] for ranks in per_rank if key in ranks]
-        if len(events) == len(per_rank) and not _apart([e["weights"] for e in events]):
-            apart = _apart([e["grads"] for e in events])
+        if len(events) == len(per_rank) and not _differing([e["weights"] for e in events]):
+            apart = _differing([e["grads"] for e in events])
             told += [(first, apart)] if apart else []
     if len(told) < 2:
         return []
     first, apart = told[0]
     evidence = (
-        f"at {len(told)} of {len(per_rank[0])} steps that were compared {_tell(apart, first['grads'], 'gradients')}, "
-        "and nothing was exchanged between the backward and the step: the weights, which the ranks send each other "
-        "afterwards, follow the examples of one rank each"
+        f"at {len(told)} of {len(per_rank[0])} steps that were compared "
+        f"{_describe(apart, first['grads'], 'gradients')}, and nothing was exchanged between the backward and the "
+        "step: the weights, which the ranks send each other afterwards, follow the examples of one rank each"
     )
     return [Finding("not_reduced", file_line(first["at"]), evidence)]
 
 
-def _exchanges(run: RecordedRun, rank: int) -> bool:
-    """Does a rank send anything between a backward and the step after it?"""
+def _communicates_before_steps(run: RecordedRun, rank: int) -> bool:
+    """Does a rank communicate between a backward and the step after it?"""
     due = False
     for e in run.events(rank, "backward", "coll", "before"):
         if due and e["k"] == "coll" and e["op"] != "barrier":
@@ -136,40 +142,41 @@ def _exchanges(run: RecordedRun, rank: int) -> bool:
     return False
 
 
-def _parting(run: RecordedRun) -> list[Finding]:
+def _divergence(run: RecordedRun) -> list[Finding]:
+    """The first difference of the weights at the steps that were compared, and its cause."""
     per_rank = [
         {(e["opt"], e["step"], e["k"]): e for e in run.events(rank, "before", "step") if e.get("weights")}
         for rank in run.peers
     ]
-    alike: dict[int, int] = {}  # optimizer -> the last step after which its weights were the same
+    alike: dict[int, int] = {}  # optimizer -> the last step after which its weights were equal
     for key, first in per_rank[0].items():  # in the order of the run
         opt, step, kind = key
         events = [ranks[key] for ranks in per_rank if key in ranks]
         if len(events) < len(per_rank):
             continue
-        apart = [part for part in _apart([e["weights"] for e in events]) if part[0] not in run.model_parallel]
+        apart = [part for part in _differing([e["weights"] for e in events]) if part[0] not in run.model_parallel]
         if not apart:
             alike[opt] = step
         elif kind == "before" and step == 0:
-            return [_start(run, first, apart)]
+            return [_differ_at_start(run, first, apart)]
         elif kind == "before":
-            written = _written(run, opt, step, alike.get(opt), _tell(apart, first["weights"]))
+            written = _written_outside(run, opt, step, alike.get(opt), _describe(apart, first["weights"]))
             if written:
                 return written
         else:
             before = [ranks[opt, step - 1, "before"] for ranks in per_rank if (opt, step - 1, "before") in ranks]
-            when = f"after step {step} {_tell(apart, first['weights'])}"
+            when = f"after step {step} {_describe(apart, first['weights'])}"
             if len(before) == len(per_rank):
-                return [_cause(run, before, events, when)]
+                return [_find_cause(run, before, events, when)]
             return [Finding("weights_differ", file_line(first["at"]), when)]
     return []
 
 
-def _start(run: RecordedRun, first: Event, apart: list[tuple[str, float]]) -> Finding:
-    """Of weights that differ before the first step: the line where some ranks load a state, or the script writes to
-    weights by rank, or seeds by rank; otherwise where the first of them is made."""
-    evidence = f"before the first step {_tell(apart, first['weights'])}"
-    line, told = _loaded(run)
+def _differ_at_start(run: RecordedRun, first: Event, apart: list[tuple[str, float]]) -> Finding:
+    """weights_differ_at_start: at the line where some ranks load a state, or write weights by rank, or seed by rank; or
+    else where the first of these weights is made."""
+    evidence = f"before the first step {_describe(apart, first['weights'])}"
+    line, told = _state_load_line(run)
     evidence += told
     seed, drawn = script_lines.rank_seed(run), next((e["at"] for e in run.events(0, "initialized")), None)
     line = line or drawn or script_lines.weight_write(run, first["at"], by_rank=True) or seed
@@ -177,7 +184,8 @@ def _start(run: RecordedRun, first: Event, apart: list[tuple[str, float]]) -> Fi
     return Finding("weights_differ_at_start", file_line(line), evidence, file_line(seed))
 
 
-def _tell(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
+def _describe(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
+    """How many tensors differ, which ones, and by how much."""
     return (
         f"{len(apart)} of {len(tensors)} {what} differ between ranks ({_names(apart)}), by up to "
         f"{max(size for _, size in apart):.1e} of their mean magnitude"
@@ -188,8 +196,9 @@ def _names(apart: list[tuple[str, float]]) -> str:
     return ", ".join(name for name, _ in apart[:_NAMED]) + (", ..." if len(apart) > _NAMED else "")
 
 
-def _apart(ranks: list[Samples]) -> list[tuple[str, float]]:
-    """(name, largest difference in mean magnitudes) of the tensors that differ."""
+def _differing(ranks: list[Samples]) -> list[tuple[str, float]]:
+    """(name, largest difference by mean magnitude) of the tensors that differ. Tensors of different shapes are parts of
+    one model, and do not count."""
     found = []
     for name, first in ranks[0].items():
         others = [o for tensors in ranks[1:] if (o := tensors.get(name)) is not None and o[0] == first[0]]
@@ -204,14 +213,15 @@ def _apart(ranks: list[Samples]) -> list[tuple[str, float]]:
 
 
 def _distance(a: float, b: float) -> float:
-    """NaN is as far from a number as can be, and not from itself."""
+    """|a - b|; 0 between two NaN, and infinite between a NaN and a number."""
     if a == b or (a != a and b != b):
         return 0.0
     return math.inf if math.isnan(a - b) else abs(a - b)
 
 
-def _written(run: RecordedRun, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:
-    """The weights agreed after one step and not before a later one, and a rank saw its own change between two steps."""
+def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:
+    """written_outside: the weights were equal after one step and not before a later one, and a rank saw its weights
+    change between two steps."""
     if alike is None:
         return []
     moved = [
@@ -230,21 +240,21 @@ def _written(run: RecordedRun, opt: int, step: int, alike: int | None, told: str
     return [Finding("written_outside", file_line(script_lines.weight_write(run, at) or at), evidence)]
 
 
-def _cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
-    """Of weights that agreed before a step, or differ only since earlier ones that were not looked at."""
+def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
+    """The cause where weights agreed before a step, or the steps since they last agreed were not compared."""
     given: list[Samples] = [e.get("grads") or {} for e in before]
-    apart = [part for part in _apart(given) if part[0] not in run.model_parallel]
+    apart = [part for part in _differing(given) if part[0] not in run.model_parallel]
     at = before[0]["at"]
     if not apart:
-        return _optimizer(run, before, after, when)
-    when += f"; {_tell(apart, given[0], 'gradients')} at that step"
+        return _optimizer_differs(run, before, after, when)
+    when += f"; {_describe(apart, given[0], 'gradients')} at that step"
     names = {name for name, _ in apart}
     if not run.reduces_gradients:
         when += "; no gradient was reduced, by DDP or by a call of the script's"
-        return Finding("not_reduced", file_line(at), when, file_line(_exchanged_at(run, before[0])))
+        return Finding("not_reduced", file_line(at), when, file_line(_averaged_copy_line(run, before[0])))
     if any(run.events(0, "ddp")):
         return _under_ddp(run, before[0], names, when)
-    kept = _kept(given, [e.get("own") or {} for e in before])
+    kept = _unreduced_names(given, [e.get("own") or {} for e in before])
     calls = [e for e in run.events(0, "coll") if e.get("of") == "grad"]
     if kept and calls:
         listed = ", ".join(kept[:_NAMED])
@@ -259,8 +269,9 @@ def _cause(run: RecordedRun, before: list[Event], after: list[Event], when: str)
     return Finding("gradients_differ", file_line(line or at), f"{when}, though gradients are reduced")
 
 
-def _exchanged_at(run: RecordedRun, before: Event) -> Any:
-    """Where the script, after its first step, reduces something as large as a weight, or all of them: a copy."""
+def _averaged_copy_line(run: RecordedRun, before: Event) -> Any:
+    """The line where the script, after its first step, reduces something of the size of a weight or of all weights: a
+    copy."""
     sizes = {int(values[0]) for values in before["weights"].values()}
     sizes.add(sum(sizes))
     stepped = False
@@ -271,9 +282,9 @@ def _exchanged_at(run: RecordedRun, before: Event) -> Any:
     return None
 
 
-def _kept(given: list[Samples], own: list[Samples]) -> list[str]:
-    """Gradients that are each rank's own, where others have been reduced. Clipping by norms of the ranks' own may have
-    given all of a rank's a common factor."""
+def _unreduced_names(given: list[Samples], own: list[Samples]) -> list[str]:
+    """The gradients that are each rank's own, where others are reduced. One common factor per rank is allowed for,
+    since each rank may have clipped by its own norm."""
     kept: set[str] = set()
     reduced: set[str] = set()
     for theirs in given[1:]:
@@ -284,21 +295,21 @@ def _kept(given: list[Samples], own: list[Samples]) -> list[str]:
         common = max(factors)[1]
         for name, values in given[0].items():
             scaled = [[*values[:1], *(common * v for v in values[1:])], theirs.get(name, values)]
-            (kept if _apart([{name: one} for one in scaled]) else reduced).add(name)
+            (kept if _differing([{name: one} for one in scaled]) else reduced).add(name)
     plain = [n for n in kept if all(n in o and o[n] == g[n] for o, g in zip(own, given))]
     return sorted(plain or (kept if reduced else ()))
 
 
 def _multiple(ours: list[float], theirs: list[float]) -> float | None:
-    """c, where theirs are c times ours."""
+    """c where `theirs` are c times `ours`; None where they are not."""
     square = sum(v * v for v in ours[2:])
     factor = sum(a * b for a, b in zip(ours[2:], theirs[2:])) / square if square else 0.0
     rest = sum((b - factor * a) ** 2 for a, b in zip(ours[2:], theirs[2:]))
     return factor if factor > 0 and rest <= TOLERANCE**2 * sum(b * b for b in theirs[2:]) else None
 
 
-def _window(run: RecordedRun, before: Event) -> list[Event]:
-    """Rank 0's events since the step before."""
+def _events_since_step(run: RecordedRun, before: Event) -> list[Event]:
+    """Rank 0's events between the optimizer's last step and this one."""
     events = run.ranks[0]
     end = next(i for i, e in enumerate(events) if e is before)
     steps = (i for i in range(end - 1, -1, -1) if events[i]["k"] == "step" and events[i]["opt"] == before["opt"])
@@ -306,7 +317,8 @@ def _window(run: RecordedRun, before: Event) -> list[Event]:
 
 
 def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> Finding:
-    window = _window(run, before)
+    """unknown_to_ddp, sync_off, past_ddp or gradients_differ."""
+    window = _events_since_step(run, before)
     outside = before.get("outside") or {}
     if names <= set(outside):
         at, how = next(told for name, told in outside.items() if name in names)
@@ -333,8 +345,8 @@ def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> F
     return Finding("gradients_differ", file_line(line or before["at"]), f"{when}, though DDP reduced gradients")
 
 
-def _optimizer(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
-    """The same gradients, and another update."""
+def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
+    """optimizer_differs, or weights_differ: the gradients are equal, and the update is not."""
     settings = [e.get("settings") or [] for e in before]
     made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == before[0]["opt"]), None)
     for rank, theirs in zip(run.peers[1:], settings[1:]):
@@ -345,10 +357,10 @@ def _optimizer(run: RecordedRun, before: list[Event], after: list[Event], when: 
                     f"{when}, by the same gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on {rank}"
                 )
                 return Finding("optimizer_differs", file_line(made or before[0]["at"]), evidence)
-    state = _apart([e.get("state") or {} for e in after])
+    state = _differing([e.get("state") or {} for e in after])
     if state:
         line = next((e["at"] for e in run.all_events("restored")), None)
-        evidence = f"{when}, by the same gradients: {_tell(state, after[0]['state'], 'tensors of its state')}"
+        evidence = f"{when}, by the same gradients: {_describe(state, after[0]['state'], 'tensors of its state')}"
         return Finding("optimizer_differs", file_line(line or before[0]["at"]), evidence)
     return Finding(
         "weights_differ", file_line(before[0]["at"]), f"{when}, though the gradients of that step were the same"
@@ -356,8 +368,8 @@ def _optimizer(run: RecordedRun, before: list[Event], after: list[Event], when: 
 
 
 def _buffers(run: RecordedRun) -> list[Finding]:
-    """Buffers that nothing sends and that are not alike, as running means of each rank's own data; or that the script
-    writes on each rank with what is its own, and that DDP then overwrites with rank 0's."""
+    """buffers_differ: nothing sends the buffers, as running means of each rank's data; or DDP overwrites what the
+    script writes on each rank with rank 0's."""
     if not run.reduces_gradients:
         return []
     return _unlike_buffers(run, "buffers", "nothing sends them") or _unlike_buffers(
@@ -368,12 +380,12 @@ def _buffers(run: RecordedRun) -> list[Finding]:
 def _unlike_buffers(run: RecordedRun, kind: str, told: str) -> list[Finding]:
     per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "buffers")} for rank in run.peers]
     keys = [key for key in per_rank[0] if all(key in ranks for ranks in per_rank)]
-    apart = [(key, _apart([ranks[key].get(kind) or {} for ranks in per_rank])) for key in keys]
+    apart = [(key, _differing([ranks[key].get(kind) or {} for ranks in per_rank])) for key in keys]
     last = [(key, parts) for key, parts in apart if parts]
     if len(last) < 2 or not apart[-1][1]:
         return []
     (number, step), parts = last[-1]
-    evidence = f"after step {step} {_tell(parts, per_rank[0][last[-1][0]][kind], 'buffers')}; {told}"
+    evidence = f"after step {step} {_describe(parts, per_rank[0][last[-1][0]][kind], 'buffers')}; {told}"
     kept = next((e["at"] for e in run.events(0, "ddp") if not e.get("broadcasts", True)), None)
     line = script_lines.buffer_write(run, parts[0][0].rpartition(".")[2])
     if line is None and kind == "sent":
@@ -385,7 +397,7 @@ def _unlike_buffers(run: RecordedRun, kind: str, told: str) -> list[Finding]:
 
 
 def _summed(run: RecordedRun) -> list[Finding]:
-    """Gradients that are the sum of the ranks', where each rank's loss is a mean."""
+    """summed_gradients: each rank's loss is a mean, and the optimizer is given the sum of the ranks' gradients."""
     per_rank = [[e for e in run.events(rank, "before") if e.get("own") and e.get("grads")] for rank in run.peers]
     kinds = {e.get("form", e["mean"]) for rank in run.peers for e in run.events(rank, "backward")}
     if len(run.peers) < 2 or not all(per_rank) or kinds != {"mean"}:
@@ -395,8 +407,8 @@ def _summed(run: RecordedRun) -> list[Finding]:
     for events in zip(*per_rank):
         if len({(e["opt"], e["step"]) for e in events}) > 1:
             continue
-        own = [_sent(run, rank, e) if hooked else e["own"] for rank, e in zip(run.peers, events)]
-        factor = _factor(own, events[0]["grads"])
+        own = [_reduced_samples(run, rank, e) if hooked else e["own"] for rank, e in zip(run.peers, events)]
+        factor = _sum_factor(own, events[0]["grads"])
         if factor is None or abs(factor * events[0].get("scale", 1.0) - 1) > SUMMED:
             return []
         told += 1
@@ -410,8 +422,8 @@ def _summed(run: RecordedRun) -> list[Finding]:
     return [Finding("summed_gradients", file_line(calls[0]["at"] if calls else per_rank[0][0]["at"]), evidence)]
 
 
-def _sent(run: RecordedRun, rank: int, before: Event) -> Samples:
-    """What a rank gave to the reductions before a step: of gradients that a hook reduces in the backward itself."""
+def _reduced_samples(run: RecordedRun, rank: int, before: Event) -> Samples:
+    """What a rank gave to the reductions before a step, for gradients that a hook reduces during the backward."""
     events = run.ranks[rank]
     end = next(i for i, e in enumerate(events) if e is before)
     begin = next((i for i in range(end - 1, -1, -1) if events[i]["k"] == "step"), 0)
@@ -422,8 +434,8 @@ def _sent(run: RecordedRun, rank: int, before: Event) -> Samples:
     return {order[n - 1]: e["given"] for e in sent if 0 < (n := e.get("number") or 0) <= len(order)}
 
 
-def _factor(own: list[Samples], given: Samples) -> float | None:
-    """c, where the gradients that an optimizer was given are c times the sum of all ranks'; None: they are not."""
+def _sum_factor(own: list[Samples], given: Samples) -> float | None:
+    """c where the gradients that an optimizer was given are c times the sum of all ranks'; None where they are not."""
     sums: list[float] = []
     gifts: list[float] = []
     for name, values in given.items():

@@ -1,4 +1,4 @@
-"""Learning rates and schedulers, accumulation, clipping."""
+"""Rules about learning rates and schedulers, accumulation and clipping."""
 
 from __future__ import annotations
 
@@ -12,26 +12,37 @@ from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
 from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
 
-OVER = 1e-5  # of the highest rate: the schedule is over
-OVER_SHARE = 0.2  # of the steps
-FELL, FELL_EPOCH = 0.05, 0.8  # of the highest rate: of what is meant for epochs, in a whole run, in one epoch
-LOW, BACK = 0.02, 0.5  # of the highest rate: of one that comes down too early, and then goes up again
-MANY = 5  # drops of the rate
-MIN_BATCHES = 4  # of an epoch, for it to be told from a step
-MIN_UPDATES = 6  # of a schedule whose length is compared with theirs
-_WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that are as long as the training
+OVER = 1e-5  # of the highest rate: below this the schedule is over
+OVER_SHARE = 0.2  # of the steps, that come after that
+# of the highest rate, by which a schedule in epochs may fall: in a whole run, in one epoch
+FELL, FELL_EPOCH = 0.05, 0.8
+LOW, BACK = 0.02, 0.5  # of the highest rate: how far one falls that comes down too early, and how far it then rises
+MANY = 5  # drops of a rate that should drop once in many epochs
+MIN_BATCHES = 4  # of an epoch, so that it can be told from a step
+MIN_UPDATES = 6  # of a schedule whose length is compared with their number
+_WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that should be as long as the training
 _OF_A_SET = re.compile(r"len\((?!\w*load)\w*(data|set|train|x)\w*\)", re.IGNORECASE)
 _OF_A_LOADER = re.compile(r"len\(\w*load\w*\)", re.IGNORECASE)
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
-UNLIKE = 1e-3  # of what ranks multiply their gradients by
-MIN_REPEATS = 3  # times that something must have happened to be a habit
+UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
+MIN_REPEATS = 3  # of what is a habit, and no accident
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    return [*_differs(run), *_schedulers(run), *_accumulation(run), *_clipping(run), *_of_shards(run), *_dropped(run)]
+    """lr_differs, schedule_length, scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce,
+    clip_of_shards, gradients_dropped."""
+    return [
+        *_lr_differs(run),
+        *_schedulers(run),
+        *_accumulation(run),
+        *_clipping(run),
+        *_clip_of_shards(run),
+        *_dropped(run),
+    ]
 
 
-def _differs(run: RecordedRun) -> list[Finding]:
+def _lr_differs(run: RecordedRun) -> list[Finding]:
+    """lr_differs: at the same step of an optimizer."""
     if not run.reduces_gradients or any(run.all_events("join")):
         return []
     per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before")} for rank in range(run.processes)]
@@ -58,21 +69,23 @@ def _differs(run: RecordedRun) -> list[Finding]:
 
 
 def _schedulers(run: RecordedRun) -> list[Finding]:
+    """schedule_length, or else scheduler_steps: the first of them."""
     by: dict[int, list[Event]] = defaultdict(list)
     for e in run.events(0, "sched", "sched_error"):
         by[e["sched"]].append(e)
-    found = _lengths(run, list(by.values()))
+    found = _schedule_length(run, list(by.values()))
     for number, steps in by.items() if not found else ():
-        evidence = _in_a_row(run, number, steps) or _too_early(run, steps)
+        evidence = _once_per_process(run, number, steps) or _too_early(run, steps)
         if evidence:
             made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == number), None)
             found.append(Finding("scheduler_steps", file_line(steps[-1]["at"]), evidence, file_line(made)))
     return found[:1]
 
 
-def _lengths(run: RecordedRun, schedulers: list[list[Event]]) -> list[Finding]:
-    """A schedule that is over, or is not, when the training ends, by just the factor that its length was counted wrong:
-    the number of processes, or of micro-batches. The script's text must say so too: a run may be shorter than meant."""
+def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Finding]:
+    """schedule_length: a schedule ends too early or too late by just the factor by which its length may be counted
+    wrong, the number of processes or of micro-batches. The source must show that too, since a run may be shorter than
+    meant."""
     micro = [len(backwards) for backwards, _ in micro_batches(run)]
     k = Counter(micro).most_common(1)[0][0] if micro else 1
     for steps in schedulers:
@@ -87,13 +100,13 @@ def _lengths(run: RecordedRun, schedulers: list[list[Event]]) -> list[Finding]:
         text = call_arguments(last["type"], *_lines(run))
         told = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
         end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
-        if _times(horizon, run.world_size, count) and WORLD.search(text):
+        if _is_multiple(horizon, run.world_size, count) and WORLD.search(text):
             told += (
                 f"the length was divided by {run.world_size} processes twice, since each loader has its share; {end}"
             )
-        elif _times(count, run.world_size, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
+        elif _is_multiple(count, run.world_size, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
             told += f"the length counts all the data, of which each of {run.world_size} processes has a part; {end}"
-        elif k > 1 and _times(count, k, horizon) and _OF_A_LOADER.search(text) and not _PARTS.search(text):
+        elif k > 1 and _is_multiple(count, k, horizon) and _OF_A_LOADER.search(text) and not _PARTS.search(text):
             told += f"the length counts micro-batches, {k} for each update; {end}"
         else:
             continue
@@ -105,13 +118,13 @@ def _lines(run: RecordedRun) -> list[list[Any]]:
     return [e["at"] for e in run.events(0, "optimizer", "sched") if e["at"]]
 
 
-def _times(part: int, factor: int, whole: int) -> bool:
-    """Is part * factor the whole, but for what rounding leaves?"""
+def _is_multiple(part: int, factor: int, whole: int) -> bool:
+    """Is part * factor the whole, but for rounding?"""
     return abs(part * factor - whole) <= max(factor, 0.05 * whole)
 
 
-def _in_a_row(run: RecordedRun, number: int, steps: list[Event]) -> str:
-    """Stepped once per process: several times with nothing in between, as often as there are processes."""
+def _once_per_process(run: RecordedRun, number: int, steps: list[Event]) -> str:
+    """It is stepped several times in a row, as often as there are processes."""
     rows: list[int] = []
     last, length = None, 0
     for e in run.ranks[0]:
@@ -129,7 +142,8 @@ def _in_a_row(run: RecordedRun, number: int, steps: list[Event]) -> str:
 
 
 def _too_early(run: RecordedRun, steps: list[Event]) -> str:
-    """Stepped per batch where its lengths are counted in epochs, or per micro-batch: over while training goes on."""
+    """It is stepped per batch, where its length counts epochs, or per micro-batch, and is over while training goes
+    on."""
     opt = steps[-1].get("opt")
     updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
     passes = [p for p in run.passes[0] if p.loader in run.training_loaders and p.training]
@@ -163,8 +177,8 @@ def _too_early(run: RecordedRun, steps: list[Event]) -> str:
 
 
 def _comes_back(run: RecordedRun, steps: list[Event], rates: list[float], often: str) -> str:
-    """A library that steps it once for each process, and a length that does not know of that: a rate that comes down
-    at that part of the training, and goes up again as slowly."""
+    """A library steps it once for each process, and its length does not allow for that: the rate comes down at that
+    part of the training, and slowly rises again."""
     if not steps[-1].get("library") or run.world_size < 2 or len(steps) < run.world_size * (len(rates) - 1):
         return ""
     low = min(range(rates.index(max(rates)), len(rates)), key=rates.__getitem__)  # after what warms it up
@@ -179,8 +193,11 @@ def _comes_back(run: RecordedRun, steps: list[Event], rates: list[float], often:
 
 
 def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
-    """Why its lengths must be epochs; each: batches of an epoch. On purpose a cosine may go up and down again with
-    every epoch, and steps may come every ten batches."""
+    """Why its length must count epochs; "" where it may not. A cosine may rise and fall in each epoch on purpose, and a
+    step may come every ten batches.
+
+    each: the number of batches in an epoch.
+    """
     last = steps[-1]
     horizon, kind = last["horizon"], last["type"]
     if not horizon or not epochs or each < MIN_BATCHES:
@@ -202,7 +219,8 @@ def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
 
 
 def _meant_for_updates(steps: list[Event], updates: int) -> str:
-    """Why its length must be the number of optimizer steps: a cosine as long as all of them, that went far beyond."""
+    """Why its length must count optimizer steps: a cosine of just that length was stepped far more often. "" where it
+    was not."""
     last = steps[-1]
     horizon = last["horizon"]
     if last["type"] != "CosineAnnealingLR" or not horizon or abs(horizon - updates) > 0.1 * updates:
@@ -211,7 +229,7 @@ def _meant_for_updates(steps: list[Event], updates: int) -> str:
 
 
 def _per_batch(run: RecordedRun, steps: list[Event], updates: int, batches: int, epochs: int) -> str:
-    """How often, where it is oftener than once per epoch; otherwise nothing."""
+    """How often it is stepped, where that is more than once per epoch; or else ""."""
     count = len(steps)
     if updates < MIN_REPEATS or count < 2 or (epochs and count <= epochs + 1):
         return ""
@@ -223,12 +241,13 @@ def _per_batch(run: RecordedRun, steps: list[Event], updates: int, batches: int,
 
 
 def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
-    """(backward passes, the optimizer step after them) of rank 0, of steps whose batches came one for each backward, or
-    whose backward stands in a loop over micro-batches by its words."""
+    """(backward passes, the "before" event after them) for rank 0's optimizer steps. Several passes belong to one step
+    where each has a batch of its own, or they stand in a loop over micro-batches by its words; or else only the first
+    one counts."""
     found = []
     backwards: list[Event] = []
     since = 0  # yields since the last backward
-    single = True
+    single = True  # has each backward a batch of its own?
     read = 0  # yields since the last step
     loaders: set[str] = set()
     for e in run.ranks[0]:
@@ -252,6 +271,7 @@ def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
 
 
 def _accumulation(run: RecordedRun) -> list[Finding]:
+    """accumulation: each micro-batch's loss is a mean, and nothing divides by their number."""
     steps = micro_batches(run)
     opts = {e["opt"] for _, e in steps}
     several = [b for b, _ in steps if len(b) > 1]
@@ -273,6 +293,7 @@ def _accumulation(run: RecordedRun) -> list[Finding]:
 
 
 def _clipping(run: RecordedRun) -> list[Finding]:
+    """clip_before_unscale, clip_before_reduce."""
     found = []
     scaled = [e for e in run.events(0, "clip") if e["scale"] is not None and e["scale"] != 1.0]
     if scaled:
@@ -298,8 +319,8 @@ def _clipping(run: RecordedRun) -> list[Finding]:
     return found
 
 
-def _of_shards(run: RecordedRun) -> list[Finding]:
-    """Gradients that are cut over processes, and that each rank multiplied by a number of its own before the step."""
+def _clip_of_shards(run: RecordedRun) -> list[Finding]:
+    """clip_of_shards: each rank multiplies its shards of the gradients by a factor of its own."""
     per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before") if e.get("shrunk")} for rank in run.peers]
     steps = [[ranks[key] for ranks in per_rank] for key in per_rank[0] if all(key in ranks for ranks in per_rank)]
     apart = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
@@ -316,7 +337,7 @@ def _of_shards(run: RecordedRun) -> list[Finding]:
 
 
 def _dropped(run: RecordedRun) -> list[Finding]:
-    """Gradients of micro-batches under no_sync that are dropped before the step."""
+    """gradients_dropped: zero_grad drops the gradients of micro-batches under no_sync."""
     dropped = list(run.events(0, "dropped"))
     kept = len([e for e in run.events(0, "backward") if e["local"] and not e["synced"]])
     if len(dropped) < MIN_REPEATS or 2 * len({e["backwards"] for e in dropped}) < kept:
@@ -327,7 +348,7 @@ def _dropped(run: RecordedRun) -> list[Finding]:
 
 
 def _clipped_early(run: RecordedRun) -> list[Event]:
-    """Clipping of what a backward under no_sync has left, where another backward comes before the step and reduces."""
+    """Clipping after a backward under no_sync, where a later backward before the step reduces."""
     found: list[Event] = []
     waiting: list[Event] = []
     local = False
