@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def test_imports_run_one_way(name: str) -> None:
     assert own in BELOW, f"a new unit {own!r}: say in BELOW what it may import"
     wrong = {other for other in imports(MODULES[name]) if unit(other) not in {own, *BELOW[own]}}
     assert not wrong, f"{name} may not import {sorted(wrong)}: imports run one way (docs/architecture.md)"
+
+
+def test_one_basename_one_file() -> None:
+    """A module is found, and spoken of, by its file's name alone."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        files[path.name].append(str(path.relative_to(SOURCE)))
+    several = {name: paths for name, paths in files.items() if len(paths) > 1}
+    assert not set(several) - {"__init__.py", "__main__.py"}, f"{several}: say in the name what the module holds"
 
 
 def test_no_cycles() -> None:

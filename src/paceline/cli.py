@@ -186,10 +186,10 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
     Exit code 1: a finding changes the model; 2: the script could not be watched. All that follows SCRIPT is passed on
     to it, untouched.
     """
-    from paceline.doctor import runner
+    from paceline.doctor import doctor_command
 
     try:
-        context.exit(runner.doctor(runner.Question(script, args, **options)))
+        context.exit(doctor_command.doctor(doctor_command.DoctorOptions(script, args, **options)))
     except PacelineError as error:
         raise click.UsageError(str(error)) from None
 

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from tests.doctor.planted import FOREIGN, HEALTHY, IN_LIBRARIES, PLANTED, SCRIPTS, Planted
 
 from paceline.cli import main
+from paceline.doctor.doctor_command import diagnose
 from paceline.doctor.findings import CAUSES, Finding
-from paceline.doctor.runner import diagnose
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = Path(__file__).with_name("together.py")
@@ -52,7 +52,7 @@ def together(
     found = {}
     for name in scripts:
         run, found[name] = diagnose(str(folder / "runs" / name), processes)
-        trouble = [(e["text"], e["at"]) for e in run.all("trouble")]
+        trouble = [(e["text"], e["at"]) for e in run.all_events("trouble")]
         assert not trouble, f"{name}: {trouble[:3]}"
     return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401  # which the first optimizer imports: once, before the forks
 import torch.distributed as dist
 
-from paceline.doctor.watch import install
+from paceline.doctor.recorders import install
 from paceline.launcher.worker import run_script
 
 SECONDS = 240.0  # for one script, libraries that it imports included, on a busy machine

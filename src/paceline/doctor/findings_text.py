@@ -1,4 +1,4 @@
-"""Findings as text."""
+"""Findings as text for the terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from paceline.doctor.findings import COST, MODEL, NOTE, Finding
 
-ONE_LINE = ("lr_not_scaled",)  # true of most scripts, and mostly meant
+ONE_LINE = ("lr_not_scaled",)  # causes that are true of most scripts, and mostly meant
 _HEADS = {MODEL: "changes the model", COST: "costs time or space", NOTE: "to know"}
 
 
 def text(found: Sequence[Finding], steps: int, processes: int) -> str:
-    """All findings, and a last line that sums up."""
+    """All findings, and a last line with their numbers."""
     asides = [finding for finding in found if finding.cause in ONE_LINE]
     listed = [finding for finding in found if finding.cause not in ONE_LINE]
     parts = [_one(number, finding) for number, finding in enumerate(listed, 1)]

@@ -1,4 +1,4 @@
-"""What a loss is, by its graph: a mean, and was it divided?"""
+"""What a loss is, by its autograd graph: is it a mean, and what was it divided by?"""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-_LEAST_PARTS = 1.9  # that a loss is divided into
+_MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, and not a division by the number of micro-batches
 _MEANS = {"MeanBackward0", "MeanBackward1"}
 _LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
            "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
            "BinaryCrossEntropyWithLogitsBackward0", "CrossEntropyLossBackward0", "KlDivBackward0",
            "SoftMarginLossBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}  # fmt: skip
-_PASSED = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0",
+_TRANSPARENT = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0",
            "NegBackward0", "RsubBackward1"}  # fmt: skip
 _SCALED = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"}
 
 
-def divided(root: torch.Tensor) -> str:
-    """What a loss is. "mean": a mean that was not divided, or a sum of such (of weighted ones, where one has more than
-    half of its weight); "divided": it was, or multiplied by 1/2 or less; "other": neither can be said of it."""
+def loss_kind(root: torch.Tensor) -> str:
+    """ "mean": a mean, or a sum of means (of weighted ones, where one has more than half of its weight). "divided": a
+    mean times 1/2 or less. "other": neither can be said."""
     return _kind(root.grad_fn, 12)
 
 
@@ -41,27 +41,27 @@ def _kind(node: Any, depth: int) -> str:
                 math.isclose(factor * count, 1.0, rel_tol=1e-6) for count in _counts(children)
             ):
                 return "mean"
-            if factor is not None and 0 < abs(factor) <= 1 / _LEAST_PARTS:
+            if factor is not None and 0 < abs(factor) <= 1 / _MIN_DIVISOR:
                 return "divided"
         elif name in ("AddBackward0", "SubBackward0"):
             kinds = {_kind(child, depth - 1) for child in children}
             return "other" if "other" in kinds else "mean" if "mean" in kinds else "divided"
-        elif name not in _PASSED:
+        elif name not in _TRANSPARENT:
             return "other"
         node = next(iter(children), None)
     return "other"
 
 
-def counted(root: torch.Tensor) -> list[float] | None:
+def loss_divisor(root: torch.Tensor) -> list[float] | None:
     """[what the sum in a loss is divided by to make a mean of it, by what that mean is multiplied].
 
     The first is the number of targets that are not ignored, the weights of their classes, or what the script divides a
     sum by. Of several losses that are added, the first that has such a number counts. None: there is none.
     """
-    return _counted(root.grad_fn, 12)
+    return _divisor(root.grad_fn, 12)
 
 
-def _counted(node: Any, depth: int) -> list[float] | None:
+def _divisor(node: Any, depth: int) -> list[float] | None:
     factor = 1.0
     for _ in range(depth):
         if node is None:
@@ -78,17 +78,18 @@ def _counted(node: Any, depth: int) -> list[float] | None:
                 return [1 / by, factor]
             factor *= by
         elif name in ("AddBackward0", "SubBackward0"):
-            parts = (_counted(child, depth - 1) for child in children)
+            parts = (_divisor(child, depth - 1) for child in children)
             found = next((part for part in parts if part is not None), None)
             return None if found is None else [found[0], factor * found[1]]
-        elif name not in _PASSED:
+        elif name not in _TRANSPARENT:
             return None
         node = next(iter(children), None)
     return None
 
 
 def _is_sum(node: Any) -> bool:
-    while node is not None and node.name() in _PASSED:
+    """Is it the sum of elements, or of a loss with reduction="sum"?"""
+    while node is not None and node.name() in _TRANSPARENT:
         node = next(iter(_children(node)), None)
     if node is None:
         return False
@@ -102,7 +103,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _factor(node: Any) -> float | None:
-    """By what single number a node multiplies."""
+    """The single number by which a node multiplies; None where there is no such number."""
     value = getattr(node, "_saved_other", None)
     value = getattr(node, "_saved_self", None) if value is None else value
     if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
@@ -114,14 +115,15 @@ def _factor(node: Any) -> float | None:
 
 
 def _divides(node: Any) -> bool:
+    """Does a node multiply by 1/2 or less?"""
     factor = _factor(node) if node.name() in _SCALED else None
-    return factor is not None and 0 < abs(factor) <= 1 / _LEAST_PARTS
+    return factor is not None and 0 < abs(factor) <= 1 / _MIN_DIVISOR
 
 
 def _counts(nodes: list[Any]) -> tuple[int, ...]:
-    """How many values, or examples, a node has summed: with that many a division makes a mean of it."""
+    """How many elements, or examples, a node has summed: a division by one of these makes a mean of the sum."""
     node = next(iter(nodes), None)
-    while node is not None and node.name() in _PASSED:
+    while node is not None and node.name() in _TRANSPARENT:
         node = next(iter(_children(node)), None)
     if node is None:
         return ()

@@ -1,4 +1,4 @@
-"""Calls that make the host wait for the device, or give its memory back; threads and cores."""
+"""Calls that make the host wait for the device or free its cached memory; threads and cores."""
 
 from __future__ import annotations
 
@@ -7,37 +7,42 @@ from typing import Any
 
 import torch
 
-from paceline.doctor.watch.notebook import Notebook, put
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.patching import patch
 
+# methods that copy a tensor's value to the host
+# methods that copy a tensor's value to the host
 _READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
 
 
-class _Waiting:
-    def __init__(self, book: Notebook) -> None:
-        self.book = book
+class _HostSyncRecorder:
+    """The seconds of such calls. A call inside another one is not recorded."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
         self._inside = False
 
-    def call(self, kind: str) -> Any:
+    def wrap_call(self, kind: str) -> Any:
         def make(original: Any) -> Any:
             def function(*args: Any, **options: Any) -> Any:
-                if torch.compiler.is_compiling() or not self.book.watching or self._inside:
+                if torch.compiler.is_compiling() or not self.log.active or self._inside:
                     return original(*args, **options)
                 self._inside = True
-                began = self.book.clock()
+                began = self.log.clock()
                 try:
                     return original(*args, **options)
                 finally:
                     self._inside = False
-                    at = self.book.at()
+                    at = self.log.caller()
                     if at:
-                        self.book.note("wait", at=at, kind=kind, seconds=self.book.clock() - began)
+                        self.log.record("wait", at=at, kind=kind, seconds=self.log.clock() - began)
 
             return function
 
         return make
 
-    def read(self, name: str) -> Any:
-        """A tensor's value is asked for: on a device this waits for all that is queued."""
+    def wrap_read(self, name: str) -> Any:
+        """A method that reads a tensor's value: on a device it waits for all that is queued."""
 
         def make(original: Any) -> Any:
             def method(tensor: Any, /, *args: Any, **options: Any) -> Any:
@@ -45,14 +50,14 @@ class _Waiting:
                     return original(tensor, *args, **options)
                 return waited(tensor, *args, **options)
 
-            waited = self.call(f".{name}()")(original)
+            waited = self.wrap_call(f".{name}()")(original)
             return method
 
         return make
 
 
-def watch(book: Notebook) -> None:
-    waiting = _Waiting(book)
+def install(log: EventLog) -> None:
+    recorder = _HostSyncRecorder(log)
     for owner, name, kind in (
         (torch.cuda, "synchronize", "torch.cuda.synchronize"),
         (torch.cpu, "synchronize", "torch.cpu.synchronize"),
@@ -61,24 +66,24 @@ def watch(book: Notebook) -> None:
         (getattr(torch.accelerator, "memory", None), "empty_cache", "torch.accelerator.empty_cache"),
     ):
         if owner is not None and hasattr(owner, name):
-            put(owner, name, waiting.call(kind))
+            patch(owner, name, recorder.wrap_call(kind))
     if torch.accelerator.is_available():
         for name in _READS:
-            put(torch.Tensor, name, waiting.read(name))
+            patch(torch.Tensor, name, recorder.wrap_read(name))
 
 
-def machine() -> dict[str, Any]:
-    """Of this process: threads, cores, seconds that it stood ready and was not run, devices with memory in use."""
+def machine_state() -> dict[str, Any]:
+    """Of this process: threads, cores, seconds for which it was ready and not running, memory in use on each device."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found: dict[str, Any] = {"threads": torch.get_num_threads(), "cores": cores, "queued": _queued()}
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), "cores": cores, "queued": _run_queue_seconds()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         used = [torch.cuda.memory_allocated(d) for d in range(torch.cuda.device_count())]
-        found |= {"devices": used, "current": torch.cuda.current_device()}
+        found["devices"] = used
     return found
 
 
-def _queued() -> float | None:
-    """Of all threads of this process."""
+def _run_queue_seconds() -> float | None:
+    """Seconds for which threads of this process were ready and not running; None where the system does not tell."""
     total = 0.0
     try:
         for thread in os.listdir("/proc/self/task"):

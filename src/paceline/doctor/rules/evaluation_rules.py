@@ -1,4 +1,4 @@
-"""Evaluation: duplicates that padding makes, and metrics that rank 0 has of its shard alone."""
+"""Rules about evaluation: duplicates from padding, means of means, metrics of rank 0's shard alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge.data import LEAST_SHARED, drifts
-from paceline.doctor.judge.places import takes_all
-from paceline.doctor.judge.record import Event, Pass, Run, place
-from paceline.doctor.judge.source import divided_by_world
+from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
+from paceline.doctor.rules.gathered_results import uses_all
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
+from paceline.doctor.script_ast import divided_by_world
 
-LEAST_BATCHES = 2  # of an evaluation that breaks off: a single one may be looked at for its shapes
+MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
+# In a line of output: file names, counts of things, rates, times, epochs, steps, bytes.
 _NO_METRIC = re.compile(  # a file's name, a rate, a time, a count of epochs or of things, seconds, bytes
     r"\S+\.(pt|pth|ckpt|bin|npy|npz|json|jsonl|csv|txt|log|pkl|safetensors)\b"
     r"|\b\d+ (files?|ranks?|process(es)?|gpus?|workers?|shards?|batches|predictions?)\b"
@@ -27,57 +28,67 @@ _EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all
 
 
 @dataclass
-class _Round:
-    """One evaluation, on all ranks: the passes, and what came after them before training went on."""
+class _Evaluation:
+    """One evaluation on all ranks.
+
+    Attributes:
+        passes: of each rank, over the evaluation's loader.
+        after: of each rank, the events from the begin of its pass until training goes on.
+    """
 
     passes: list[Pass]
     after: list[list[Event]]  # of each rank, from the pass's begin
 
     @property
     def reads(self) -> Counter[int]:
+        """index -> how many ranks, or times, it was read."""
         return Counter(i for p in self.passes for i in p.indices or [])
 
 
-def findings(run: Run) -> list[Finding]:
-    if run.world < 2 or run.size < 2:
+def findings(run: RecordedRun) -> list[Finding]:
+    """padded_evaluation, local_metric, mean_of_means: the first of each."""
+    if run.world_size < 2 or run.processes < 2:
         return []
     padded: list[Finding] = []
     local: list[Finding] = []
     means: list[Finding] = []
-    for loader in sorted({p.loader for p in run.passes[0]} - run.trainers):
-        for one in _rounds(run, loader):
+    for loader in sorted({p.loader for p in run.passes[0]} - run.training_loaders):
+        for one in _evaluations(run, loader):
             if not padded:
                 padded = _padded(run, loader, one)
             if not local:
-                local = _local(run, loader, one)
+                local = _local_metric(run, loader, one)
             if not means:
                 means = _mean_of_means(run, loader, one)
         if not local:
-            local = _alone(run, loader)
+            local = _evaluated_alone(run, loader)
     return [*padded, *local, *means]
 
 
-def _rounds(run: Run, loader: str) -> list[_Round]:
-    of = [
-        [p for p in passes if p.loader == loader and not p.training and (p.whole or len(p.yields) >= LEAST_BATCHES)]
+def _evaluations(run: RecordedRun, loader: str) -> list[_Evaluation]:
+    """The evaluations with a loader. None where only some ranks evaluate: on all the data, or without sharding by this
+    loader."""
+    per_rank = [
+        [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
         for passes in run.passes
     ]
-    if not all(of):
+    if not all(per_rank):
         return []  # only some ranks evaluate: on all the data, or not sharded by this loader
     rounds = []
-    for passes in zip(*of):
+    for passes in zip(*per_rank):
         if all(p.yields for p in passes):
             after = [_until_training(run, rank, p) for rank, p in enumerate(passes)]
-            rounds.append(_Round(list(passes), after))
+            rounds.append(_Evaluation(list(passes), after))
     return rounds
 
 
-def _until_training(run: Run, rank: int, one: Pass) -> list[Event]:
+def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
+    """A rank's events from the begin of a pass until it trains, or begins the next pass over the loader."""
     events = run.ranks[rank]
     end = len(events)
     for position in range(one.end + 1, end):
         e = events[position]
-        if (e["k"] in ("yield", "pass") and e["loader"] in run.trainers) or e["k"] == "backward":
+        if (e["k"] in ("yield", "pass") and e["loader"] in run.training_loaders) or e["k"] == "backward":
             end = position
             break
         if e["k"] == "pass" and e["loader"] == one.loader:
@@ -86,37 +97,39 @@ def _until_training(run: Run, rank: int, one: Pass) -> list[Event]:
     return events[one.begin : end]
 
 
-def _sharded(one: _Round) -> bool:
-    """Does each rank read a part only, and together (nearly) all?"""
+def _sharded(one: _Evaluation) -> bool:
+    """Does each rank read a part, by its indices?"""
     union = len(one.reads)
     return all(p.indices and len(set(p.indices)) < union for p in one.passes)
 
 
-def _apart(run: Run, loader: str, one: _Round) -> bool:
-    """Does each rank read data of its own, by their content: a stream's part, a data set that was cut before, or one
-    that deals its examples out itself, and has the same ones in every evaluation?"""
+def _disjoint(run: RecordedRun, loader: str, one: _Evaluation) -> bool:
+    """Does each rank read data of its own, by their content? A stream's part, a data set that was cut before, or one
+    that deals out its examples itself and has the same ones in every evaluation."""
     read: list[set[int]] = []
     for p in one.passes:
         leaves = [{d for y in p.yields if y["rows"] for d in y["rows"][leaf]} for leaf in range(_leaves(p))]
         read.append(max(leaves, key=len, default=set()))
-    if min(map(len, read)) < LEAST_SHARED or sum(map(len, read)) > len(set().union(*read)):
+    if min(map(len, read)) < MIN_SHARED or sum(map(len, read)) > len(set().union(*read)):
         return False
-    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in range(run.size)]
+    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in range(run.processes)]
     if not all(p.indices for p in one.passes) or all(h and held[0] and h != held[0] for h in held[1:]):
         return True
     again = [p for p in run.passes[0] if p.loader == loader and p.yields]
-    return drifts(again, list(range(_leaves(one.passes[0])))) is False
+    return changes_between_epochs(again, list(range(_leaves(one.passes[0])))) is False
 
 
 def _leaves(one: Pass) -> int:
+    """The number of tensors with digests in every batch."""
     return min((len(y["rows"]) for y in one.yields if y["rows"]), default=0)
 
 
-def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
+def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
+    """padded_evaluation: some examples are read twice, and the script neither drops nor discounts them."""
     reads = one.reads
     total, unique = sum(reads.values()), len(reads)
     twice = total - unique
-    if not all(p.whole for p in one.passes) or not 0 < twice < total / 3:
+    if not all(p.complete for p in one.passes) or not 0 < twice < total / 3:
         return []
     if not _sharded(one) or not _same_data(one):
         return []
@@ -130,12 +143,12 @@ def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
         return []  # the script counted each once
     gathers = [e for e in exchanged if e["op"] not in _SUMS]
     loop = one.passes[0].at
-    if gathers and total not in values and not all(takes_all(e, loop) for e in gathers):
+    if gathers and total not in values and not all(uses_all(e, loop) for e in gathers):
         return []
     if sums and total not in values:
         if any(e.get("n", 0) % unique == 0 and e.get("n") for e in sums):
             return []  # a place for each example
-        if not all(takes_all(e, loop, sums=True) for e in sums):
+        if not all(uses_all(e, loop, sums=True) for e in sums):
             return []
     if sums and values and total not in values and any(_counts(v, unique, total) for v in values):
         return []
@@ -144,14 +157,15 @@ def _padded(run: Run, loader: str, one: _Round) -> list[Finding]:
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    return [Finding("padded_evaluation", place(exchanged[0]["at"]), evidence + counted)]
+    return [Finding("padded_evaluation", file_line(exchanged[0]["at"]), evidence + counted)]
 
 
-def _mean_of_means(run: Run, loader: str, one: _Round) -> list[Finding]:
-    """Numbers of the ranks' own, which are added and divided by the number of ranks, where their shards are unequal."""
+def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
+    """mean_of_means: the ranks' numbers are added and divided by the number of ranks, where their shards are
+    unequal."""
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
-    shared = (_sharded(one) and _same_data(one)) or _apart(run, loader, one)
-    if not shared or not all(p.whole for p in one.passes) or len(set(sizes)) == 1:
+    shared = (_sharded(one) and _same_data(one)) or _disjoint(run, loader, one)
+    if not shared or not all(p.complete for p in one.passes) or len(set(sizes)) == 1:
         return []
     exchanged = [
         e for e in one.after[0] if e["k"] == "coll" and e["op"] in _SUMS and not e.get("of") and e.get("result")
@@ -165,7 +179,7 @@ def _mean_of_means(run: Run, loader: str, one: _Round) -> list[Finding]:
                 f"the ranks evaluate {', '.join(map(str, sizes))} examples; what they add up is divided by the number "
                 "of ranks, as if they had as many each, and no count is exchanged"
             )
-            return [Finding("mean_of_means", place(e["at"]), evidence)]
+            return [Finding("mean_of_means", file_line(e["at"]), evidence)]
     return []
 
 
@@ -174,7 +188,7 @@ def _sums_of(exchanged: list[Event]) -> list[Event]:
 
 
 def _totals(calls: list[Event]) -> list[float]:
-    """Of a call that is made for every batch: what its results come to, for each element."""
+    """For a call that is made for every batch: the sum of its results, element by element."""
     by: dict[tuple[Any, ...], list[list[float]]] = defaultdict(list)
     for e in calls:
         by[(*e["at"], len(e["result"]))].append(e["result"])
@@ -182,12 +196,12 @@ def _totals(calls: list[Event]) -> list[float]:
 
 
 def _counts(value: float, unique: int, total: int) -> bool:
-    """Could it be a number of examples, or a multiple of it, without the duplicates (tokens, pixels)?"""
+    """May a value be a number of examples, or of tokens or pixels in them, without the duplicates?"""
     return value >= unique and value == int(value) and value % unique == 0 and value % total != 0
 
 
-def _same_data(one: _Round) -> bool:
-    """Indices that two ranks read mean the same example: what their rows hold agrees."""
+def _same_data(one: _Evaluation) -> bool:
+    """Do indices that two ranks read mean the same example, by the rows' digests?"""
     seen: dict[int, list[int]] = {}
     for p in one.passes:
         for y in p.yields:
@@ -201,19 +215,19 @@ def _same_data(one: _Round) -> bool:
 
 
 def _metric(said: Event) -> bool:
-    """Does a line that was logged tell more than the rate, the time, the epoch?"""
+    """Does a line of output tell more than a rate, a time or an epoch?"""
     return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
 
 
-def _alone(run: Run, loader: str) -> list[Finding]:
-    """Rank 0 evaluates by itself, with a sampler that gives it its shard only."""
+def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
+    """local_metric: rank 0 alone evaluates, with a sampler that gives it its shard."""
     about = run.loaders[0].get(loader, {})
     if about.get("sampler") != "distributed" or (about["replicas"] or 1) < 2 or not about["size"]:
         return []
     if any(p.loader == loader for passes in run.passes[1:] for p in passes):
         return []
     for one in run.passes[0]:
-        if one.loader != loader or not one.whole or one.training or not one.indices:
+        if one.loader != loader or not one.complete or one.training or not one.indices:
             continue
         events = _until_training(run, 0, one)
         said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e)]
@@ -222,25 +236,30 @@ def _alone(run: Run, loader: str) -> list[Finding]:
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
                 f"{about['size']} examples; then it logged {said[0]['text'].strip()!r}"
             )
-            return [Finding("local_metric", place(said[0]["at"]), evidence)]
+            return [Finding("local_metric", file_line(said[0]["at"]), evidence)]
     return []
 
 
-def _told(loader: str, events: list[Event]) -> list[Event]:
-    """What came after an evaluation, until another one began."""
+def _until_next_evaluation(loader: str, events: list[Event]) -> list[Event]:
+    """The events until a pass over another loader begins."""
     begins = (i for i, e in enumerate(events) if e["k"] == "pass" and e["loader"] != loader)
     return events[: next(begins, len(events))]
 
 
-def _local(run: Run, loader: str, one: _Round) -> list[Finding]:
-    if not (_sharded(one) and _same_data(one)) and not _apart(run, loader, one):
+def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
+    """local_metric: rank 0 alone logs a number after all ranks evaluated their shards, and nothing was exchanged in
+    between."""
+    if not (_sharded(one) and _same_data(one)) and not _disjoint(run, loader, one):
         return []
     for events in one.after:
         if any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             return []
         if any(e["k"] == "p2p" for e in events):
             return []
-    after = [_told(loader, events[p.end - p.begin :]) for events, p in zip(one.after, one.passes, strict=True)]
+    after = [
+        _until_next_evaluation(loader, events[p.end - p.begin :])
+        for events, p in zip(one.after, one.passes, strict=True)
+    ]
     said, *others = ([e for e in events if e["k"] == "said" and _metric(e)] for events in after)
     written = [{e["path"] for e in events if e["k"] in ("save", "wrote") or e.get("how") == "file"} for events in after]
     if not said or any(others) or any(paths - written[0] for paths in written[1:]):
@@ -251,4 +270,4 @@ def _local(run: Run, loader: str, one: _Round) -> list[Finding]:
         f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
         "ranks evaluate; nothing was exchanged in between"
     )
-    return [Finding("local_metric", place(said[0]["at"]), evidence)]
+    return [Finding("local_metric", file_line(said[0]["at"]), evidence)]

@@ -1,8 +1,8 @@
-"""DataLoaders: which examples each batch holds, as indices and as digests of their rows, and how long it was awaited.
+"""DataLoaders: the indices and the rows' digests of each batch, and how long the script waited for it.
 
-Indices are seen where the main process draws them from the sampler, before anything is fetched; batches come in that
-order, so that those of a batch are the oldest not yet taken. Through `Subset`s they are followed to the data set that
-has them. An iterable data set has none: there the rows' digests tell.
+Indices are recorded where the main process draws them from the sampler, before anything is fetched. Batches arrive in
+the same order, so that the indices of a batch are the oldest that no batch has claimed. Indices of a `Subset` are
+followed to the data set below. An iterable data set has no indices: its rows' digests identify the examples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import random
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,78 +31,84 @@ from torch.utils.data import (
 from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from paceline.doctor.watch.notebook import Notebook, put
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.tensor_digests import digest, row_digests, tensors_in
 
-DIGESTED = 64  # batches of each pass whose rows are digested
-_MOST_ROWS, _ELEMENTS, _MOST_LEAVES = 256, 64, 4
-_LEAST_NUMBERS = 4
-_HELD, _LEAST_HELD, _MOST_HELD, _DEEP = 512, 16, 32, 5
-_QUEUE, _PASS, _MADE = "_paceline_doctor_indices", "_paceline_doctor_pass", "_paceline_doctor_made"
+_MAX_DIGESTED = 64  # batches of each pass whose rows are digested
+_MAX_TENSORS = 4  # of a batch
+_MIN_INDICES = 4  # fewer may equal the labels of a batch by chance
+# Of what a data set holds: elements of a list that are digested; the shortest list or tensor that is looked into; the
+# most digests; how deep attributes are followed.
+_LIST_ELEMENTS, _MIN_ELEMENTS, _MAX_DIGESTS, _MAX_DEPTH = 64, 16, 32, 5
+# Attributes that the recorder puts on a loader's iterator (the two first) and on samplers and subsets.
+_INDICES, _PASS, _MADE_AT = "_paceline_doctor_indices", "_paceline_doctor_pass", "_paceline_doctor_made"
 
 
-def watch(book: Notebook) -> None:
-    loaders = _Loaders(book)
-    put(DataLoader, "__init__", loaders.init)
-    put(DataLoader, "__iter__", loaders.iter)
-    put(_BaseDataLoaderIter, "_next_index", loaders.next_index)
-    put(_BaseDataLoaderIter, "__next__", loaders.next)
-    put(worker, "_worker_loop", loaders.work)
+def install(log: EventLog) -> None:
+    recorder = _LoaderRecorder(log)
+    patch(DataLoader, "__init__", recorder.wrap_init)
+    patch(DataLoader, "__iter__", recorder.wrap_iter)
+    patch(_BaseDataLoaderIter, "_next_index", recorder.wrap_next_index)
+    patch(_BaseDataLoaderIter, "__next__", recorder.wrap_next)
+    patch(worker, "_worker_loop", recorder.wrap_worker_loop)
     for cls in (DistributedSampler, Subset):
-        put(cls, "__init__", loaders.made)
+        patch(cls, "__init__", recorder.wrap_construction)
 
 
-class _Loaders:
-    def __init__(self, book: Notebook) -> None:
-        self._book = book
+class _LoaderRecorder:
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
         self._made: Counter[str] = Counter()
         self._passes = 0
 
-    def init(self, original: Any) -> Any:
+    def wrap_init(self, original: Any) -> Any:
         def __init__(loader: Any, /, *args: Any, **options: Any) -> None:
             original(loader, *args, **options)
-            with self._book.aside():
-                self._book.note("loader", loader=self._name(loader), **_describe(loader))
+            with self._log.overhead():
+                self._log.record("loader", loader=self._name(loader), **_describe(loader))
 
         return __init__
 
-    def made(self, original: Any) -> Any:
-        """Of a sampler or a part of a data set: the line that makes it."""
+    def wrap_construction(self, original: Any) -> Any:
+        """Of a sampler or a Subset: remember the line that makes it."""
 
         def __init__(thing: Any, /, *args: Any, **options: Any) -> None:
             original(thing, *args, **options)
-            if self._book.watching:
-                thing.__dict__[_MADE] = self._book.at(lambda frame: frame.f_code.co_name == "__init__")
+            if self._log.active:
+                thing.__dict__[_MADE_AT] = self._log.caller(lambda frame: frame.f_code.co_name == "__init__")
 
         return __init__
 
     def _name(self, loader: Any) -> str:
-        """By the line that makes it: a loader that one rank alone has must not shift the others' numbers."""
-        at = self._book.at()
+        """A name that is the same on all ranks: the line that makes the loader, and the how-manieth loader of that line
+        it is. (A running number would shift where one rank has a loader more.)"""
+        at = self._log.caller()
         line = f"line {at[1]} of {at[0]}" if at else "a library"
         self._made[line] += 1
         name: str = loader.__dict__.setdefault("_paceline_doctor", f"{line}, {self._made[line]}")
         return name
 
-    def iter(self, original: Any) -> Any:
+    def wrap_iter(self, original: Any) -> Any:
         def __iter__(loader: Any) -> Any:
-            if not self._book.watching:
+            if not self._log.active:
                 return original(loader)
             if loader._iterator is not None:
-                loader._iterator.__dict__[_QUEUE] = deque()
+                loader._iterator.__dict__[_INDICES] = deque()
             name = loader.__dict__.get("_paceline_doctor", "")
             self._passes += 1
-            sampler = _innermost(loader)
-            self._book.note("pass", loader=name, n=self._passes, epoch=getattr(sampler, "epoch", None))
-            began = self._book.clock()
+            sampler = _innermost_sampler(loader)
+            self._log.record("pass", loader=name, n=self._passes, epoch=getattr(sampler, "epoch", None))
+            began = self._log.clock()
             iterator = original(loader)
-            iterator.__dict__[_PASS] = [name, self._passes, 0, self._book.clock() - began]
+            iterator.__dict__[_PASS] = [name, self._passes, 0, self._log.clock() - began]
             return iterator
 
         return __iter__
 
-    def work(self, original: Any) -> Any:
-        """In a worker that is forked: what its random generators begin and end with. A file of its own takes it, since
-        this process is no longer the one that is watched."""
+    def wrap_worker_loop(self, original: Any) -> Any:
+        """In a forked worker: record the states that its random generators begin with and end with. They go into a file
+        of the workers', since the event log of a forked child is closed."""
         signature = inspect.signature(original)
 
         def _worker_loop(*args: Any, **options: Any) -> Any:
@@ -117,45 +123,45 @@ class _Loaders:
 
             given.arguments["init_fn"] = init_fn
             result = original(*given.args, **given.kwargs)
-            with self._book.aside():
+            with self._log.overhead():
                 ended = _generators()
                 moved = {name: state for name, state in begun.items() if ended.get(name) != state}
                 event = {"k": "worker", "n": self._passes, "worker": given.arguments.get("worker_id"), "begun": moved}
-                path = os.path.join(self._book.directory, f"workers-{self._book.rank}.jsonl")
+                path = os.path.join(self._log.directory, f"workers-{self._log.rank}.jsonl")
                 with open(path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(event) + "\n")
             return result
 
         return _worker_loop
 
-    def next_index(self, original: Any) -> Any:
+    def wrap_next_index(self, original: Any) -> Any:
         def _next_index(iterator: Any) -> Any:
             index = original(iterator)
-            iterator.__dict__.setdefault(_QUEUE, deque()).append(index)
+            iterator.__dict__.setdefault(_INDICES, deque()).append(index)
             return index
 
         return _next_index
 
-    def next(self, original: Any) -> Any:
+    def wrap_next(self, original: Any) -> Any:
         def __next__(iterator: Any) -> Any:
-            book = self._book
+            log = self._log
             place = iterator.__dict__.get(_PASS)
-            if place is None or not book.watching:
+            if place is None or not log.active:
                 return original(iterator)
-            began = book.clock()
+            began = log.clock()
             try:
                 batch = original(iterator)
             except StopIteration:
-                book.note("pass_end", loader=place[0], n=place[1], yields=place[2])
+                log.record("pass_end", loader=place[0], n=place[1])
                 raise
-            waited = book.clock() - began
-            with book.aside():
-                queue = iterator.__dict__.get(_QUEUE)
+            waited = log.clock() - began
+            with log.overhead():
+                queue = iterator.__dict__.get(_INDICES)
                 index = queue.popleft() if queue else None
-                indices = _resolve(iterator._dataset, index)
-                rows = _rows(batch, _given(index), indices) if place[2] < DIGESTED else None
+                indices = _base_indices(iterator._dataset, index)
+                rows = _row_digests(batch, _batch_indices(index), indices) if place[2] < _MAX_DIGESTED else None
                 place[2] += 1
-                self._book.note(
+                self._log.record(
                     "yield",
                     loader=place[0],
                     n=place[1],
@@ -170,7 +176,7 @@ class _Loaders:
 
 
 def _generators() -> dict[str, int]:
-    """Digests of the states of this process's own random generators."""
+    """Digests of the states of this process's random generators."""
     numpys: Any = np.random.get_state()
     return {
         "NumPy's": zlib.crc32(numpys[1].tobytes() + str(numpys[2:]).encode()),
@@ -180,7 +186,8 @@ def _generators() -> dict[str, int]:
 
 
 def _describe(loader: Any) -> dict[str, Any]:
-    sampler = _innermost(loader)
+    """The fields of a "loader" event."""
+    sampler = _innermost_sampler(loader)
     iterable = isinstance(loader.dataset, IterableDataset)
     kind = "other"
     for name, cls in (
@@ -192,14 +199,13 @@ def _describe(loader: Any) -> dict[str, Any]:
             kind = name
     explicit = getattr(sampler, "_num_samples", None) is not None or getattr(sampler, "replacement", False)
     return {
-        "size": None if iterable else _size(loader.dataset),
+        "size": None if iterable else _base_size(loader.dataset),
         "iterable": iterable,
         "batch": loader.batch_size
         if loader.batch_size is not None
         else getattr(loader.batch_sampler, "batch_size", None),
         "workers": loader.num_workers,
         "pinned": bool(loader.pin_memory),
-        "drop_last": bool(loader.drop_last),
         "sampler": kind,
         "sampler_name": type(sampler).__name__,
         "set_epoch": any(hasattr(part, "set_epoch") for part in (sampler, loader.batch_sampler, loader.sampler)),
@@ -207,17 +213,17 @@ def _describe(loader: Any) -> dict[str, Any]:
         "replicas": getattr(sampler, "num_replicas", None),
         "shuffles": getattr(sampler, "shuffle", None) is not False,
         "repeats": _number(sampler, "num_repeats") > 1 or _number(sampler, "repetitions") > 1,
-        "sampler_at": getattr(sampler, "__dict__", {}).get(_MADE),
-        **_part(loader.dataset),
-        "holds": None if iterable else holds(loader.dataset),
+        "sampler_at": getattr(sampler, "__dict__", {}).get(_MADE_AT),
+        **_describe_subset(loader.dataset),
+        "holds": None if iterable else content_digests(loader.dataset),
     }
 
 
-def _part(dataset: Any) -> dict[str, Any]:
-    """Of a part of a data set: where it was cut, and a digest of what it has; of a data set, the name of its class."""
+def _describe_subset(dataset: Any) -> dict[str, Any]:
+    """The line that makes a data set, if it is a Subset, and a digest of its indices."""
     cut = [int(i) for i in dataset.indices] if isinstance(dataset, Subset) else None
     digest = None if cut is None else zlib.crc32(str(cut).encode())
-    return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE), "cut": digest, "set_name": type(dataset).__name__}
+    return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE_AT), "cut": digest}
 
 
 def _number(thing: Any, name: str) -> int:
@@ -225,29 +231,29 @@ def _number(thing: Any, name: str) -> int:
     return value if type(value) is int else 1
 
 
-def holds(dataset: Any) -> dict[str, int]:
-    """Digests of what a data set holds, by the way to it: tensors, arrays, and lists of plain things. Empty where it
-    makes or reads its examples one by one."""
+def content_digests(dataset: Any) -> dict[str, int]:
+    """Digests of what a data set holds in memory (tensors, arrays, long lists), by attribute path. Empty where it makes
+    or reads its examples one by one."""
     found: dict[str, int] = {}
-    todo: list[tuple[str, Any, int]] = [("", dataset, 0)]
-    while todo and len(found) < _MOST_HELD:
-        way, thing, depth = todo.pop(0)
+    pending: list[tuple[str, Any, int]] = [("", dataset, 0)]
+    while pending and len(found) < _MAX_DIGESTS:
+        way, thing, depth = pending.pop(0)
         if isinstance(thing, Subset):
-            todo.append((way, thing.dataset, depth))
+            pending.append((way, thing.dataset, depth))
         elif isinstance(thing, (torch.Tensor, np.ndarray)):
             tensor = thing if isinstance(thing, torch.Tensor) else _as_tensor(thing)
-            if tensor is not None and tensor.numel() >= _LEAST_HELD and tensor.device.type != "meta":
-                found[way] = _digest(tensor)
-        elif isinstance(thing, (list, tuple)) and len(thing) >= _LEAST_HELD:
-            some = [thing[i] for i in range(0, len(thing), max(1, len(thing) // _ELEMENTS))]
-            found[way] = zlib.crc32(repr([_plain(one) for one in some]).encode())
-        elif depth < _DEEP:
+            if tensor is not None and tensor.numel() >= _MIN_ELEMENTS and tensor.device.type != "meta":
+                found[way] = digest(tensor)
+        elif isinstance(thing, (list, tuple)) and len(thing) >= _MIN_ELEMENTS:
+            some = [thing[i] for i in range(0, len(thing), max(1, len(thing) // _LIST_ELEMENTS))]
+            found[way] = zlib.crc32(repr([_hashable(one) for one in some]).encode())
+        elif depth < _MAX_DEPTH:
             parts: Iterable[Any] = enumerate(thing) if isinstance(thing, (list, tuple)) else ()
             if isinstance(thing, Dataset):
                 parts = vars(thing).items()
-            elif isinstance(thing, dict) and len(thing) <= _MOST_HELD:
+            elif isinstance(thing, dict) and len(thing) <= _MAX_DIGESTS:
                 parts = thing.items()
-            todo += [(f"{way}.{name}", part, depth + 1) for name, part in parts]
+            pending += [(f"{way}.{name}", part, depth + 1) for name, part in parts]
     return found
 
 
@@ -258,20 +264,17 @@ def _as_tensor(array: Any) -> torch.Tensor | None:
         return None
 
 
-def _plain(thing: Any) -> Any:
+def _hashable(thing: Any) -> Any:
+    """A value whose repr is the same on all ranks."""
     if isinstance(thing, torch.Tensor):
-        return _digest(thing) if thing.numel() and thing.device.type != "meta" else None
+        return digest(thing) if thing.numel() and thing.device.type != "meta" else None
     if isinstance(thing, (list, tuple)):
-        return [_plain(one) for one in thing[:4]]
+        return [_hashable(one) for one in thing[:4]]
     return thing if isinstance(thing, (str, int, float, bytes)) else None
 
 
-def _digest(leaf: torch.Tensor) -> int:
-    return rows_of(leaf.detach().reshape(1, -1), _HELD)[0]
-
-
-def _innermost(loader: Any) -> Any:
-    """The sampler under batch samplers and other wrappers that have one."""
+def _innermost_sampler(loader: Any) -> Any:
+    """The sampler below batch samplers and other wrappers."""
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(4):
         inner = getattr(sampler, "sampler", None)
@@ -281,7 +284,8 @@ def _innermost(loader: Any) -> Any:
     return sampler
 
 
-def _size(dataset: Any) -> int | None:
+def _base_size(dataset: Any) -> int | None:
+    """The length of the data set below Subsets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     try:
@@ -290,7 +294,7 @@ def _size(dataset: Any) -> int | None:
         return None
 
 
-def _given(index: Any) -> list[Any]:
+def _batch_indices(index: Any) -> list[Any]:
     """The indices of a batch, as the sampler gave them."""
     if index is None:
         return []
@@ -298,11 +302,11 @@ def _given(index: Any) -> list[Any]:
     return list(index) if isinstance(index, (list, tuple)) else [index]
 
 
-def _resolve(dataset: Any, index: Any) -> list[int] | None:
-    """The indices of a batch in the data set that has them, or None where it has none or they are no numbers."""
+def _base_indices(dataset: Any, index: Any) -> list[int] | None:
+    """The indices of a batch in the data set below Subsets; None where it has none, or they are no numbers."""
     if index is None:
         return None
-    indices = _given(index)
+    indices = _batch_indices(index)
     try:
         while isinstance(dataset, Subset):
             indices = [dataset.indices[i] for i in indices]
@@ -312,41 +316,21 @@ def _resolve(dataset: Any, index: Any) -> list[int] | None:
         return None
 
 
-def _leaves(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif depth < 4:
-        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-        for part in parts:
-            yield from _leaves(part, depth + 1)
-
-
-def _rows(batch: Any, given: list[Any], indices: list[int] | None) -> list[list[int]] | None:
-    """For each tensor that has a row for each example: the rows' digests. Not of one that holds the indices: it says
-    nothing of the example."""
+def _row_digests(batch: Any, given: list[Any], indices: list[int] | None) -> list[list[int]] | None:
+    """For each tensor of the batch with a row for each example: the rows' digests. A tensor that holds the indices gets
+    zeros, since it says nothing about the examples."""
     size = None if indices is None else len(indices)
     found = []
-    for leaf in _leaves(batch):
+    for leaf in tensors_in(batch):
         if leaf.device.type == "meta" or leaf.layout is not torch.strided or leaf.dim() == 0:
             continue
         size = leaf.shape[0] if size is None else size
-        numbers = len(given) >= _LEAST_NUMBERS and leaf.dim() == 1 and not leaf.is_floating_point()
+        numbers = len(given) >= _MIN_INDICES and leaf.dim() == 1 and not leaf.is_floating_point()
         if numbers and leaf.tolist() in (given, indices):  # in a batch of few a label may be the index by chance
             found.append([0] * len(given))
             continue
         if leaf.shape[0] == size and size:
-            found.append(rows_of(leaf))
-        if len(found) == _MOST_LEAVES:
+            found.append(row_digests(leaf))
+        if len(found) == _MAX_TENSORS:
             break
     return found or None
-
-
-def rows_of(leaf: torch.Tensor, elements: int = _ELEMENTS) -> list[int]:
-    """A number for each row of a tensor, from about so many of its values."""
-    flat = leaf.detach()[:_MOST_ROWS].reshape(min(len(leaf), _MOST_ROWS), -1)
-    stride = max(1, flat.shape[1] // elements)
-    taken = flat[:, ::stride].cpu()
-    if taken.dtype is torch.bfloat16:
-        taken = taken.float()
-    data = taken.contiguous().numpy()
-    return [zlib.crc32(row.tobytes()) for row in data]

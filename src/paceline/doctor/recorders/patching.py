@@ -1,4 +1,4 @@
-"""To be there when the script imports a module, and not to import it earlier."""
+"""Replacing functions: at once, or when the script imports their module, which is not imported earlier for that."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
+
+
+def patch(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace `owner.name` by `make(the original)`, which gets the original's name, documentation and signature."""
+    original = getattr(owner, name)
+    made = make(original)
+    vars(made).update({k: v for k, v in getattr(original, "__dict__", {}).items() if k not in vars(made)})
+    for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+        if hasattr(original, attribute):
+            setattr(made, attribute, getattr(original, attribute))
+    made.__wrapped__ = original  # type: ignore[attr-defined]  # inspect.signature reads it
+    setattr(owner, name, made)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module as Python does, and calls `then` with it when it has been executed."""
+    """A finder of one module, which finds it as Python does and calls `then(module)` when it has been executed."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
@@ -35,7 +48,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """then(module), as soon as the script has imported it; at once if it has already."""
+    """Call `then(module)` as soon as the script has imported it; at once if it has."""
     module = sys.modules.get(name)
     if module is not None:
         then(module)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from paceline.doctor.judge import calls as judge_calls
-from paceline.doctor.judge import costs, data, model, replicas, schedule
-from paceline.doctor.judge.calls import Lookout
-from paceline.doctor.judge.evaluation import _metric
-from paceline.doctor.judge.places import accumulates, takes_all
-from paceline.doctor.judge.record import Event, Pass, Run
-from paceline.doctor.watch.losses import counted, divided
-from paceline.doctor.watch.notebook import Statement, statement_at
+from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
+from paceline.doctor.recorders.statements import Statement, statement_at
+from paceline.doctor.rules import collective_rules, cost_rules, data_rules, model_rules, replica_rules, schedule_rules
+from paceline.doctor.rules.collective_rules import CollectiveChecker
+from paceline.doctor.rules.evaluation_rules import _metric
+from paceline.doctor.rules.gathered_results import uses_all
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun
+from paceline.doctor.script_ast import accumulates
 
 AT = ["train.py", 7]
 
@@ -33,7 +33,7 @@ def steps(inside: list[Event], count: int = 14, seconds: float = 1.0, **machine:
 
 
 def causes(*ranks: list[Event]) -> list[str]:
-    return [finding.cause for finding in costs.findings(Run(ranks))]
+    return [finding.cause for finding in cost_rules.findings(RecordedRun(ranks))]
 
 
 @pytest.mark.parametrize(("kind", "cause"), [("torch.cuda.empty_cache", "empty_cache"), (".item()", "synchronises")])
@@ -141,18 +141,18 @@ def replica(
     ids=["alike", "not finite", "start", "one not finite", "gradients", "settings unknown", "settings"],
 )  # fmt: skip
 def test_the_first_difference_of_replicas(ours: Any, theirs: Any, cause: str | None) -> None:
-    found = replicas.findings(Run([replica(**ours), replica(**theirs)]))
+    found = replica_rules.findings(RecordedRun([replica(**ours), replica(**theirs)]))
     assert [f.cause for f in found] == ([cause] if cause else [])
 
 
 def test_a_rank_that_does_not_step() -> None:
     idle = [e for e in replica() if e["k"] not in ("before", "step")]
-    found = replicas.findings(Run([replica(), idle]))
+    found = replica_rules.findings(RecordedRun([replica(), idle]))
     assert [f.cause for f in found] == ["steps_differ"]
     assert "rank 0 made 2 steps of the optimizer and rank 1 0" in found[0].evidence
 
 
-def write(folder: Path, *ranks: list[dict[str, Any]], ended: bool = True) -> Lookout:
+def write(folder: Path, *ranks: list[dict[str, Any]], ended: bool = True) -> CollectiveChecker:
     for rank, calls in enumerate(ranks):
         entries = [
             {"b": n, "g": "0", "ranks": [0, 1], "at": ["train.py", 10 + rank], **call} for n, call in enumerate(calls)
@@ -160,7 +160,7 @@ def write(folder: Path, *ranks: list[dict[str, Any]], ended: bool = True) -> Loo
         lines = [json.dumps(line) for entry in entries for line in (entry, {"e": entry["b"]})]
         (folder / f"calls-{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
         (folder / f"rank-{rank}.jsonl").write_text('{"k": "end", "failed": false}\n' if ended else "{}\n")
-    return Lookout(str(folder), len(ranks))
+    return CollectiveChecker(str(folder), len(ranks))
 
 
 SUM = {"op": "all_reduce", "n": 4, "d": "float32", "by": "SUM"}
@@ -176,9 +176,9 @@ SUM = {"op": "all_reduce", "n": 4, "d": "float32", "by": "SUM"}
     ],
 )
 def test_calls_that_do_not_match(other: dict[str, Any], tmp_path: Path) -> None:
-    lookout = write(tmp_path, [SUM, SUM], [SUM, other])
-    assert lookout.look()
-    finding = lookout.finding()
+    checker = write(tmp_path, [SUM, SUM], [SUM, other])
+    assert checker.poll()
+    finding = checker.finding()
     assert finding is not None
     assert "collective 2" in finding.evidence
 
@@ -194,8 +194,8 @@ def test_calls_that_match_and_calls_that_never_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("second", "stuck"), [([SUM, SUM], False), ([SUM], True)], ids=["slow", "in vain"])
 def test_a_slow_call_is_no_deadlock(second: Any, stuck: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ranks are in a call. Where it is the same one it goes on, however long it takes."""
-    monkeypatch.setattr(judge_calls, "STUCK_SECONDS", 0.0)
-    lookout = write(tmp_path, [SUM, SUM], second, ended=False)
+    monkeypatch.setattr(collective_rules, "STUCK_SECONDS", 0.0)
+    checker = write(tmp_path, [SUM, SUM], second, ended=False)
     if stuck:
         other = {"b": 1, "op": "barrier", "g": "1", "ranks": [0, 1], "at": ["train.py", 20]}
         with open(tmp_path / "calls-1.jsonl", "a", encoding="utf-8") as file:
@@ -204,9 +204,9 @@ def test_a_slow_call_is_no_deadlock(second: Any, stuck: bool, tmp_path: Path, mo
         path = tmp_path / f"calls-{rank}.jsonl"
         if not (stuck and rank == 1):  # the last call has not ended
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    lookout.look()
-    assert lookout.look() is stuck
-    assert (lookout.finding(cut=True) is not None) is stuck
+    checker.poll()
+    assert checker.poll() is stuck
+    assert (checker.finding(cut=True) is not None) is stuck
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def _scaled(loss: torch.Tensor, by: float) -> torch.Tensor:
 )
 def test_what_a_loss_is(loss: Any, kind: str) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert divided(loss(x, torch.arange(8) % 4)) == kind
+    assert loss_kind(loss(x, torch.arange(8) % 4)) == kind
 
 
 IGNORED = torch.tensor([0, 1, -100, 3, -100, 1, 2, 0])
@@ -338,7 +338,7 @@ IGNORED = torch.tensor([0, 1, -100, 3, -100, 1, 2, 0])
 )
 def test_what_a_loss_is_divided_by(loss: Any, count: list[float] | None) -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert counted(loss(x, IGNORED)) == (None if count is None else pytest.approx(count))
+    assert loss_divisor(loss(x, IGNORED)) == (None if count is None else pytest.approx(count))
 
 
 def losses(counts: list[float], factors: list[float]) -> list[Event]:
@@ -360,8 +360,8 @@ def losses(counts: list[float], factors: list[float]) -> list[Event]:
     ids=["unequal", "equal", "last", "mixed", "weighed"],
 )
 def test_losses_that_are_means_over_unequal_numbers(counts: Any, factors: Any, found: list[str]) -> None:
-    run = Run([losses([8, 8, 8, 8], [1, 1, 1, 1]), losses(counts, factors)])
-    assert [f.cause for f in model.findings(run)] == found
+    run = RecordedRun([losses([8, 8, 8, 8], [1, 1, 1, 1]), losses(counts, factors)])
+    assert [f.cause for f in model_rules.findings(run)] == found
 
 
 GATHER = """def gather(x):
@@ -395,7 +395,7 @@ def test_what_is_done_with_what_was_gathered(rest: str, whole: bool, tmp_path: P
     file = tmp_path / "train.py"
     file.write_text(GATHER + rest)
     call = {"at": [str(file), 2], "path": [[str(file), 2], [str(file), 7], [str(file), 10]]}
-    assert takes_all(call, [str(file), 5]) is whole
+    assert uses_all(call, [str(file), 5]) is whole
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_what_is_done_with_what_was_gathered(rest: str, whole: bool, tmp_path: P
 def test_what_is_summed(line: str, whole: bool, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(f"def evaluate():\n    for x, y in loader:\n        {line}\n    all_reduce(right)\n")
-    assert takes_all({"at": [str(file), 4], "path": [[str(file), 4]]}, [str(file), 2], sums=True) is whole
+    assert uses_all({"at": [str(file), 4], "path": [[str(file), 4]]}, [str(file), 2], sums=True) is whole
 
 
 @pytest.mark.parametrize(
@@ -441,20 +441,22 @@ def test_streams_that_share_a_part(theirs: Any, found: bool) -> None:
             {"rows": [[100 + row for row in sorted(rows, key=lambda r: r * 37 % 101)[i : i + 8]]]}
             for i in range(0, 64, 8)
         ]
-        return Pass("loader", 0, [], yields=yields, whole=True)
+        return Pass("loader", 0, [], yields=yields, complete=True)
 
-    assert bool(data._same_rows(whole(range(64)), whole(list(theirs)), "ranks 0 and 1")) == found
+    assert bool(data_rules._same_rows(whole(range(64)), whole(list(theirs)), "ranks 0 and 1")) == found
 
 
 def test_clipping_under_no_sync() -> None:
     local, reduces = ({"k": "backward", "local": [0], "synced": []}, {"k": "backward", "local": [], "synced": [0]})
     clip = {"k": "clip", "at": AT, "changed": True}
-    assert len(schedule._clipped_early(Run([[local, clip, reduces, clip, {"k": "before"}] * 3]))) == 3
-    assert schedule._clipped_early(Run([[local, reduces, clip, {"k": "before"}] * 3])) == []
-    assert schedule._clipped_early(Run([[local, clip, {"k": "before"}] * 3])) == []  # nothing reduces: another finding
+    assert len(schedule_rules._clipped_early(RecordedRun([[local, clip, reduces, clip, {"k": "before"}] * 3]))) == 3
+    assert schedule_rules._clipped_early(RecordedRun([[local, reduces, clip, {"k": "before"}] * 3])) == []
+    assert (
+        schedule_rules._clipped_early(RecordedRun([[local, clip, {"k": "before"}] * 3])) == []
+    )  # nothing reduces: another finding
 
 
 def test_reductions_that_nobody_waits_for() -> None:
     left = {"unwaited": [2, ["train.py", 5]]}
-    found = replicas.findings(Run([replica(**left), replica(after=2.0, grads=2.0, **left)]))
+    found = replica_rules.findings(RecordedRun([replica(**left), replica(after=2.0, grads=2.0, **left)]))
     assert [(f.cause, f.at, f.beside) for f in found] == [("gradients_differ", "train.py:5", "train.py:7")]

@@ -1,4 +1,4 @@
-"""Collectives compared over the ranks. Looked at while the script runs, since it may never end by itself."""
+"""Collectives compared over the ranks, also while the script runs, since ranks that do not match may never end."""
 
 from __future__ import annotations
 
@@ -11,24 +11,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.judge import writes
-from paceline.doctor.judge.record import Run, place
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.recorded_run import RecordedRun, file_line
 from paceline.launcher.report import name_ranks
 
-STUCK_SECONDS = 10.0  # all ranks wait in collectives that others have not come to, and nothing moves
-LEFT_SECONDS = 3.0  # a rank has ended, and others wait
-_NEAR = 64  # places back
+STUCK_SECONDS = 10.0  # without progress, when all ranks wait in collectives that others have not reached
+LEFT_SECONDS = 3.0  # without progress, when a rank has ended and the others wait
+_NEAR = 64  # calls back, within which a reordering is looked for
 _MISMATCH = re.compile(
     r"preamble|[Mm]ismatch between collectives|nbytes|different (sizes|shapes|dtypes)|unexpected size"
 )
-_EMPTY = ("barrier", "monitored_barrier")  # calls without data
-STILL_SECONDS = 300.0  # one waits, and no rank has told anything
+_EMPTY = ("barrier", "monitored_barrier")  # collectives without data, whose order does not matter
+STILL_SECONDS = 300.0  # without an event of any rank, when one waits
 
+# A line of calls-N.jsonl: {"b": number, "op", "g": group, "ranks", "at", "way", "branches", what must be equal on all
+# ranks} when a collective begins, {"e": number} when it has ended.
 Entry = dict[str, Any]
 
 
 @dataclass
 class _Rank:
+    """What has been read of one rank.
+
+    Attributes:
+        path: of its collectives.
+        events: path of its event log.
+        offset: how far `path` has been read.
+        rest: the incomplete last line.
+        calls: process group -> its calls.
+        open: the collective that it is in.
+        moved: when something new was last seen of it.
+        size: of its event log, then.
+        ended: has its script come to its end?
+    """
+
     path: str
     events: str
     offset: int = 0
@@ -40,74 +56,81 @@ class _Rank:
     ended: bool = False
 
 
-class Lookout:
-    """What the ranks have written so far. look() at intervals; finding() at any time."""
+class CollectiveChecker:
+    """Compares what the ranks have written so far. Call `poll` at intervals while the script runs, and `finding` when
+    it has ended."""
 
     def __init__(self, directory: str, processes: int) -> None:
         self._ranks = [
             _Rank(os.path.join(directory, f"calls-{r}.jsonl"), os.path.join(directory, f"rank-{r}.jsonl"))
             for r in range(processes)
         ]
-        self._checked: dict[str, int] = defaultdict(int)
+        self._checked: dict[str, int] = defaultdict(int)  # process group -> calls that match
         self._found: Finding | None = None
-        self.why = ""  # the run must be ended, since ...
+        self.abort_reason = ""  # the run must be ended, since ...
         self.lines: list[Any] = []  # of the calls that do not match
 
-    def look(self, late: bool = False) -> bool:
-        """Read on. True: the run must be ended. late: it is ended now in any case."""
+    def poll(self, late: bool = False) -> bool:
+        """Read what is new. Returns whether the run must be ended.
+
+        late: it will be ended now in any case.
+        """
         now = time.monotonic()
         for rank in self._ranks:
             self._read(rank, now)
-        if self._mismatch():
-            self.why = "the ranks call different collectives"
+        if self._find_mismatch():
+            self.abort_reason = "the ranks call different collectives"
             return True
         inside = [r for r in self._ranks if r.open is not None and not r.ended]
         left = [r for r in self._ranks if r.ended]
         still = now - max((r.moved for r in self._ranks), default=now)
         running = len(self._ranks) - len(left)
-        vain = [r for r in inside if self._in_vain(r)]
+        vain = [r for r in inside if self._waits_in_vain(r)]
         if vain and len(vain) == running and (
             (left and still > LEFT_SECONDS) or (len(vain) == len(self._ranks) and still > STUCK_SECONDS)
         ):  # fmt: skip
-            self._waiting()
-            self.why = "ranks wait for others in vain"
+            self._find_waiting()
+            self.abort_reason = "ranks wait for others in vain"
             return True
         if inside and (still > STILL_SECONDS or (late and still > STUCK_SECONDS)):
-            self._waiting()
-            self.why = f"nothing has moved for {still:.0f} seconds"
+            self._find_waiting()
+            self.abort_reason = f"nothing has moved for {still:.0f} seconds"  # why the run must be ended
             return True
         return False
 
-    def _in_vain(self, rank: _Rank) -> bool:
-        """Does this rank wait in a call that some rank of its group has not come to? Where all have, the call is under
-        way, and may be slow: a large model, a busy machine."""
+    def _waits_in_vain(self, rank: _Rank) -> bool:
+        """Does the rank wait in a collective that some rank of the group has not reached? One that all have reached is
+        under way and may be slow."""
         assert rank.open is not None
-        of = rank.open["ranks"]
-        if rank.open.get("loose") or any(m >= len(self._ranks) for m in of):
+        members = rank.open["ranks"]
+        if rank.open.get("loose") or any(m >= len(self._ranks) for m in members):
             return False
         group = _group(rank.open)
-        return any(len(self._ranks[m].calls[group]) < len(rank.calls[group]) for m in of)
+        return any(len(self._ranks[m].calls[group]) < len(rank.calls[group]) for m in members)
 
     def finding(self, cut: bool = False) -> Finding | None:
-        """When the run is over. cut: from outside, so that a rank may lack calls that it would have made."""
+        """The fault, when the run is over.
+
+        cut: it was ended from outside, so that a rank may lack calls that it would have made.
+        """
         if self._found is None:
             for rank in self._ranks:
                 self._read(rank, time.monotonic())
-            self._mismatch()
+            self._find_mismatch()
         if self._found is None and not cut:
-            self._missing()
+            self._find_missing()
         if self._found is None:
-            self._found = next((f for f in map(_crossed, self._groups()) if f is not None), None)
+            self._found = next((f for f in map(_find_reordered, self._groups().values()) if f is not None), None)
         return self._found
 
-    def _groups(self) -> list[dict[int, list[Entry]]]:
-        """For each group whose members are all known: rank -> its calls."""
+    def _groups(self) -> dict[str, dict[int, list[Entry]]]:
+        """For each process group whose members are all recorded: rank -> its calls."""
         groups = {g: calls[0]["ranks"] for rank in self._ranks for g, calls in rank.calls.items() if calls}
-        return [
-            {m: self._ranks[m].calls[group] for m in members}
+        return {
+            group: {m: self._ranks[m].calls[group] for m in members}
             for group, members in groups.items()
             if all(m < len(self._ranks) for m in members)
-        ]
+        }
 
     def _read(self, rank: _Rank, now: float) -> None:
         try:
@@ -133,36 +156,32 @@ class Lookout:
             elif rank.open is not None and rank.open["b"] == entry["e"]:
                 rank.open = None
 
-    def _mismatch(self) -> bool:
-        groups = {g: calls[0]["ranks"] for rank in self._ranks for g, calls in rank.calls.items() if calls}
-        for group, members in groups.items():
-            if any(m >= len(self._ranks) for m in members):
-                continue
-            of = {m: self._ranks[m].calls[group] for m in members}
-            for number in range(self._checked[group], min(map(len, of.values()))):
-                entries = {m: of[m][number] for m in members}
-                if len({_what(e) for e in entries.values()}) > 1:
-                    self._found = _differ(entries, number)
+    def _find_mismatch(self) -> bool:
+        for group, calls in self._groups().items():
+            for number in range(self._checked[group], min(map(len, calls.values()))):
+                entries = {m: calls[m][number] for m in calls}
+                if len({_signature(e) for e in entries.values()}) > 1:
+                    self._found = _mismatch_finding(entries, number)
                     self.lines = [e["at"] for e in entries.values()]
                     return True
                 self._checked[group] = number + 1
         return False
 
-    def _waiting(self) -> None:
+    def _find_waiting(self) -> None:
         self.lines = [one.open["at"] for one in self._ranks if one.open is not None]
         for rank, one in enumerate(self._ranks):
-            if one.open is not None and self._found is None and self._in_vain(one):
+            if one.open is not None and self._found is None and self._waits_in_vain(one):
                 number = len(one.calls[_group(one.open)])
                 others = [
-                    f"rank {r} {'has ended' if o.ended else 'is in ' + _say(o.open) if o.open else 'is elsewhere'}"
+                    f"rank {r} {'has ended' if o.ended else 'is in ' + _describe(o.open) if o.open else 'is elsewhere'}"
                     for r, o in enumerate(self._ranks)
                     if r != rank
                 ]
-                evidence = f"rank {rank} waits in {_say(one.open)}, its call {number}; {', '.join(others)}"
-                self._found = Finding("collectives", place(one.open["at"]), evidence)
+                evidence = f"rank {rank} waits in {_describe(one.open)}, its call {number}; {', '.join(others)}"
+                self._found = Finding("collectives", file_line(one.open["at"]), evidence)
 
-    def _missing(self) -> None:
-        for calls in self._groups():
+    def _find_missing(self) -> None:
+        for calls in self._groups().values():
             counts = {m: len(entries) for m, entries in calls.items()}
             least, most = min(counts.values()), max(counts.values())
             if least < most:
@@ -173,97 +192,99 @@ class Lookout:
                 entry = calls[who][least]
                 evidence = (
                     f"rank {who} called {most} collectives and rank {lacks[0]} {least}; the first that it lacks is "
-                    f"{_say(entry)}"
+                    f"{_describe(entry)}"
                 )
-                self._found = Finding("collectives", place(entry["at"]), evidence)
+                self._found = Finding("collectives", file_line(entry["at"]), evidence)
                 return
 
 
-def refused(run: Run) -> Finding | None:
-    """A call of which the backend itself said that it does not match the other ranks'."""
-    for rank in range(run.size):
-        for e in run.of(rank, "refused"):
+def refused_call(run: RecordedRun) -> Finding | None:
+    """A call of which the backend said that it does not match the other ranks'."""
+    for rank in range(run.processes):
+        for e in run.events(rank, "refused"):
             if _MISMATCH.search(e["text"]):
                 evidence = f"rank {rank}'s {e['op']} was refused: {e['text'].splitlines()[0][:200]}"
-                return Finding("collectives", place(e["at"]), evidence)
+                return Finding("collectives", file_line(e["at"]), evidence)
     return None
 
 
-def parted_at(run: Run, lines: list[Any]) -> str:
-    """What led ranks to other calls, where it is plain: the loop over a training loader that gave them unequally many
-    batches, or the line by which one of them left its loop."""
-    for loader in sorted(run.trainers):
+def divergence_line(run: RecordedRun, lines: list[Any]) -> str:
+    """What led the ranks to different calls, where it is plain: the loop over a training loader with unequally many
+    batches, or the line by which a rank left its loop."""
+    for loader in sorted(run.training_loaders):
         passes = [[p for p in theirs if p.loader == loader] for theirs in run.passes]
-        for of in zip(*passes):
-            least = min(of, key=lambda p: len(p.yields))
-            if least.whole and len({len(p.yields) for p in of}) > 1:
-                return place(least.at)
+        for per_rank in zip(*passes):
+            least = min(per_rank, key=lambda p: len(p.yields))
+            if least.complete and len({len(p.yields) for p in per_rank}) > 1:
+                return file_line(least.at)
     pairs = [(a, b) for a in lines for b in lines if a and b and a != b]
-    return next((place(line) for a, b in pairs if (line := writes.leaves_loop(a, b)) is not None), "")
+    return next((file_line(line) for a, b in pairs if (line := script_lines.loop_exit(a, b)) is not None), "")
 
 
 def _group(entry: Entry) -> str:
     return f"{entry['g']} of {entry['ranks']}"
 
 
-def _what(entry: Entry) -> tuple[Any, ...]:
+def _signature(entry: Entry) -> tuple[Any, ...]:
+    """What must be equal on all ranks."""
     return (entry["op"], entry.get("n"), entry.get("d"), entry.get("by"), entry.get("root"))
 
 
-def _say(entry: Entry) -> str:
+def _describe(entry: Entry) -> str:
     about = [str(entry[k]) for k in ("by", "d") if k in entry]
     about += [f"{entry['n']} elements"] if "n" in entry else []
     about += [f"root {entry['root']}"] if "root" in entry else []
-    where = place(entry["at"])
+    where = file_line(entry["at"])
     return entry["op"] + (f" ({', '.join(about)})" if about else "") + (f" at {where}" if where else "")
 
 
-def _differ(entries: dict[int, Entry], number: int) -> Finding:
-    """The line to name: of the ranks that are in the minority, or of a call that stands in the script, not in DDP."""
+def _mismatch_finding(entries: dict[int, Entry], number: int) -> Finding:
+    """The finding names the line of the ranks in the minority, but rather a call of the script than one of DDP."""
     by: dict[Any, list[int]] = defaultdict(list)
     for rank, entry in entries.items():
-        by[_what(entry)].append(rank)
+        by[_signature(entry)].append(rank)
     ranked = sorted(by.values(), key=lambda ranks: (entries[ranks[0]]["op"].startswith("DDP"), len(ranks)))
-    told = "; ".join(f"{name_ranks(r)} {'call' if len(r) > 1 else 'calls'} {_say(entries[r[0]])}" for r in ranked)
+    told = "; ".join(f"{name_ranks(r)} {'call' if len(r) > 1 else 'calls'} {_describe(entries[r[0]])}" for r in ranked)
     evidence = f"at the group's collective {number + 1}, {told}"
-    return Finding("collectives", place(entries[ranked[0][0]]["at"]), evidence)
+    return Finding("collectives", file_line(entries[ranked[0][0]]["at"]), evidence)
 
 
-def _crossed(calls: dict[int, list[Entry]]) -> Finding | None:
-    """Calls that look alike, in another order: places near each other where two ranks come from different lines (or
-    with different names or parameters), and what one rank has at each of them the other has at another one."""
+def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
+    """Collectives that match, in another order: at some places near each other two ranks call from different lines (or
+    for different names or parameters), and have the same lines in another order."""
     first = min(calls)
     for rank in sorted(calls)[1:]:
         pairs = list(zip(calls[first], calls[rank]))
-        apart: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the two differ in it
-        for place_, (a, b) in enumerate(pairs):
+        apart: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the two ranks differ in it
+        for place, (a, b) in enumerate(pairs):
             if a["op"] in _EMPTY:
                 continue
             for way, ours in a.get("way", {}).items():
                 theirs = b.get("way", {}).get(way)
                 if ours is None or theirs is None or ours == theirs:
                     continue
-                ring = _ring(pairs, apart[way][-_NEAR:], place_, way)
+                ring = _cycle(pairs, apart[way][-_NEAR:], place, way)
                 if ring:
                     return Finding(
-                        "collectives", place(pairs[ring[0]][1]["at"]), _tell(pairs, ring, way, (first, rank))
+                        "collectives", file_line(pairs[ring[0]][1]["at"]), _tell(pairs, ring, way, (first, rank))
                     )
-                apart[way].append(place_)
+                apart[way].append(place)
     return None
 
 
-def _ring(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: str) -> list[int]:
-    """The fewest places, the last one among them, at which both ranks have the same values in another order."""
+def _cycle(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: str) -> list[int]:
+    """The fewest places, `last` among them, at which both ranks have the same values in another order; [] where there
+    are none."""
     a, b = pairs[last]
-    leading: dict[tuple[Any, Any], int] = {}  # (one rank's value, the other's) -> the first place that has these
+    leading: dict[tuple[Any, Any], int] = {}  # (one rank's value, the other's) -> the first place with these
     for one in near:
         ours, theirs = pairs[one]
-        if _what(ours) == _what(a) and not (_instead(ours, a) or _instead(theirs, b)):
+        if _signature(ours) == _signature(a) and not (_exclusive(ours, a) or _exclusive(theirs, b)):
             leading.setdefault((ours["way"].get(way), theirs["way"].get(way)), one)
     begin, end = b["way"][way], a["way"][way]
     ways: list[tuple[Any, list[int]]] = [(begin, [])]
     seen = {begin}
-    for value, path in ways:  # grows as it is read: the shortest way comes first
+    for value, path in ways:  # grows while it is read, so that the shortest cycle is found first
         if value == end:
             return sorted([*path, last])
         for (ours, theirs), one in leading.items():
@@ -275,29 +296,29 @@ def _ring(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: str
 
 def _tell(pairs: list[tuple[Entry, Entry]], ring: list[int], way: str, ranks: tuple[int, int]) -> str:
     one, other = pairs[ring[0]]
-    told = f"at the group's collective {ring[0] + 1}, rank {ranks[0]} calls {_say(one)} and rank {ranks[1]} "
-    told += _say(other)
-    values = [(ours["way"][way], theirs["way"][way]) for ours, theirs in (pairs[place_] for place_ in ring)]
+    told = f"at the group's collective {ring[0] + 1}, rank {ranks[0]} calls {_describe(one)} and rank {ranks[1]} "
+    told += _describe(other)
+    values = [(ours["way"][way], theirs["way"][way]) for ours, theirs in (pairs[place] for place in ring)]
     if len(ring) == 2:
         (ours, theirs), _ = values
         told += f", and at {ring[1] + 1} the other way round: "
         told += f"{way} is {ours!r} and {theirs!r}, then {theirs!r} and {ours!r}"
     else:
         mine, yours = (", ".join(repr(pair[n]) for pair in values) for n in (0, 1))
-        numbers = ", ".join(str(place_ + 1) for place_ in ring)
+        numbers = ", ".join(str(place + 1) for place in ring)
         told += f": at {numbers}, {way} is {mine} on rank {ranks[0]}, and {yours} on rank {ranks[1]}"
     return f"{told}. They look alike, and are paired as they come"
 
 
-def _instead(one: Entry, other: Entry) -> bool:
-    """Do two calls of one rank stand in opposite branches of an `if`? Then one is made instead of the other: ranks take
-    turns, or take part with zeros where they have nothing."""
+def _exclusive(one: Entry, other: Entry) -> bool:
+    """Do two calls of one rank stand in opposite branches of an `if`? One is then made instead of the other: ranks take
+    turns, or take part with zeros."""
     mine = other.get("branches", {})
     return any(mine.get(line, taken) != taken for line, taken in one.get("branches", {}).items())
 
 
 def _has_ended(path: str) -> bool:
-    """Has this rank's script come to its end, without an error?"""
+    """Has the rank's script come to its end without an error?"""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - 400))

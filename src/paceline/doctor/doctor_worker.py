@@ -1,9 +1,10 @@
-"""What each process of `paceline doctor` runs: the watchers take their places when torch is imported, and then the
-script runs as under `paceline run` (launcher/worker.py).
+"""What each process of `paceline doctor` runs: the script, as under `paceline run` (launcher/worker.py), with
+recorders.
 
-    python -m paceline.doctor.worker script FILE args...
+    python -m paceline.doctor.doctor_worker script FILE args...
 
-Nothing is imported earlier than the script would: what it puts into the environment before `import torch` counts.
+The recorders are installed when the script imports torch. Nothing is imported earlier than the script would: what it
+puts into the environment before `import torch` counts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 from types import ModuleType
 
-from paceline.doctor.watch.imports import after_import
+from paceline.doctor.recorders.patching import after_import
 from paceline.launcher import worker
 from paceline.world import DOCTOR
 
@@ -23,7 +24,7 @@ def main() -> None:
     order = json.loads(os.environ.pop(DOCTOR))  # processes that the script starts are not watched
 
     def watch(_: ModuleType) -> None:
-        from paceline.doctor.watch import install
+        from paceline.doctor.recorders import install
 
         install(order, kind, script)
 

@@ -1,0 +1,214 @@
+"""paceline doctor: run a script with recorders, apply the rules to what they recorded, print the findings.
+
+1. The launcher runs the script, with paceline.doctor.doctor_worker in place of its own worker.
+2. Meanwhile the collectives of the ranks are compared. Where they do not match, or ranks wait in vain, the run is
+   ended.
+3. The rules read what the ranks recorded; their findings are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.doctor.findings import MODEL, Finding
+from paceline.doctor.findings_text import text
+from paceline.doctor.rules import DIVERGENCE, find_faults
+from paceline.doctor.rules.collective_rules import CollectiveChecker, divergence_line, refused_call
+from paceline.doctor.rules.recorded_run import RecordedRun, read_run
+from paceline.errors import PacelineError, SettingError
+from paceline.launcher.interrupts import Interrupts, Stopped
+from paceline.launcher.output import Output
+from paceline.launcher.plan import Plan, make_plan
+from paceline.world import DOCTOR
+
+SCHEMA = 1
+_POLL_SECONDS = 0.25
+CLEAN, FOUND, UNWATCHED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What the command line asks for; the names are those of its options.
+
+    Attributes:
+        steps: end the script after so many optimizer steps; None: it ends itself.
+        deadline: end the script after so many seconds; None: never.
+    """
+
+    script: str
+    args: Sequence[str] = ()
+    nproc: str | int = 2
+    module: bool = False
+    steps: int | None = None
+    deadline: float | None = None
+    json_file: str | None = None
+    tee: str = ""
+
+
+class _DoctorInterrupts(Interrupts):
+    """Signals, as the launcher handles them, and doctor's own reasons to end the run. The agent calls `check` many
+    times a second."""
+
+    def __init__(self, checker: CollectiveChecker, deadline: float | None) -> None:
+        super().__init__()
+        self._checker, self._next = checker, 0.0
+        self._deadline, self._late = deadline, math.inf
+        self.abort_reason = ""  # why doctor ends the run: "... ."
+
+    def check(self) -> None:
+        super().check()
+        now = time.monotonic()
+        if not self.deferred or now < self._next:
+            return
+        if self._late == math.inf and self._deadline is not None:  # the script has been started
+            self._late = now + self._deadline
+        self._next = now + _POLL_SECONDS
+        if self._checker.poll(late=now >= self._late):
+            self.abort_reason = self._checker.abort_reason
+        elif now >= self._late:
+            self.abort_reason = f"{self._deadline:g} seconds have passed"
+        if self.abort_reason:
+            raise Stopped(signal.SIGTERM)
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Run the script, print the findings and write the JSON file.
+
+    Returns the exit code: 0; 1 where a finding changes the model; 2 where the script could not be watched; 128 + n
+    where signal n ended the command. Raises LaunchError or SettingError before anything starts.
+    """
+    plan = _make_plan(options)
+    output = Output(None, plan.tee)
+    checker = CollectiveChecker(output.private, plan.nproc)
+    failed, story, stopped = False, "", 0
+    try:
+        interrupts = _DoctorInterrupts(checker, options.deadline)
+        with interrupts:
+            try:
+                failed, story = _supervise(plan, options, output, interrupts)
+            except Stopped as signalled:
+                if interrupts.abort_reason:
+                    story = f"paceline doctor ended the run: {interrupts.abort_reason}.\n"
+                else:
+                    stopped = signalled.report()
+            cut = bool(stopped or interrupts.abort_reason)
+            run, found = diagnose(output.private, plan.nproc, checker, cut)
+    finally:
+        where = output.close(failed=failed)
+    code = _report(options, run, found, story + where if story else "", failed)
+    return stopped or code
+
+
+def diagnose(
+    directory: str, processes: int, checker: CollectiveChecker | None = None, cut: bool = False
+) -> tuple[RecordedRun, list[Finding]]:
+    """Read what the ranks recorded in `directory` and apply the rules, when the script has ended.
+
+    cut: it was ended from outside.
+    """
+    run = read_run(directory, processes, cut)
+    checker = checker or CollectiveChecker(directory, processes)
+    mismatch = checker.finding(cut) or refused_call(run)
+    found = find_faults(run)
+    if mismatch is not None:
+        mismatch = replace(mismatch, beside=divergence_line(run, checker.lines))
+        # what may follow from it is no finding of its own
+        found = [mismatch, *(f for f in found if f.cause not in (*DIVERGENCE, "lr_differs"))]
+    return run, found
+
+
+def _make_plan(options: DoctorOptions) -> Plan:
+    if options.steps is not None and options.steps < 1:
+        raise SettingError(f"--steps {options.steps}: give the number of optimizer steps to watch, 1 or more.")
+    if options.deadline is not None and options.deadline <= 0:
+        raise SettingError(f"--deadline {options.deadline:g}: give seconds, above 0, such as 300.")
+    folder = os.path.dirname(options.json_file or "")
+    if folder and not os.path.isdir(folder):
+        raise SettingError(f"--json {options.json_file}: there is no folder {folder!r}. Name another file.")
+    kind = "module" if options.module else "script"
+    plan = make_plan(options.script, options.args, options.nproc, {}, kind=kind, tee=options.tee)
+    # device: which one the script uses is its own affair, and may be a finding
+    # hash_seed: a fault that comes from the order of a set must be able to happen
+    return replace(plan, worker="paceline.doctor.doctor_worker", device="cpu", hash_seed=None)
+
+
+def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: Interrupts) -> tuple[bool, str]:
+    """(did the script fail, what to say about it)."""
+    from paceline.launcher.supervise import supervise
+
+    order = json.dumps({"directory": output.private, "steps": options.steps})
+    try:
+        outcome = supervise(replace(plan, variables={DOCTOR: order}), interrupts, output)
+    except PacelineError as error:
+        return True, f"{error}\n"
+    finally:
+        interrupts.deferred = False
+    return outcome.exit_code != 0, outcome.story
+
+
+def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], story: str, failed: bool) -> int:
+    sys.stdout.flush()
+    if story:
+        sys.stderr.write(story)
+        sys.stderr.flush()
+    grave = any(f.about.kind == MODEL for f in found)
+    why = _unwatched(run, failed)
+    code = FOUND if grave else UNWATCHED if why else CLEAN
+    sys.stdout.write("\n")
+    if found or not why:
+        sys.stdout.write(text(found, run.steps(), run.processes))
+    if why:
+        sys.stdout.write(f"paceline doctor: {why}\n")
+    sys.stdout.flush()
+    trouble = Counter(e["text"] for e in run.all_events("trouble"))
+    if trouble:
+        what, times = trouble.most_common(1)[0]
+        sys.stderr.write(
+            f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {what}); what it "
+            "would have seen there is missing.\n"
+        )
+    if options.json_file is not None:
+        document = {
+            "schema": SCHEMA,
+            "script": options.script,
+            "processes": run.processes,
+            "steps": run.steps(),
+            "exit_code": code,
+            "not_watched": why or None,
+            "findings": [f.as_json() for f in found],
+        }
+        with open(options.json_file, "w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=1) + "\n")
+    return code
+
+
+def _unwatched(run: RecordedRun, failed: bool) -> str:
+    """Why the findings, or their absence, say little; "" where the script was recorded to its end."""
+    spawned = next(run.all_events("spawn"), None)
+    if spawned is not None and not spawned["joined"]:
+        return (
+            "the script starts its own processes (torch.multiprocessing), which were not watched. Doctor watches "
+            "scripts that a launcher such as torchrun starts."
+        )
+    if run.cut and run.steps() == 0:
+        return "the run was ended before the script made a step of a torch optimizer."
+    if failed:
+        return "the script failed (above) before it could be watched to its end."
+    if not any(run.ranks):
+        return "the script never imported torch."
+    if run.processes > 1 and run.world_size == 1:
+        return (
+            "the script never called torch.distributed.init_process_group: its processes know nothing of each other, "
+            "and each trains a model of its own."
+        )
+    if run.steps() == 0:
+        return "the script made no step of a torch optimizer."
+    return ""

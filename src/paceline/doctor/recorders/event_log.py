@@ -1,0 +1,231 @@
+"""The event log: the file into which one rank's recorders write, one JSON object a line.
+
+It also answers which line of the script makes the current call, from the frames of the stack.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TextIO
+
+from paceline.doctor.recorders.statements import Statement, statement_at, values_in
+from paceline.world import ERROR_FILE
+
+MAX_EVENTS = 400_000  # the log ends here, so that a run of days fills no disk
+_FLUSH_SECONDS = 0.2
+_MAX_CALLS = 24  # frames of call_stack
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARIES = tuple(
+    os.path.realpath(path) + os.sep
+    for path in {*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE}
+)
+# Frames in these folders, of Python and of Paceline, say nothing about what a script does with a result.
+_BENEATH = (
+    os.path.join(os.path.dirname(os.path.realpath(os.__file__)), ""),
+    os.path.join(os.path.realpath(_PACKAGE), ""),
+)
+
+
+class EventLog:
+    """The events of one process, and what its recorders share.
+
+    Attributes:
+        rank: of this process.
+        steps: the script is ended before the optimizer step after so many; None: it ends itself.
+        directory: of `rank-N.jsonl`.
+        overhead_seconds: that recording has taken so far. No time that is recorded includes them.
+        models: the ModelRecorder.
+        collectives: the CollectiveRecorder.
+        optimizers: all of the script's that are alive.
+        backward_since_step: has a backward ended since the last optimizer step?
+        clipped_gradients: id of each gradient that the last clipping made smaller.
+    """
+
+    def __init__(self, directory: str, rank: int, script_folder: str, steps: int | None) -> None:
+        """script_folder: code in files below it is the script's own."""
+        self.rank, self.steps, self.directory = rank, steps, directory
+        self.overhead_seconds = 0.0
+        self.models: Any = None
+        self.collectives: Any = None
+        self.optimizers: Any = weakref.WeakSet()
+        self.backward_since_step = False
+        self.clipped_gradients: set[int] = set()
+        self._folder = os.path.join(script_folder, "")
+        self._pid = os.getpid()
+        self._script_files: dict[str, bool] = {}  # file of code -> is it the script's own?
+        self._outside_torch: dict[str, bool] = {}  # file of code -> is it the script's own or a library's?
+        self._trees: dict[str, ast.AST | None] = {}
+        self._statements: dict[tuple[str, int], Statement] = {}
+        self._written, self._flushed = 0, 0.0
+        self._file: TextIO = open(  # noqa: SIM115  # for as long as the process lives
+            os.path.join(directory, f"rank-{rank}.jsonl"), "w", encoding="utf-8"
+        )
+        os.register_at_fork(after_in_child=self.stop)  # a DataLoader's worker records nothing here
+        atexit.register(self.finish)
+
+    def record(self, kind: str, /, at: list[Any] | None = None, now: bool = False, **values: Any) -> None:
+        """Write an event.
+
+        Args:
+            at: [file, line] of the script; None: the line that makes the current call.
+            now: flush, since the launcher's side reads this event while the script runs.
+        """
+        if self._written >= MAX_EVENTS or not self.active:
+            return
+        began = time.perf_counter()
+        self._written += 1
+        event = {"k": kind, "t": began - self.overhead_seconds, "at": at if at is not None else self.caller(), **values}
+        self._file.write(json.dumps(event, default=str) + "\n")
+        if now or began - self._flushed > _FLUSH_SECONDS:
+            self._flushed = began
+            self._file.flush()
+        self.overhead_seconds += time.perf_counter() - began
+
+    @property
+    def active(self) -> bool:
+        """Does this process record? A forked child does not."""
+        return self._pid != 0
+
+    @contextmanager
+    def overhead(self) -> Iterator[None]:
+        """Count the time of this block as overhead, and record an error in it as an event instead of raising it."""
+        began, before = time.perf_counter(), self.overhead_seconds
+        try:
+            yield
+        except Exception as error:
+            self.record("trouble", text=f"{type(error).__name__}: {error}")
+        finally:
+            self.overhead_seconds = before + time.perf_counter() - began
+
+    def clock(self) -> float:
+        """Seconds, without overhead."""
+        return time.perf_counter() - self.overhead_seconds
+
+    def caller(self, skip: Callable[[FrameType], bool] | None = None) -> list[Any]:
+        """[file, line] of the innermost frame in the script's folder; [] where there is none.
+
+        skip: frames to leave out, unless there are no others.
+        """
+        return next(iter(self.script_stack(1, skip) or (self.script_stack(1) if skip else [])), [])
+
+    def call_stack(self) -> list[list[Any]]:
+        """[file, line] of the frames of the script and of libraries that it uses (not of torch, Python or Paceline),
+        the innermost first."""
+        found: list[list[Any]] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and len(found) < _MAX_CALLS:
+            name = frame.f_code.co_filename
+            outside_torch = self._outside_torch.get(name)
+            if outside_torch is None:
+                outside_torch = self._outside_torch[name] = self._is_script(name) or _is_library(name)
+            if outside_torch:
+                found.append([name, frame.f_lineno])
+            frame = frame.f_back
+        return found
+
+    def called_by_library(self) -> bool:
+        """Does a library of the script's make the current call, and not the script itself?"""
+        innermost = next(iter(self.call_stack()), None)
+        return innermost is not None and not self._is_script(innermost[0])
+
+    def script_stack(self, most: int = 6, skip: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
+        """[file, line] of the frames in the script's folder, the innermost first, without those that `skip` is true
+        of."""
+        found: list[list[Any]] = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and len(found) < most:
+            name = frame.f_code.co_filename
+            if self._is_script(name) and not (skip is not None and skip(frame)):
+                found.append([name, frame.f_lineno])
+            frame = frame.f_back
+        return found
+
+    def call_context(self) -> tuple[list[Any], dict[str, Any], dict[str, bool]]:
+        """Where the current call is made, how its data were chosen, and in which branches it stands.
+
+        Returns:
+            caller(); a dict of "the line" (all of the script's lines on the stack), "what is sent" (the text of the
+            first argument) and the values of the names that the statement chooses by, as `name` in
+            `all_reduce(metrics[name])`; and for the line of each `if` around the calls, whether the call stands in its
+            body.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        at: list[Any] = []
+        lines: list[str] = []
+        how: dict[str, Any] = {}
+        branches: dict[str, bool] = {}
+        while frame is not None and len(lines) < 8:
+            name, line = frame.f_code.co_filename, frame.f_lineno
+            if self._is_script(name):
+                statement = self._statement(name, line)
+                lines.append(f"{os.path.basename(name)}:{line}")
+                branches |= {f"{os.path.basename(name)}:{where}": taken for where, taken in statement.branches.items()}
+                if not at:
+                    at = [name, line]
+                    how = values_in(statement, frame)
+            frame = frame.f_back
+        return at, {"the line": " < ".join(lines), **how}, branches
+
+    def _statement(self, file: str, line: int) -> Statement:
+        known = self._statements.get((file, line))
+        if known is None:
+            known = self._statements[file, line] = statement_at(self._tree(file), line)
+        return known
+
+    def _tree(self, file: str) -> ast.AST | None:
+        if file not in self._trees:
+            try:
+                self._trees[file] = ast.parse("".join(linecache.getlines(file)))
+            except (SyntaxError, ValueError):
+                self._trees[file] = None
+        return self._trees[file]
+
+    def _is_script(self, name: str) -> bool:
+        is_script = self._script_files.get(name)
+        if is_script is None:
+            is_script = self._script_files[name] = self._in_script_folder(name)
+        return is_script
+
+    def _in_script_folder(self, name: str) -> bool:
+        if name.startswith("<"):
+            return False
+        path = os.path.realpath(name)
+        if not path.startswith(self._folder):
+            return False
+        # An environment that lies inside the folder is a library all the same.
+        return "site-packages" not in path and not path.startswith(_LIBRARIES)
+
+    def flush(self) -> None:
+        """Write the buffer to the file: this process may be about to wait for ever."""
+        if self.active:
+            self._file.flush()
+
+    def stop(self) -> None:
+        """Record nothing more: this process is a forked child, or its script has failed."""
+        if self._pid == os.getpid():
+            self._file.flush()
+        self._pid = 0
+
+    def finish(self) -> None:
+        """Record that the script has come to its end."""
+        if self.active and os.getpid() == self._pid:
+            self.record("end", at=[], now=True, failed=os.path.exists(os.environ.get(ERROR_FILE, "")))
+            self._file.flush()
+
+
+def _is_library(name: str) -> bool:
+    path, torch = os.path.realpath(name), getattr(sys.modules.get("torch"), "__file__", None)
+    if name.startswith("<") or (torch and path.startswith(os.path.join(os.path.dirname(os.path.realpath(torch)), ""))):
+        return False
+    return "site-packages" in path or not path.startswith(_BENEATH)

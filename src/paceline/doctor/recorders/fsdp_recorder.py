@@ -1,0 +1,127 @@
+"""FullyShardedDataParallel and fully_shard: the processes that share one model, its inputs, its weights before
+sharding."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.patching import after_import, patch
+from paceline.doctor.recorders.tensor_digests import sample
+
+_MAX_PARAMETERS = 400  # of one call
+_EXPORTS = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
+
+
+class _FSDPRecorder:
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self._number = 0
+        self._shards: list[Any] = []  # (parameter, its name, a sample of this process's shard as it was cut)
+        self._full: dict[str, list[float]] = {}  # name -> a sample of the weight before it was cut
+
+    def record_cut(self, optimizer: Any, *_: Any) -> None:
+        """At the first step: samples of the full weights, for those whose shards have not changed since they were
+        cut."""
+        if not self._shards or not self.log.active:
+            return
+        with self.log.overhead():
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            alive = [(p, name, part) for reference, name, part in self._shards if (p := reference()) is not None]
+            names = [name for p, name, part in alive if id(p) in mine and sample(p.to_local()) == part]
+            self.log.record("cut", whole={name: self._full[name] for name in names})
+        self._shards, self._full = [], {}
+
+    def wrap_fully_shard(self, original: Any) -> Any:
+        def fully_shard(*args: Any, **options: Any) -> Any:
+            whole: dict[str, list[float]] = {}
+            with self.log.overhead():
+                whole = _full_samples(args[0] if args else options.get("module"))
+            result = original(*args, **options)
+            with self.log.overhead():
+                self._number += 1
+                parts = _shard_samples(args[0] if args else options.get("module"), whole)
+                for name, (p, part) in parts.items():
+                    told = f"{name} of call {self._number}"
+                    self._shards.append((weakref.ref(p), told, part))
+                    self._full[told] = whole[name]
+                mesh = options.get("mesh")
+                ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+                self.log.record("fsdp", ranks=ranks)
+            return result
+
+        return fully_shard
+
+    def wrap_init(self, original: Any) -> Any:
+        def __init__(module: Any, /, *args: Any, **options: Any) -> None:
+            original(module, *args, **options)
+            with self.log.overhead():
+                for parameter in module.parameters():
+                    self.log.models.sharded[parameter] = True
+                self.log.record("fsdp", ranks=dist.get_process_group_ranks(module.process_group))
+
+        return __init__
+
+    def wrap_pre_forward(self, original: Any) -> Any:
+        """FSDPState._pre_forward: record the inputs of the outermost module."""
+
+        def _pre_forward(state: Any, module: Any, args: Any, options: Any) -> Any:
+            result = original(state, module, args, options)
+            if getattr(state, "_is_root", False) and torch.is_grad_enabled() and module.training:
+                self.log.models.record_inputs(-1, (args, options))
+            return result
+
+        return _pre_forward
+
+
+def _named(modules: Any) -> list[tuple[str, Any]]:
+    """(name, parameter) of one module, or of several."""
+    several = list(modules) if isinstance(modules, (list, tuple)) else [modules]
+    return [(f"{n}.{name}" if n else name, p) for n, m in enumerate(several) for name, p in m.named_parameters()]
+
+
+def _full_samples(modules: Any) -> dict[str, list[float]]:
+    """Samples of the parameters that are about to be cut, where they have values."""
+    plain = [(n, p) for n, p in _named(modules) if not hasattr(p, "to_local") and p.device.type != "meta"]
+    return {name: sample(p) for name, p in plain[:_MAX_PARAMETERS] if p.layout is torch.strided and p.numel()}
+
+
+def _shard_samples(modules: Any, whole: dict[str, list[float]]) -> dict[str, tuple[Any, list[float]]]:
+    """Of those parameters: this process's shard with a sample of it. A small parameter may leave some processes without
+    a shard."""
+    cut = [(name, p) for name, p in _named(modules) if name in whole and hasattr(p, "to_local")]
+    return {name: (p, sample(p.to_local())) for name, p in cut if p.to_local().numel()}
+
+
+def install(log: EventLog) -> None:
+    if not dist.is_available():
+        return
+    recorder = _FSDPRecorder(log)
+    register_optimizer_step_pre_hook(recorder.record_cut)
+
+    def composable(module: ModuleType) -> None:
+        original = module.fully_shard
+        patch(module, "fully_shard", recorder.wrap_fully_shard)
+        for name in _EXPORTS:
+            if getattr(sys.modules.get(name), "fully_shard", None) is original:
+                vars(sys.modules[name])["fully_shard"] = module.fully_shard
+        patch(module.FSDPModule, "set_requires_gradient_sync", log.models.wrap_gradient_sync)
+
+    def state(module: ModuleType) -> None:
+        if hasattr(module.FSDPState, "_pre_forward"):
+            patch(module.FSDPState, "_pre_forward", recorder.wrap_pre_forward)
+
+    def wrapper(module: ModuleType) -> None:
+        patch(module.FullyShardedDataParallel, "__init__", recorder.wrap_init)
+        patch(module.FullyShardedDataParallel, "no_sync", log.models.wrap_no_sync)
+
+    after_import("torch.distributed.fsdp._fully_shard._fsdp_state", state)
+    after_import("torch.distributed.fsdp._fully_shard._fully_shard", composable)
+    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", wrapper)

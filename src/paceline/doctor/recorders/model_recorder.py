@@ -1,0 +1,429 @@
+"""DistributedDataParallel, forward passes, batch norm, training mode, and the names of parameters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.tensor_digests import digest, tensors_in
+
+_MAX_DIGESTED = 40  # forward passes whose inputs are digested
+_MAX_PAST = 8  # forward passes that go past DDP, and initializations of wrapped parameters
+_MAX_NAMED = 4
+_MAX_NORM_EVENTS = 3  # of a batch norm: a DDP module may be constructed after its first forward
+
+
+class ModelRecorder:
+    """The models of this process. DDP modules are numbered in the order of their construction."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.ddp_count = 0
+        self.synced_forwards: set[int] = set()  # DDP modules with a forward whose backward will reduce
+        self.unsynced_forwards: set[int] = set()  # DDP modules with a forward under no_sync
+        self.has_reduced: set[int] = set()  # DDP modules that have reduced: the next forward rebuilds their buckets
+        self._rebuilt: set[int] = set()  # DDP modules that have rebuilt their buckets
+        self.ddp_of: Any = WeakIdKeyDictionary()  # parameter -> the number of the DDP module that reduces it
+        self._ddp_holding: Any = WeakIdKeyDictionary()  # module or buffer -> the number of the DDP module that holds it
+        self._in_batch_norm = False
+        self._forward_depth = 0  # calls of a recorded forward that are under way
+        self.before_forward: Callable[[], None] | None = None  # called once, before the next forward
+        self._ddp_wrapping: Any = WeakIdKeyDictionary()  # module -> the number of the DDP module that wraps it
+        self._unwrapped: Any = WeakIdKeyDictionary()  # root modules that an optimizer trains
+        self._patched_classes: set[type] = set()  # classes whose forward is patched: of wrapped modules and of these
+        self._past_count = 0
+        self.sync_off = False  # has FSDP been told not to reduce?
+        self._no_sync_lines: set[tuple[Any, ...]] = set()  # lines with a call of no_sync
+        # parameter -> (the line that makes it, number of DDP modules at that time)
+        self.made_at: Any = WeakIdKeyDictionary()
+        # parameter -> the line that unfroze it, if there was a DDP module already
+        self.unfrozen_at: Any = WeakIdKeyDictionary()
+        self.sharded: Any = WeakIdKeyDictionary()  # parameters of which this process holds a shard
+        self.ddp_modules: Any = weakref.WeakSet()
+        self._forward_count = self._init_count = 0
+        self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
+        # batch norm -> (events while its weight was frozen, while it was trained)
+        self._norm_counts: Any = WeakIdKeyDictionary()
+        self._eval_parts: Any = (  # module -> names of its parts in evaluation mode, as last recorded
+            WeakIdKeyDictionary()
+        )  # module -> names of its parts that are in evaluation mode, last noted
+        # module -> (name, part) for the parts whose forward depends on their mode
+        self._mode_parts: Any = WeakIdKeyDictionary()
+        self._train_depth = 0  # calls of nn.Module.train that are under way
+        self._train_line: list[Any] = []  # the line of the last of them
+        # DDP module with find_unused_parameters -> places of the parameters that were reached
+        self._reached: dict[int, set[int]] = {}
+
+    def wrap_init(self, original: Any) -> Any:
+        def __init__(module: Any, /, *args: Any, **options: Any) -> None:
+            original(module, *args, **options)
+            with self.log.overhead():
+                number = self.ddp_count
+                self.ddp_count += 1
+                self.ddp_modules.add(module)
+                module.__dict__["_paceline_doctor"] = number
+                self._describe(module, number)
+
+        return __init__
+
+    def _describe(self, module: Any, number: int) -> None:
+        parameters = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
+        self.ddp_of.update({p: number for _, p in parameters})
+        self._ddp_holding.update(dict.fromkeys((*module.module.modules(), *module.module.buffers()), number))
+        self._ddp_wrapping[module.module] = number
+        self._patch_forward(module.module)
+        self.log.record(
+            "ddp",
+            ddp=number,
+            find_unused=bool(module.find_unused_parameters),
+            broadcasts=bool(module.broadcast_buffers),
+            parameters=len(parameters),
+            ranks=torch.distributed.get_process_group_ranks(module.process_group),
+        )
+        if module.find_unused_parameters:
+            reached = self._reached[number] = set()
+            for place, (_, p) in enumerate(parameters):
+                p.register_post_accumulate_grad_hook(lambda _, place=place: reached.add(place))
+                self._hooked_here[p] = True
+
+    def add_trained(self, parameters: list[Any]) -> None:
+        """An optimizer has been constructed: patch the root modules that it trains, since DDP may never wrap them."""
+        mine = {id(p) for p in parameters}
+        for root in root_modules():
+            if any(id(p) in mine for p in root.parameters()):
+                self._unwrapped[root] = True
+                self._patch_forward(root)
+
+    def not_broadcast(self) -> list[nn.Module]:
+        """Trained models whose buffers DDP does not broadcast."""
+        sent = {id(ddp.module) for ddp in self.ddp_modules if ddp.broadcast_buffers}
+        by_id = {id(ddp.module): ddp.module for ddp in self.ddp_modules} | {id(root): root for root in self._unwrapped}
+        return [root for key, root in by_id.items() if key not in sent]
+
+    def _patch_forward(self, module: nn.Module) -> None:
+        cls = type(module)
+        if cls not in self._patched_classes and not isinstance(module, torch.jit.ScriptModule):
+            self._patched_classes.add(cls)
+            patch(cls, "forward", self.wrap_inner_forward)
+
+    def wrap_forward(self, original: Any) -> Any:
+        def forward(module: Any, /, *args: Any, **options: Any) -> Any:
+            number = module.__dict__.get("_paceline_doctor")
+            if torch.compiler.is_compiling() or number is None or not self.log.active:
+                return original(module, *args, **options)
+            self._run_before_forward()
+            if torch.is_grad_enabled():
+                (self.synced_forwards if module.require_backward_grad_sync else self.unsynced_forwards).add(number)
+                self.record_mode(module.module, number)
+                if module.training:
+                    self.record_inputs(number, (args, options))
+            self._forward_depth += 1
+            try:
+                return original(module, *args, **options)
+            finally:
+                self._forward_depth -= 1
+
+        return forward
+
+    def _run_before_forward(self) -> None:
+        if self.before_forward is not None:
+            due, self.before_forward = self.before_forward, None
+            due()
+
+    def wrap_inner_forward(self, original: Any) -> Any:
+        """The forward of a class whose instances DDP may wrap: is one called past DDP?"""
+
+        def forward(module: Any, /, *args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or self._forward_depth or not self.log.active:
+                return original(module, *args, **options)
+            self._run_before_forward()
+            number = self._ddp_wrapping.get(module)
+            if number is not None and torch.is_grad_enabled() and self._past_count < _MAX_PAST:
+                self._past_count += 1
+                at = self.log.caller(lambda frame: frame.f_locals.get("self") is module)
+                self.log.record("past", at=at, ddp=number)
+            elif module in self._unwrapped and torch.is_grad_enabled():
+                self.record_mode(module, None)
+                if module.training:
+                    self.record_inputs(None, (args, options))
+            self._forward_depth += 1
+            try:
+                return original(module, *args, **options)
+            finally:
+                self._forward_depth -= 1
+
+        return forward
+
+    def wrap_gradient_sync(self, original: Any) -> Any:
+        """FSDPModule.set_requires_gradient_sync."""
+        noted = self.wrap_no_sync(original)
+
+        def set_requires_gradient_sync(module: Any, /, *args: Any, **options: Any) -> Any:
+            self.sync_off = not (args[0] if args else options.get("requires_gradient_sync", True))
+            return (noted if self.sync_off else original)(module, *args, **options)
+
+        return set_requires_gradient_sync
+
+    def wrap_no_sync(self, original: Any) -> Any:
+        """no_sync: record the lines that call it, once each."""
+
+        def no_sync(*args: Any, **options: Any) -> Any:
+            if self.log.active:
+                at = self.log.caller()
+                if at and tuple(at) not in self._no_sync_lines:
+                    self._no_sync_lines.add(tuple(at))
+                    self.log.record("no_sync", at=at)
+            return original(*args, **options)
+
+        return no_sync
+
+    def wrap_register_parameter(self, original: Any) -> Any:
+        def register_parameter(module: Any, /, *args: Any, **options: Any) -> None:
+            original(module, *args, **options)
+            parameter = args[1] if len(args) > 1 else options.get("param")
+            if parameter is not None and self.log.active:
+                self.made_at.setdefault(
+                    parameter, (self.log.caller(lambda frame: frame.f_code.co_name == "__init__"), self.ddp_count)
+                )
+
+        return register_parameter
+
+    def wrap_requires_grad(self, original: Any) -> Any:
+        """requires_grad_ of a module or a tensor: remember the line where there is a DDP module already."""
+
+        def requires_grad_(thing: Any, *args: Any, **options: Any) -> Any:
+            if self.ddp_count and self.log.active and (args[0] if args else options.get("requires_grad", True)):
+                with self.log.overhead():
+                    for p in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
+                        if not p.requires_grad:
+                            self.unfrozen_at[p] = self.log.caller()
+            return original(thing, *args, **options)
+
+        return requires_grad_
+
+    def wrap_load_state_dict(self, original: Any) -> Any:
+        def load_state_dict(module: Any, /, *args: Any, **options: Any) -> Any:
+            result = original(module, *args, **options)
+            self.log.record("loaded")
+            return result
+
+        return load_state_dict
+
+    def wrap_initializer(self, original: Any) -> Any:
+        """A function of torch.nn.init: record calls for parameters that DDP holds already."""
+
+        def initialize(tensor: Any, /, *args: Any, **options: Any) -> Any:
+            if self.ddp_count and self._init_count < _MAX_PAST and self.log.active and tensor in self.ddp_of:
+                self._init_count += 1
+                self.log.record("initialized")
+            return original(tensor, *args, **options)
+
+        return initialize
+
+    def record_inputs(self, number: int | None, inputs: Any) -> None:
+        if self._forward_count >= _MAX_DIGESTED:
+            return
+        self._forward_count += 1
+        with self.log.overhead():
+            tensors = [leaf for leaf in tensors_in(inputs) if leaf.numel() > 0 and leaf.device.type != "meta"][:4]
+            digests = [digest(leaf) for leaf in tensors]
+            self.log.record("forward", ddp=number, digest=digests)
+
+    def wrap_train(self, original: Any) -> Any:
+        def train(module: Any, /, *args: Any, **options: Any) -> Any:
+            if not self._train_depth and self.log.active:
+                self._train_line = self.log.caller()
+            self._train_depth += 1
+            try:
+                return original(module, *args, **options)
+            finally:
+                self._train_depth -= 1
+
+        return train
+
+    def record_mode(self, module: nn.Module, number: int | None) -> None:
+        """At the start of a forward with gradients: record which parts are in evaluation mode, of those that depend on
+        their mode."""
+        with self.log.overhead():
+            parts = self._mode_parts.get(module)
+            if parts is None:
+                parts = [(name, weakref.ref(part)) for name, part in module.named_modules() if _depends_on_mode(part)]
+                self._mode_parts[module] = parts
+            alive = [(name, part()) for name, part in parts]
+            still = [name for name, part in alive if part is not None and not part.training]
+            if self._eval_parts.get(module, None) != still:
+                self._eval_parts[module] = still
+                about: dict[str, Any] = {
+                    "module": type(module).__name__,
+                    "ddp": number,
+                    "still": still[:_MAX_NAMED],
+                    "count": len(still),
+                }
+                self.log.record(
+                    "mode", at=self._train_line, **about, of=len(parts), digest=zlib.crc32(str(still).encode())
+                )
+
+    def wrap_post_forward(self, original: Any) -> Any:
+        def _post_forward(module: Any, /, output: Any) -> Any:
+            if not module.find_unused_parameters or torch.compiler.is_compiling() or not self.log.active:
+                return original(module, output)
+            began = self.log.clock()
+            result = original(module, output)
+            if torch.is_grad_enabled() and module.require_backward_grad_sync:
+                seconds = self.log.clock() - began
+                self.log.record("search", at=[], ddp=module.__dict__.get("_paceline_doctor"), seconds=seconds)
+            return result
+
+        return _post_forward
+
+    def rebuilds_buckets(self, module: Any) -> bool:
+        """Does the forward that starts now communicate the order of DDP's buckets? The first one after a reduction
+        does, in C++."""
+        number = module.__dict__.get("_paceline_doctor")
+        static = bool(getattr(module, "static_graph", False))
+        if not torch.is_grad_enabled() or (module.find_unused_parameters and not static):
+            return False
+        if number not in self.has_reduced or number in self._rebuilt:
+            return False
+        self._rebuilt.add(number)
+        return True
+
+    def has_script_hook(self, parameter: Any) -> bool:
+        """Has the script put a hook on this parameter, which may divide its gradient?"""
+        return bool(
+            parameter._backward_hooks
+            or len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._hooked_here)
+        )
+
+    def pop_reached(self, number: int) -> int | None:
+        """How many parameters of a DDP module the backward that has just ended reached on this rank; None: not
+        known."""
+        seen = self._reached.get(number)
+        if seen is None:
+            return None
+        count = len(seen)
+        seen.clear()
+        return count
+
+    def wrap_batch_norm(self, original: Any) -> Any:
+        def forward(module: Any, /, *args: Any, **options: Any) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return original(module, *args, **options)
+            x = args[0] if args else options.get("input")
+            if module.training and isinstance(x, torch.Tensor):
+                wanted = self._wants_norm(module, module.weight)
+                names = [f"{owner}.{name}" for owner, name in _names_of(module)] if wanted else []
+                self._record_norm(
+                    module, x, module.weight, self._ddp_holding.get(module), min(names, key=len, default="")
+                )
+            self._in_batch_norm = True
+            try:
+                return original(module, *args, **options)
+            finally:
+                self._in_batch_norm = False
+
+        return forward
+
+    def wrap_functional_batch_norm(self, original: Any) -> Any:
+        """torch.nn.functional.batch_norm, called by a module of the script's own."""
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+
+        def batch_norm(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or self._in_batch_norm:
+                return original(*args, **options)
+            given = {**dict(zip(names, args)), **options}
+            if given.get("training"):
+                weight = given.get("weight")
+                buffer = given.get("running_mean")
+                number = None if weight is None else self.ddp_of.get(weight)
+                number = self._ddp_holding.get(buffer) if number is None and buffer is not None else number
+                key = weight if weight is not None else buffer
+                if key is not None:
+                    self._record_norm(key, given["input"], weight, number, f"batch_norm of {tuple(key.shape)}")
+            return original(*args, **options)
+
+        return batch_norm
+
+    def _wants_norm(self, key: Any, weight: Any) -> bool:
+        times = self._norm_counts.get(key, (0, 0))[_is_trained(weight)]
+        return bool(times < _MAX_NORM_EVENTS and torch.is_grad_enabled() and self.log.active)
+
+    def _record_norm(self, key: Any, x: torch.Tensor, weight: Any, number: int | None, name: str) -> None:
+        """A batch norm in training mode is about to compute. key: its module, weight or buffer."""
+        if not self._wants_norm(key, weight):
+            return
+        frozen, trained = self._norm_counts.get(key, (0, 0))
+        self._norm_counts[key] = (frozen, trained + 1) if _is_trained(weight) else (frozen + 1, trained)
+        with self.log.overhead():
+            kind = type(key).__name__ if isinstance(key, nn.Module) else "batch norm"
+            self.log.record("norm", name=name, size=x.shape[0], trained=_is_trained(weight), ddp=number, kind=kind)
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Does the forward of a module depend on whether it is in training mode?"""
+    if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RNNBase)):
+        return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
+    if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
+        return isinstance(module, (nn.modules.batchnorm._NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
+    methods = [vars(cls).get("forward") for cls in type(module).__mro__ if cls is not nn.Module]
+    return any("training" in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods)
+
+
+def _is_trained(weight: Any) -> bool:
+    return weight is None or bool(weight.requires_grad)
+
+
+def _names_of(module: nn.Module) -> list[tuple[str, str]]:
+    """(class of the root, name in it) for each root module that holds this one."""
+    return [
+        (type(root).__name__, name)
+        for root in root_modules()
+        for name, part in root.named_modules()
+        if part is module
+    ]  # fmt: skip
+
+
+def root_modules() -> list[nn.Module]:
+    """The modules of this process that no other module holds; DDP's wrappers are left out."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    wrappers = (DistributedDataParallel,)
+    inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in m._modules.values()}
+    return [m for m in modules if id(m) not in inner and not isinstance(m, wrappers)]
+
+
+def parameter_names() -> Any:
+    """parameter -> its name in the largest root module that holds it."""
+    found: Any = WeakIdKeyDictionary()
+    for root in sorted(root_modules(), key=lambda m: sum(1 for _ in m.parameters())):
+        found.update({p: name for name, p in root.named_parameters()})
+    return found
+
+
+def install(log: EventLog) -> None:
+    models = ModelRecorder(log)
+    log.models = models
+    patch(DistributedDataParallel, "__init__", models.wrap_init)
+    patch(DistributedDataParallel, "forward", models.wrap_forward)
+    if hasattr(DistributedDataParallel, "_post_forward"):
+        patch(DistributedDataParallel, "_post_forward", models.wrap_post_forward)
+    patch(DistributedDataParallel, "no_sync", models.wrap_no_sync)
+    patch(nn.Module, "register_parameter", models.wrap_register_parameter)
+    patch(nn.Module, "requires_grad_", models.wrap_requires_grad)
+    patch(torch.Tensor, "requires_grad_", models.wrap_requires_grad)
+    patch(nn.Module, "load_state_dict", models.wrap_load_state_dict)
+    for name in [n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_") and callable(vars(nn.init)[n])]:
+        patch(nn.init, name, models.wrap_initializer)
+    patch(nn.Module, "train", models.wrap_train)
+    patch(_BatchNorm, "forward", models.wrap_batch_norm)
+    patch(torch.nn.functional, "batch_norm", models.wrap_functional_batch_norm)

@@ -1,0 +1,186 @@
+"""What must be equal on all replicas of a model: weights, gradients, the optimizer's state and settings.
+
+At some steps each rank records samples of these tensors (tensor_digests.sample), which the rules compare. One thing a
+process can see by itself: that its weights changed between two steps, not by its optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.model_recorder import ModelRecorder, parameter_names
+from paceline.doctor.recorders.tensor_digests import sample
+
+_MAX_TENSORS = 2000
+_EVERY, _FIRST = 50, 4  # steps are compared every so often, and all of the first
+_MAX_GRADIENTS = 400  # backward passes after which an optimizer's gradients are sampled
+# Tensors of which a fingerprint has one value; steps that have fingerprints.
+_FINGERPRINTED, _MAX_FINGERPRINTED_STEPS = 24, 2000  # tensors of which one value is kept from step to step; steps
+_MAX_BUFFERS = 64
+_SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
+
+Sample = dict[str, list[float]]
+
+
+class ReplicaRecorder:
+    """The samples of this process's optimizers."""
+
+    def __init__(self, log: EventLog, models: ModelRecorder) -> None:
+        self._log, self._models = log, models
+        # parameter -> name. Weak, since a later parameter may get a dead one's id
+        self._names: Any = WeakIdKeyDictionary()
+        self._local_gradients: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
+        self._gradient_count = 0  # backward passes that have been sampled
+        # optimizer -> the fingerprint of its weights after its last step
+        self._fingerprints: dict[int, tuple[int, str]] = {}
+
+    @staticmethod
+    def is_compared(step: int) -> bool:
+        """Is this step, counted from 1, one of those that are compared?"""
+        return step <= _FIRST or (step & (step - 1)) == 0 or step % _EVERY == 0
+
+    def after_backward(self, optimizers: Iterable[Any], made: Callable[[int], int]) -> None:
+        """Sample the gradients as the backward leaves them. made: number of an optimizer -> the steps that it has
+        made."""
+        for optimizer in optimizers:
+            number = optimizer.__dict__["_paceline_doctor"]
+            if self.is_compared(made(number) + 1) and self._gradient_count < _MAX_GRADIENTS:
+                self._gradient_count += 1
+                self._local_gradients[number] = self._sample(optimizer, lambda p: p.grad)
+
+    def before_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
+        """The fields that an optimizer's "before" event gets from here. made: the steps that it has made."""
+        if 0 < made <= _MAX_FINGERPRINTED_STEPS and self._fingerprint(optimizer) != self._fingerprints.get(number):
+            self._log.record("moved", opt=number, step=made)
+        if not self.is_compared(made + 1):
+            return {"weights": None}
+        return {
+            "weights": self._sample(optimizer, lambda p: p),
+            "own": self._local_gradients.pop(number, None),
+            "grads": self._sample(optimizer, lambda p: p.grad),
+            "settings": [{k: str(v) for k in _SETTINGS if (v := g.get(k)) is not None} for g in optimizer.param_groups],
+            "outside": self._outside_ddp(optimizer),
+            "made_at": self._made_at(optimizer) if made == 0 else None,
+        }
+
+    def after_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
+        """The fields that an optimizer's "step" event gets from here. made: the steps that it has made."""
+        self._local_gradients.pop(number, None)
+        if made <= _MAX_FINGERPRINTED_STEPS:
+            self._fingerprints[number] = self._fingerprint(optimizer)
+        if not self.is_compared(made):
+            return {"weights": None}
+        self._models.before_forward = lambda: self._record_buffers(number, made)
+        return {"weights": self._sample(optimizer, lambda p: p), "state": self._state(optimizer)}
+
+    def _record_buffers(self, number: int, made: int) -> None:
+        """At the first forward after a step, when the script or a library has done what it does after its steps."""
+        with self._log.overhead():
+            found, sent = self._unbroadcast_buffers(), self._broadcast_buffers()
+            if found or sent:
+                self._log.record("buffers", opt=number, step=made, buffers=found, sent=sent)
+
+    def _broadcast_buffers(self) -> Sample:
+        """Buffers of the script's own modules that DDP is about to overwrite with rank 0's."""
+        found: Sample = {}
+        for ddp in self._models.ddp_modules:
+            parts = ddp.module.named_modules() if ddp.broadcast_buffers else ()
+            for name, module in parts:
+                if not type(module).__module__.startswith("torch."):
+                    found |= self._persistent_buffers(name, module)
+        return dict(list(found.items())[:_MAX_BUFFERS])
+
+    @staticmethod
+    def _persistent_buffers(name: str, module: Any) -> Sample:
+        """The buffers of a module that are in its state_dict."""
+        return {
+            f"{name}.{key}".lstrip("."): sample(buffer)
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+            if buffer.is_floating_point() and buffer.numel() and buffer.layout is torch.strided
+        }
+
+    def _unbroadcast_buffers(self) -> Sample:
+        """Buffers that nothing sends to the other ranks. Batch norm's are among them only where DDP was told not to
+        broadcast: elsewhere its statistics are a finding of their own."""
+        found: Sample = {}
+        wrapped = {id(ddp.module) for ddp in self._models.ddp_modules}
+        for root in self._models.not_broadcast():
+            for name, module in root.named_modules():
+                if isinstance(module, _BatchNorm) and id(root) not in wrapped:
+                    continue
+                found |= self._persistent_buffers(name, module)
+                if len(found) >= _MAX_BUFFERS:
+                    return found
+        return found
+
+    def _fingerprint(self, optimizer: Any) -> Any:
+        """The sum of the weights' versions, which in-place operations count up, and a value of some weights, since a
+        write to `.data` counts nothing."""
+        weights = [p for p in parameters(optimizer) if self._is_full(p) and p.numel()]
+        some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _FINGERPRINTED)]]
+        values = torch.stack([s.double() for s in some]).tolist() if some else []
+        return sum(p._version for p in weights), str(values)  # as text, in which NaN is NaN
+
+    def _is_full(self, p: Any) -> bool:
+        """Is the parameter a plain tensor, of which this process holds all?"""
+        return type(p) in (torch.nn.Parameter, torch.Tensor) and p not in self._models.sharded
+
+    def _sample(self, optimizer: Any, of: Callable[[Any], torch.Tensor | None]) -> Sample:
+        """name -> sample of `of(parameter)`, without sharded parameters."""
+        found: Sample = {}
+        for name, p in self.named(optimizer)[:_MAX_TENSORS]:
+            tensor = of(p) if self._is_full(p) else None
+            if tensor is not None and tensor.layout is torch.strided and tensor.numel():
+                found[name] = sample(tensor)
+        return found
+
+    def _state(self, optimizer: Any) -> Sample:
+        """ "key of name" -> sample of a tensor of the optimizer's state."""
+        found: Sample = {}
+        for name, p in self.named(optimizer)[:_MAX_TENSORS]:
+            for key, value in optimizer.state.get(p, {}).items() if self._is_full(p) else ():
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+                    found[f"{key} of {name}"] = sample(value)
+        return found
+
+    def _outside_ddp(self, optimizer: Any) -> dict[str, Any]:
+        """Trained parameters that no DDP module reduces: name -> [line that unfroze or made it, how it comes to be
+        outside]."""
+        models, found = self._models, {}
+        for name, p in self.named(optimizer):
+            if models.ddp_count and p.requires_grad and p not in models.ddp_of:
+                at, before = models.made_at.get(p, ([], 0))
+                thawed = models.unfrozen_at.get(p)
+                wrapped = any(p is q for module in models.ddp_modules for q in module.parameters())
+                how = "made after it" if before else "trained by the optimizer beside DDP's"
+                if wrapped:
+                    how = "added to its module later" if before else "frozen when it wrapped their module"
+                found[name] = [thawed or at, how]
+        return found
+
+    def _made_at(self, optimizer: Any) -> dict[str, Any]:
+        """name -> the line that makes the parameter."""
+        return {name: self._models.made_at.get(p, ([], 0))[0] for name, p in self.named(optimizer)[:_MAX_TENSORS]}
+
+    def named(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
+        """(name, parameter) of an optimizer. Names are unique: two models may have the same ones."""
+        found: dict[str, torch.Tensor] = {}
+        for place, p in enumerate(parameters(optimizer)):
+            if p not in self._names:
+                for q, name in parameter_names().items():
+                    self._names.setdefault(q, name)
+                self._names.setdefault(p, f"a parameter of shape {tuple(p.shape)}")
+            name = self._names[p]
+            found[f"{name} (number {place})" if name in found else name] = p
+        return list(found.items())
+
+
+def parameters(optimizer: Any) -> Any:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,408 @@
+"""Backward passes, optimizer steps, schedulers, clipping and loss scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.host_sync_recorder import machine_state
+from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
+from paceline.doctor.recorders.model_recorder import ModelRecorder
+from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
+
+_MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
+_MAX_CLIPS = 50  # calls of clipping whose effect is measured
+_MAX_COUNTED = 400  # backward passes, or calls of zero_grad, that are looked into
+_MAX_SHARDS, _SHARD_TOLERANCE = 24, 1e-4  # sharded gradients of an optimizer; by how much their factors may differ
+
+
+class StepLimitReached(SystemExit):
+    """Ends the script: the optimizer steps that were asked for have been made."""
+
+
+class _StepRecorder:
+    """The state of training in this process. Optimizers and schedulers are numbered in the order of their
+    construction."""
+
+    def __init__(self, log: EventLog, models: ModelRecorder) -> None:
+        self.log, self.models = log, models
+        self._optimizer_count = 0
+        self._scheduler_count = 0
+        self._scheduler_depth = 0  # calls of a scheduler's step under way: a scheduler may step others
+        self._steps: dict[int, int] = {}  # optimizer -> steps made
+        self.replicas = ReplicaRecorder(log, models)
+        self._backward_count = 0
+        self._owner: Any = WeakIdKeyDictionary()  # parameter -> id(optimizer)
+        self._scalers: list[Any] = []
+        self._magnitude: float | None = None  # of the gradients, after the last backward
+        self._ratio_at_clip: float | None = None  # the magnitude at the first clipping since, by that
+        self._magnitude_count = 0
+        self._accumulating = False  # was the last backward under no_sync, without a step since?
+        self._drop_count = self._clip_count = 0
+        self._shards: dict[int, list[float]] = {}  # optimizer -> the magnitudes of its sharded gradients then
+        self._had_gradient: set[int] = set()  # id of each parameter with a gradient since its optimizer's last step
+
+    # --- backward
+
+    def wrap_backward(self, original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **options: Any) -> Any:
+            log, models = self.log, self.models
+            if torch.compiler.is_compiling() or not log.active:
+                return original(tensors, *args, **options)
+            synced, local = sorted(models.synced_forwards), sorted(models.unsynced_forwards - models.synced_forwards)
+            models.synced_forwards.clear()
+            models.unsynced_forwards.clear()
+            mean = form = count = None
+            with log.overhead():
+                root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
+                plain = (args[0] if args else options.get("grad_tensors")) is None
+                mean = form = "other"
+                if root is not None and root.numel() == 1 and plain:
+                    mean = form = loss_kind(root)
+                    count = loss_divisor(root) if self._backward_count < _MAX_COUNTED else None
+                if any(models.has_script_hook(p) for o in log.optimizers for p in parameters(o)):
+                    mean = "other"  # which may divide the gradients
+                log.collectives.invalidate(backward=True)
+            end = log.collectives.begin("DDP's gradients", None) if synced else None
+            try:
+                result = original(tensors, *args, **options)
+            except RuntimeError as error:
+                log.record("refused", op="DDP's gradients" if synced else "backward", text=str(error)[:400])
+                raise
+            finally:
+                if end is not None:
+                    end()
+                log.collectives.invalidate()
+                log.backward_since_step = True
+            self._backward_count += 1
+            with log.overhead():
+                self.replicas.after_backward(log.optimizers, lambda number: self._steps.get(number, 0))
+                self._magnitude, self._ratio_at_clip = self._gradient_magnitude(), None
+                self._had_gradient |= {id(p) for o in log.optimizers for p in parameters(o) if p.grad is not None}
+                self._accumulating = bool(local and not synced) or models.sync_off
+                self._shards = {o.__dict__["_paceline_doctor"]: self._shard_magnitudes(o) for o in log.optimizers}
+            models.has_reduced.update(synced)
+            reached = {number: models.pop_reached(number) for number in synced}
+            log.record(
+                "backward",
+                synced=synced,
+                local=local,
+                mean=mean,
+                form=form,
+                count=count,
+                unsent=models.sync_off,
+                reached=reached,
+                library=self.log.called_by_library(),
+            )
+            return result
+
+        return backward
+
+    def _shard_magnitudes(self, optimizer: Any) -> list[float]:
+        """The magnitudes of this process's shards of some sharded gradients."""
+        some = [p.grad for p in parameters(optimizer) if hasattr(p.grad, "to_local")][:_MAX_SHARDS]
+        few = self._backward_count <= _MAX_COUNTED
+        return [float(g.to_local().detach().abs().sum()) for g in some] if few else []
+
+    def _shard_factor(self, optimizer: Any) -> float | None:
+        """The number by which all of these shards have been multiplied since the backward; None where it is not one
+        number."""
+        before, now = (
+            self._shards.get(optimizer.__dict__["_paceline_doctor"]),
+            self._shard_magnitudes(optimizer),
+        )
+        pairs = [(b, n) for b, n in zip(before or [], now) if b > 0]
+        if not pairs or len(before or []) != len(now):
+            return None
+        factors = [n / b for b, n in pairs]
+        return factors[0] if max(factors) - min(factors) <= _SHARD_TOLERANCE * max(factors) else None
+
+    def wrap_zero_grad(self, original: Any) -> Any:
+        """Record a zero_grad between a backward under no_sync and the step for which that backward was made."""
+
+        def zero_grad(thing: Any, /, *args: Any, **options: Any) -> Any:
+            if self._accumulating and self.log.active and self._drop_count < _MAX_COUNTED:
+                with self.log.overhead():
+                    mine = thing.parameters() if isinstance(thing, torch.nn.Module) else parameters(thing)
+                    if any(p.grad is not None for p in mine):
+                        self._drop_count += 1
+                        self.log.record("dropped", backwards=self._backward_count)
+            return original(thing, *args, **options)
+
+        return zero_grad
+
+    def _gradient_magnitude(self) -> float:
+        """The magnitude of some gradients; 0.0 once it has been computed often enough."""
+        self._magnitude_count += 1
+        if self._magnitude_count > _MAX_MAGNITUDES:
+            return 0.0
+        some = [p.grad for o in self.log.optimizers for p in list(parameters(o))[:4] if p.grad is not None]
+        return sum(float(g.detach().abs().sum()) for g in some if g.layout is torch.strided)
+
+    def _rescaled(self) -> bool:
+        """Has the script divided its gradients since the last backward? Unscaling and clipping do not count."""
+        share = self._ratio_at_clip if self._ratio_at_clip is not None else self._gradient_ratio()
+        return share is not None and share < 0.75
+
+    def _gradient_ratio(self, scaled: bool = False) -> float | None:
+        """The magnitude of the gradients now, by that after the last backward.
+
+        scaled: the loss scale is in both of them.
+        """
+        if not self._magnitude or self._magnitude_count >= _MAX_MAGNITUDES:
+            return None
+        factor = 1.0 if scaled else self._loss_scale()
+        return self._gradient_magnitude() * factor / self._magnitude
+
+    def _loss_scale(self) -> float:
+        """The loss scale that the gradients of the last backward were multiplied by."""
+        used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled)
+        return next((float(s._scale) for s in used), 1.0)
+
+    # --- optimizers
+
+    def wrap_optimizer_init(self, original: Any) -> Any:
+        def __init__(optimizer: Any, /, *args: Any, **options: Any) -> None:
+            original(optimizer, *args, **options)
+            with self.log.overhead():
+                number = optimizer.__dict__["_paceline_doctor"] = self._optimizer_count
+                self._optimizer_count += 1
+                self.log.optimizers.add(optimizer)
+                self.models.add_trained(list(parameters(optimizer)))
+                self._owner.update({p: id(optimizer) for p in parameters(optimizer)})
+                lrs = [_as_float(group.get("lr")) for group in optimizer.param_groups]
+                self.log.record("optimizer", opt=number, lr=lrs)
+
+        return __init__
+
+    def before_step(self, optimizer: Any, args: Any, options: Any) -> None:
+        log = self.log
+        number = optimizer.__dict__.get("_paceline_doctor")
+        if number is None or not log.active:
+            return
+        made = self._steps.get(number, 0)
+        if log.steps is not None and made >= log.steps:
+            raise StepLimitReached(0)
+        with log.overhead():
+            mine = [p for p in parameters(optimizer) if p.requires_grad]
+            without = []
+            if any(self._lacks_gradient(p) for p in mine):
+                without = [
+                    name for name, p in self.replicas.named(optimizer) if p.requires_grad and self._lacks_gradient(p)
+                ]
+            lrs = [_as_float(group.get("lr")) for group in optimizer.param_groups]
+            rescaled = self._rescaled()
+            alike = self.replicas.before_step(optimizer, number, made)
+            log.record(
+                "before", opt=number, step=made, lr=lrs, without=without, parameters=len(mine), rescaled=rescaled,
+                backwards=self._backward_count, scale=self._loss_scale(), logged=self._ddp_comm_seconds(),
+                unwaited=log.collectives.pop_unwaited(), shrunk=self._shard_factor(optimizer), **alike,
+            )  # fmt: skip
+
+    def _lacks_gradient(self, parameter: torch.Tensor) -> bool:
+        """Has the parameter no gradient, or zeros that the script put there since the backward?"""
+        grad = parameter.grad
+        return grad is None or bool(self._had_gradient and id(parameter) not in self._had_gradient and not grad.any())
+
+    def after_step(self, optimizer: Any, args: Any, options: Any) -> None:
+        number = optimizer.__dict__.get("_paceline_doctor")
+        if number is None or not self.log.active:
+            return
+        made = self._steps[number] = self._steps.get(number, 0) + 1
+        self.log.clipped_gradients, self.log.backward_since_step, self._accumulating = set(), False, False
+        self._had_gradient -= {id(p) for p in parameters(optimizer)}
+        self.log.collectives.invalidate()
+        with self.log.overhead():
+            alike = self.replicas.after_step(optimizer, number, made)
+            state = machine_state() if self.replicas.is_compared(made) else None
+            rescaled = self._rescaled()  # by a hook of the optimizer's, or in its own step
+            self._magnitude = self._ratio_at_clip = None
+            self.log.record("step", now=True, opt=number, step=made, machine_state=state, rescaled=rescaled, **alike)
+
+    def _ddp_comm_seconds(self) -> dict[int, float]:
+        """DDP module -> the seconds of communication that DDP itself has measured, which it does in some iterations."""
+        found = {}
+        for module in list(self.models.ddp_modules):
+            try:
+                figures = module._get_ddp_logging_data()
+                found[module.__dict__["_paceline_doctor"]] = figures.get("avg_backward_comm_time", 0) / 1e9
+            except Exception:  # a private call
+                continue
+        return found
+
+    def wrap_load_state_dict(self, original: Any) -> Any:
+        def load_state_dict(optimizer: Any, /, *args: Any, **options: Any) -> Any:
+            result = original(optimizer, *args, **options)
+            self.log.record("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
+            return result
+
+        return load_state_dict
+
+    # --- schedulers
+
+    def patch_scheduler(self, cls: Any) -> None:
+        """Patch a class of schedulers: its constructor, and its own step if it has one."""
+
+        def make_init(original: Any) -> Any:
+            def __init__(scheduler: Any, /, *args: Any, **options: Any) -> None:
+                first = "_paceline_doctor" not in scheduler.__dict__
+                if first:
+                    scheduler.__dict__["_paceline_doctor"] = self._scheduler_count
+                    self._scheduler_count += 1
+                self._scheduler_depth += 1
+                try:
+                    original(scheduler, *args, **options)
+                finally:
+                    self._scheduler_depth -= 1
+                if first and not self._scheduler_depth:
+                    self.log.record("sched_made", sched=scheduler.__dict__["_paceline_doctor"])
+
+            return __init__
+
+        def make_step(original: Any) -> Any:
+            def step(scheduler: Any, /, *args: Any, **options: Any) -> Any:
+                if self._scheduler_depth or not self.log.active:
+                    return original(scheduler, *args, **options)
+                optimizer = getattr(scheduler, "optimizer", None)
+                self._scheduler_depth += 1
+                try:
+                    result = original(scheduler, *args, **options)
+                except Exception as error:
+                    self.log.record(
+                        "sched_error", at=self.log.caller(), text=str(error), **_describe_scheduler(scheduler)
+                    )
+                    raise
+                finally:
+                    self._scheduler_depth -= 1
+                lrs = [_as_float(group.get("lr")) for group in optimizer.param_groups] if optimizer is not None else []
+                opt = optimizer.__dict__.get("_paceline_doctor") if optimizer is not None else None
+                self.log.record(
+                    "sched", opt=opt, lr=lrs, library=self.log.called_by_library(), **_describe_scheduler(scheduler)
+                )
+                return result
+
+            return step
+
+        if "__init__" in vars(cls):
+            patch(cls, "__init__", make_init)
+        if "step" in vars(cls):
+            patch(cls, "step", make_step)
+
+    # --- clipping and scaling
+
+    def wrap_clip(self, original: Any) -> Any:
+        def clip_(parameters: Any, *args: Any, **options: Any) -> Any:
+            if not self.log.active:
+                return original(parameters, *args, **options)
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            scale, grads, before = None, [], []
+            with self.log.overhead():
+                scale = self._scale_in(parameters)
+                self._ratio_at_clip = (
+                    self._gradient_ratio(scale is not None) if self._ratio_at_clip is None else self._ratio_at_clip
+                )
+                grads = [p.grad for p in parameters if p.grad is not None]
+                self._clip_count += 1
+                before = [float(g.detach().abs().sum()) for g in grads[:64]] if self._clip_count <= _MAX_CLIPS else []
+            result = original(parameters, *args, **options)
+            changed = False
+            with self.log.overhead():
+                after = [float(g.detach().abs().sum()) for g in grads[:64]] if before else []
+                changed = any(a < b * (1 - 1e-3) for a, b in zip(after, before))
+                norm = float(result) if isinstance(result, torch.Tensor) and before else None
+                bound = _as_float(args[0] if args else next(iter(options.values()), None))
+                self.log.record("clip", scale=scale, norm=norm, bound=bound, changed=changed)
+            self.log.clipped_gradients = {id(g) for g in grads} if changed else set()
+            return result
+
+        return clip_
+
+    def _scale_in(self, parameters: list[torch.Tensor]) -> float | None:
+        """The loss scale that is in these gradients; None where none is."""
+        owners = {self._owner.get(p) for p in parameters}
+        for scaler in self._scalers:
+            if not scaler._enabled or scaler._scale is None:
+                continue
+            states = scaler._per_optimizer_states
+            done = any(getattr(states[o]["stage"], "value", 0) > 0 for o in owners if o in states)
+            if getattr(scaler, "_paceline_doctor_scaled", False) and not done:
+                return float(scaler._scale)
+        return None
+
+    def wrap_scale(self, original: Any) -> Any:
+        def scale(scaler: Any, /, *args: Any, **options: Any) -> Any:
+            if all(scaler is not known for known in self._scalers):
+                self._scalers.append(scaler)
+            scaler._paceline_doctor_scaled = True
+            return original(scaler, *args, **options)
+
+        return scale
+
+    def wrap_update(self, original: Any) -> Any:
+        def update(scaler: Any, /, *args: Any, **options: Any) -> Any:
+            scaler._paceline_doctor_scaled = False
+            return original(scaler, *args, **options)
+
+        return update
+
+
+def _as_float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _describe_scheduler(scheduler: Any) -> dict[str, Any]:
+    """The fields by which a scheduler's events describe it. horizon: its length in its own steps, where it has one."""
+    kind, name, horizon = _schedule_length(scheduler)
+    base = _as_float(next(iter(getattr(scheduler, "base_lrs", [])), None))
+    number, count = scheduler.__dict__.get("_paceline_doctor"), getattr(scheduler, "last_epoch", None)
+    return {"sched": number, "type": kind, "horizon": horizon, "name": name, "base": base, "count": count}
+
+
+def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
+    """(class, name of the length, length) of a scheduler. A SequentialLR is as long as the parts before its last one,
+    and that one, together."""
+    kind = type(scheduler).__name__
+    parts = getattr(scheduler, "_schedulers", None)
+    if kind == "SequentialLR" and parts:
+        kind, name, horizon = _schedule_length(parts[-1])
+        start = max(scheduler._milestones, default=0)
+        return kind, f"sequence's end ({start} + {name})", None if horizon is None else start + horizon
+    name = {"CosineAnnealingLR": "T_max", "StepLR": "step_size", "CosineAnnealingWarmRestarts": "T_0"}.get(kind, "")
+    horizon = getattr(scheduler, name, None) if name else None
+    if kind in ("OneCycleLR", "PolynomialLR"):
+        name = "total_steps" if kind == "OneCycleLR" else "total_iters"
+        horizon = getattr(scheduler, name, None)
+    if kind == "MultiStepLR":
+        name, horizon = "last milestone", max(scheduler.milestones, default=None)
+    return kind, name, horizon
+
+
+def install(log: EventLog) -> None:
+    recorder = _StepRecorder(log, log.models)
+    patch(torch.autograd, "backward", recorder.wrap_backward)
+    patch(Optimizer, "__init__", recorder.wrap_optimizer_init)
+    patch(Optimizer, "load_state_dict", recorder.wrap_load_state_dict)
+    patch(Optimizer, "zero_grad", recorder.wrap_zero_grad)
+    patch(torch.nn.Module, "zero_grad", recorder.wrap_zero_grad)
+    register_optimizer_step_pre_hook(recorder.before_step)
+    register_optimizer_step_post_hook(recorder.after_step)
+    schedulers = [cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type)]
+    for cls in schedulers:
+        if issubclass(cls, (LRScheduler, ReduceLROnPlateau)):
+            recorder.patch_scheduler(cls)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        patch(clip_grad, name, recorder.wrap_clip)
+        setattr(torch.nn.utils, name, getattr(clip_grad, name))
+    patch(torch.amp.GradScaler, "scale", recorder.wrap_scale)
+    patch(torch.amp.GradScaler, "update", recorder.wrap_update)

@@ -1,0 +1,49 @@
+"""Rules: from the events that the recorders wrote to findings. Pure.
+
+recorded_run.py       the events of all ranks, and the questions that several rules ask of them
+data_rules.py         examples read twice or never, the order of the epochs
+evaluation_rules.py   padding's duplicates, metrics of one rank's shard
+gathered_results.py   does the script drop the duplicates from what it exchanged?
+model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
+replica_rules.py      weights that differ between ranks: by the place of the first difference
+schedule_rules.py     learning rates, schedulers, accumulation, clipping
+collective_rules.py   collectives compared over the ranks, also while the script runs
+cost_rules.py         time and memory
+lr_scaling_rules.py   how the learning rate is scaled with the number of processes
+script_lines.py       the script's line that does what no patched function can see
+"""
+
+from __future__ import annotations
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.rules import (
+    cost_rules,
+    data_rules,
+    evaluation_rules,
+    lr_scaling_rules,
+    model_rules,
+    replica_rules,
+    schedule_rules,
+)
+from paceline.doctor.rules.recorded_run import RecordedRun
+
+DIVERGENCE = ("weights_differ", "not_reduced", "past_ddp", "sync_off", "unknown_to_ddp", "partly_reduced",
+           "gradients_differ", "optimizer_differs", "written_outside", "steps_differ")  # fmt: skip
+
+
+def find_faults(run: RecordedRun) -> list[Finding]:
+    """All findings but those about collectives (collective_rules.py), the gravest first."""
+    found: list[Finding] = []
+    training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules)
+    for rules in (*training, cost_rules, lr_scaling_rules):
+        found += rules.findings(run)
+    causes = {finding.cause for finding in found}
+    # A finding that follows from another one is left out.
+    if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP has no gradient that it did not send
+        found = [f for f in found if f.cause != "no_gradient"]
+    if "steps_differ" in causes:  # a rate goes with its step
+        found = [f for f in found if f.cause != "lr_differs"]
+    elif causes & {"lr_differs", "no_gradient"}:  # it follows from these
+        found = [f for f in found if f.cause not in DIVERGENCE or (run.completed and "lr_differs" not in causes)]
+    order = {"model": 0, "cost": 1, "note": 2}
+    return sorted(found, key=lambda finding: order[finding.about.kind])

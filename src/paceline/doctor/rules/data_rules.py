@@ -1,0 +1,423 @@
+"""Rules about data: which examples the ranks train on, and in which order the epochs have them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from itertools import combinations
+from typing import Any
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
+
+MIN_BITS = 16  # of information that must agree: labels of two classes may agree by chance
+MIN_SHARED = 8  # examples that must agree before anything is said
+SHARED_STREAM = 0.8  # of the shorter stream's examples
+ONCE = 0.99  # of a rank's rows in a pass: it reads each example once, and does not draw with replacement
+DRIFT = 0.05  # of the examples that were read again
+OVERLAP = 0.2  # of the smaller shard: padding explains less than one batch
+MIN_SAME = 3  # steps with the same inputs
+MIN_BEGUN = 4  # passes that are left after one batch
+MIN_PASSES = 2  # passes that begin with the same random numbers
+SHIFTED = 0.5  # of the shorter rank's examples
+
+
+def findings(run: RecordedRun) -> list[Finding]:
+    """same_examples, examples_missed, same_in_workers, same_random_numbers; and same_batch or no_set_epoch."""
+    return [
+        *_same_examples(run),
+        *_missed(run),
+        *_same_in_workers(run),
+        *_same_numbers(run),
+        *(_same_batch(run) or _no_set_epoch(run) or _cycled(run)),
+    ]
+
+
+def _training(run: RecordedRun, rank: int, loader: str) -> list[Pass]:
+    """A rank's passes over a loader in which it trained."""
+    return [p for p in run.passes[rank] if p.loader == loader and p.training and p.yields]
+
+
+def _same_examples(run: RecordedRun) -> list[Finding]:
+    """same_examples: two ranks read the same examples of a loader, give the model the same inputs, or have the same
+    gradients."""
+    if not run.reduces_gradients or run.model_parallel:
+        return []
+    for loader in sorted(run.training_loaders):
+        per_rank = [_training(run, rank, loader) for rank in range(run.processes)]
+        for one, two in combinations(run.peers, 2):
+            if per_rank[one] and per_rank[two]:
+                evidence = _compare(run, loader, per_rank[one][0], per_rank[two][0], (one, two))
+                if evidence:
+                    at = run.loaders[one].get(loader, {}).get("at") or per_rank[one][0].at
+                    return [
+                        Finding(
+                            "same_examples", file_line(at), evidence, file_line(_sharding_line(run, loader, (one, two)))
+                        )
+                    ]
+    return _same_inputs(run) or _same_gradients(run)
+
+
+def _sharding_line(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
+    """Where the examples of two ranks that share some were dealt: the Subset, if theirs differ; the line that strides a
+    stream; or else the sampler."""
+    about = [run.loaders[rank].get(loader, {}) for rank in ranks]
+    if about[0].get("cut") != about[1].get("cut"):
+        return about[0].get("cut_at")
+    if about[0].get("iterable"):
+        return script_lines.rank_stride(run)
+    return about[0].get("sampler_at")
+
+
+def _compare(run: RecordedRun, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) -> str:
+    """What two ranks' first passes have in common, in words; "" where it is no fault."""
+    who = f"ranks {ranks[0]} and {ranks[1]}"
+    ours, theirs = a.indices, b.indices
+    about = run.loaders[ranks[0]].get(loader, {})
+    if not ours or not theirs:
+        return _same_rows(a, b, who) if about.get("iterable") else ""
+    first = content(a), content(b)
+    shared = set(first[0]) & set(first[1])
+    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in ranks]
+    if not _same_data_set(shared, first, held, _training(run, ranks[0], loader)):
+        return ""
+    if about.get("repeats"):
+        return ""  # each example several times, for several ranks: they augment it differently
+    n = min(len(ours), len(theirs))
+    if n >= 2 * MIN_SHARED and ours[:n] == theirs[:n]:
+        return f"{who} read the same {n} examples in the same order ({about.get('sampler_name')}): {ours[:6]}, ..."
+    if about.get("drawn") or len(set(ours)) < len(ours) or len(set(theirs)) < len(theirs):
+        return ""  # drawn with replacement, or so many of all: each rank its own
+    size = about.get("size")
+    both = set(ours) & set(theirs)
+    if about.get("sampler") == "random" and size and len(shared) >= MIN_SHARED:
+        return (
+            f"each rank shuffles all {size} examples for itself (RandomSampler); {who} shared {len(both)} "
+            f"in the {n} that they read"
+        )
+    padding = max(len(y["idx"]) for y in a.yields) * (run.processes - 1)
+    if a.complete and b.complete and len(both) > max(OVERLAP * n, min(padding, n // 2)):
+        return f"{who} read {len(both)} examples in common, of {len(ours)} and {len(theirs)} in an epoch"
+    return ""
+
+
+def content(one: Pass) -> dict[int, list[int]]:
+    """index -> digests of its row in each tensor of the batch."""
+    found: dict[int, list[int]] = {}
+    for y in one.yields:
+        for row, index in enumerate(y["idx"]):
+            if y["rows"] and row < len(y["rows"][0]):
+                found[index] = [leaf[row] for leaf in y["rows"]]
+    return found
+
+
+def same_content(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
+    """Do the shared indices have the same content, in one tensor at least (a label, where images are augmented)?
+    Otherwise each rank may have a data set of its own."""
+    return bool(_agreeing(shared, a, b)[0])
+
+
+def _agreeing(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> tuple[dict[int, int], list[int]]:
+    """(tensor of the batch in which all shared rows agree -> its distinct values; the tensors in which they do not)."""
+    agree: dict[int, int] = {}
+    differ: list[int] = []
+    leaves = min(len(next(iter(a.values()), [])), len(next(iter(b.values()), [])))
+    for leaf in range(leaves if len(shared) >= MIN_SHARED else 0):
+        ours = [a[i][leaf] for i in sorted(shared)]
+        if ours != [b[i][leaf] for i in sorted(shared)]:
+            differ.append(leaf)
+        elif len(shared) * math.log2(len(set(ours))) >= MIN_BITS:
+            agree[leaf] = len(set(ours))
+    return agree, differ
+
+
+def _same_data_set(shared: set[int], contents: Any, held: list[dict[str, int] | None], passes: list[Pass]) -> bool:
+    """Do the indices of two ranks mean the same examples?
+
+    Where some tensors agree and some do not, either the examples are augmented, and then they differ between epochs of
+    one rank too; or labels agree because they lie in the same order in the shards of different data.
+    """
+    agree, differ = _agreeing(shared, *contents)
+    if agree and (not differ or 2 * max(agree.values()) >= len(shared)):
+        return True
+    same = held[0] == held[1] if held[0] and held[1] else None
+    moving = changes_between_epochs(passes, differ)
+    if agree:
+        return same is not False and moving is not False
+    return bool(differ) and same is True and moving is True
+
+
+def changes_between_epochs(passes: list[Pass], leaves: list[int]) -> bool | None:
+    """Do the same examples of one rank look different in a later epoch? None: none was read again."""
+    first = content(passes[0])
+    for later in map(content, passes[1:]):
+        again = set(first) & set(later)
+        if again:
+            changed = [i for i in again if any(first[i][leaf] != later[i][leaf] for leaf in leaves)]
+            return len(changed) > DRIFT * len(again)
+    return None
+
+
+def _same_rows(a: Pass, b: Pass, who: str) -> str:
+    """What two ranks' passes over an iterable data set have in common, by the rows' digests: the same order, or the
+    same examples at the end of both."""
+    pairs = [(x["rows"], y["rows"]) for x, y in zip(a.yields, b.yields) if x["rows"] and y["rows"]]
+    rows = [digest for x, _ in pairs for digest in x[0]]
+    if len(pairs) < 2 or len(set(rows)) < MIN_SHARED:
+        return ""
+    if all(x[0] == y[0] for x, y in pairs):
+        return f"{who} read the same {len(rows)} examples in the same order, by their content"
+    ours, theirs = ({digest for y in p.yields if y["rows"] for digest in y["rows"][0]} for p in (a, b))
+    both, least = len(ours & theirs), min(len(ours), len(theirs))
+    if (
+        a.complete
+        and b.complete
+        and 2 * len(ours) >= len(rows)
+        and least >= 2 * MIN_SHARED
+        and both > SHARED_STREAM * least
+    ):
+        return f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}, by their content"
+    first, second = ([digest for y in p.yields if y["rows"] for digest in y["rows"][0]] for p in (a, b))
+    once = min(len(ours) / len(first), len(theirs) / len(second)) >= ONCE
+    if a.complete and b.complete and once and both >= 2 * MIN_SHARED and both > OVERLAP * least:
+        return (
+            f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)} in an epoch, by their content, "
+            "and none of them twice"
+        )
+    return _shifted(first, second, who)
+
+
+def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
+    """Two ranks read the same rows in the same order, one of them later."""
+    places_ = {digest: place_ for place_, digest in enumerate(theirs) if theirs.count(digest) == 1}
+    shifts = Counter(places_[digest] - place_ for place_, digest in enumerate(ours) if digest in places_)
+    if not shifts:
+        return ""
+    shift, count = shifts.most_common(1)[0]
+    if count < 2 * MIN_SHARED or count < SHIFTED * min(len(ours), len(theirs)):
+        return ""
+    return f"{who} read the same {count} examples in the same order, by their content, {abs(shift)} examples apart"
+
+
+def _same_inputs(run: RecordedRun) -> list[Finding]:
+    """same_examples, for a model that is fed without a DataLoader."""
+    if run.training_loaders:
+        return []
+    per_rank = [[e for e in run.events(rank, "forward") if e["digest"]] for rank in run.peers]
+    steps = min(map(len, per_rank))
+    if steps < MIN_SAME or len({str(e["digest"]) for e in per_rank[0]}) < MIN_SAME:
+        return []
+    seed, beside = script_lines.shared_seed_and_draw(run)
+    at = file_line(seed or per_rank[0][0]["at"])
+    if all(len({str(events[i]["digest"]) for events in per_rank}) == 1 for i in range(steps)):
+        evidence = f"all {run.processes} ranks gave the model the same inputs in each of {steps} forward passes"
+        return [Finding("same_examples", at, evidence, file_line(beside))]
+    inputs = [{str(e["digest"]) for e in events} for events in per_rank]
+    for (one, a), (two, b) in combinations(zip(run.peers, inputs, strict=True), 2):
+        both, least = len(a & b), min(len(a), len(b))
+        if both >= MIN_SAME and both >= SHIFTED * least:
+            evidence = (
+                f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
+                "bit, at other steps: the ranks read one stream, out of phase"
+            )
+            return [Finding("same_examples", at, evidence, file_line(beside))]
+    return []
+
+
+def _same_gradients(run: RecordedRun) -> list[Finding]:
+    """same_examples, by the first reduction of each step that the script makes itself: equal gradients come from equal
+    data."""
+    per_rank = [_first_gradients(run.ranks[rank]) for rank in range(run.processes)]
+    steps = min(map(len, per_rank))
+    if steps < MIN_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
+        return []
+    taken = [[e["digest"] for e in events[:steps]] for events in per_rank]
+    if any(t != taken[0] for t in taken) or len(set(taken[0])) < MIN_SAME or 0 in taken[0]:
+        return []
+    evidence = (
+        f"the gradients of all {run.processes} ranks were the same, bit for bit, before they were reduced, "
+        f"{steps} times"
+    )
+    seed, beside = script_lines.shared_seed_and_draw(run)
+    return [Finding("same_examples", file_line(seed or per_rank[0][0]["at"]), evidence, file_line(beside))]
+
+
+def _first_gradients(events: list[Event]) -> list[Event]:
+    """The first reduction of gradients after each backward."""
+    found, due = [], False
+    for e in events:
+        if e["k"] == "backward":
+            due = True
+        elif due and e["k"] == "coll" and e.get("of") == "grad" and e.get("digest") is not None:
+            found.append(e)
+            due = False
+    return found
+
+
+def _missed(run: RecordedRun) -> list[Finding]:
+    """examples_missed: a sampler is told of more ranks than there are, or the ranks' strides are too long."""
+    if not run.reduces_gradients or len(run.peers) < run.processes:
+        return []
+    for loader in sorted(run.training_loaders):
+        about = run.loaders[0].get(loader, {})
+        told = about.get("replicas") or 0
+        if about.get("sampler") == "distributed" and told > run.world_size:
+            evidence = f"{about['sampler_name']} deals the examples to {told} ranks, and there are {run.world_size}"
+            return [Finding("examples_missed", file_line(about["at"]), evidence)]
+        passes = [_training(run, rank, loader) for rank in run.peers]
+        if not all(passes) or not all(theirs[0].indices for theirs in passes):
+            continue
+        read = [{i for one in theirs for i in one.indices or ()} for theirs in passes]
+        stride, residues = _stride(read)
+        if stride <= run.world_size or sorted(residues) != list(range(min(residues), min(residues) + run.world_size)):
+            continue
+        size = about.get("size") or 0
+        seen = {i for rank in range(run.processes) for i in _read(run, rank, size)}
+        missed = [i for i in range(size) if i not in seen and i % stride not in residues]
+        if len(missed) >= max(MIN_SHARED, sum(map(len, read)) // 2 // run.world_size):
+            evidence = (
+                f"each of {run.world_size} ranks reads every {stride}th example; {len(missed)} of {size} are never "
+                f"read, by any loader: {missed[:6]}, ..."
+            )
+            return [Finding("examples_missed", file_line(script_lines.rank_stride(run) or about["at"]), evidence)]
+    return []
+
+
+def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
+    """(the stride in which every rank's examples lie, their residues); (0, nothing) where there is no such stride."""
+    if any(len(mine) < MIN_SHARED for mine in read):
+        return 0, set()
+    strides = {math.gcd(*(i - min(mine) for i in mine)) for mine in read}
+    stride = max(strides)
+    residues = {min(mine) % stride for mine in read}
+    return (stride, residues) if len(strides) == 1 and len(residues) == len(read) else (0, set())
+
+
+def _read(run: RecordedRun, rank: int, size: int) -> set[int]:
+    """The examples that a rank reads in data sets of this size, in training or evaluation."""
+    same = [one for one in run.passes[rank] if run.loaders[rank].get(one.loader, {}).get("size") == size]
+    return {i for one in same for i in one.indices or ()}
+
+
+def _same_in_workers(run: RecordedRun) -> list[Finding]:
+    """same_in_workers: each worker of a loader reads the whole stream."""
+    for loader in sorted(run.training_loaders):
+        about = run.loaders[0].get(loader, {})
+        for one in [p for p in run.passes[0] if p.loader == loader and p.yields]:
+            workers = about.get("workers") or 0
+            rows = [digest for y in one.yields if y["rows"] for digest in zip(*y["rows"])]
+            times = Counter(rows)
+            often = sum(1 for n in times.values() if n == workers)
+            if about.get("iterable") and workers > 1 and len(times) >= 2 * MIN_SHARED and often > 0.8 * len(times):
+                evidence = (
+                    f"of {len(times)} different examples that rank 0 read in a pass, {often} came {workers} times, "
+                    f"by their content: once from each of {workers} workers"
+                )
+                return [Finding("same_in_workers", file_line(about["at"]), evidence)]
+    return []
+
+
+def _same_numbers(run: RecordedRun) -> list[Finding]:
+    """same_random_numbers: a random generator of a training loader's workers is used, and begins each pass in the same
+    state."""
+    workers = [
+        {(e["n"], e["worker"], name): state for e in run.events(rank, "worker") for name, state in e["begun"].items()}
+        for rank in range(run.processes)
+    ]
+    for loader in sorted(run.training_loaders):
+        passes = [[one.n for one in _training(run, rank, loader)] for rank in range(run.processes)]
+        for name in dict.fromkeys(name for _, _, name in workers[0]):
+            begun = [
+                [{w: state for (n, w, of), state in states.items() if (n, of) == (number, name)} for number in numbers]
+                for states, numbers in zip(workers, passes)
+            ]
+            mine = [states for states in begun[0] if states]
+            if len(mine) < MIN_PASSES or any(states != mine[0] for states in mine):
+                continue
+            same = all(theirs and theirs[0] == mine[0] for theirs in begun)
+            evidence = (
+                f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
+                f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
+            )
+            return [Finding("same_random_numbers", file_line(run.loaders[0][loader]["at"]), evidence)]
+    return []
+
+
+def _same_batch(run: RecordedRun) -> list[Finding]:
+    """same_batch: `next(iter(loader))` at every step, whose first batch is always the same."""
+    for loader in sorted(run.training_loaders):
+        passes = [p for p in run.passes[0] if p.loader == loader and p.yields]
+        first = [p.yields[0]["idx"] or p.yields[0]["rows"] for p in passes if len(p.yields) == 1 and not p.complete]
+        if len(first) < MIN_BEGUN or len(first) < 0.9 * len(passes) or not first[0]:
+            continue
+        same = sum(one == first[0] for one in first)
+        if same >= 0.9 * len(first):
+            evidence = (
+                f"{len(first)} of {len(passes)} passes over the training data were left after their first batch, which "
+                f"was the same one in {same}"
+            )
+            return [Finding("same_batch", file_line(passes[0].at), evidence)]
+    return []
+
+
+def _no_set_epoch(run: RecordedRun) -> list[Finding]:
+    """no_set_epoch: passes of the same order, of a sampler that has set_epoch."""
+    # a loader may be made anew in each epoch, by the same line
+    by: dict[tuple[str, frozenset[int]], list[Pass]] = defaultdict(list)
+    for one in run.passes[0]:
+        if one.loader in run.training_loaders and one.training and one.yields:
+            by[one.loader.rpartition(",")[0], _optimizers(run, one)].append(one)
+    for passes in by.values():
+        about = run.loaders[0].get(passes[0].loader, {})
+        if not about.get("set_epoch") or not about.get("shuffles", True) or len({p.epoch for p in passes}) > 1:
+            continue
+        by_order: dict[tuple[int, ...], list[Pass]] = defaultdict(list)
+        for one in passes:
+            head = one.indices
+            if head and len(head) >= MIN_SHARED:
+                by_order[tuple(head[:64])].append(one)
+        for order, same in by_order.items():
+            same = [same[0], *(p for p in same[1:] if _continues(run, same[0], p))]
+            if len(same) > 1 and list(order) != sorted(order):
+                evidence = (
+                    f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
+                    f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
+                )
+                told = len({p.epoch for p in run.passes[0] if p.loader in run.training_loaders}) == 1  # or another's is
+                beside = (script_lines.attribute_use(run, "set_epoch") if told else None) or about.get("sampler_at")
+                return [Finding("no_set_epoch", file_line(same[1].at), evidence, file_line(beside))]
+    return []
+
+
+def _cycled(run: RecordedRun) -> list[Finding]:
+    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle."""
+    for loader in sorted(run.training_loaders):
+        passes = [p for p in run.passes[0] if p.loader == loader]
+        inputs = [e["digest"] for e in run.events(0, "forward")]
+        n = len(passes[0].yields)
+        if len(passes) != 1 or not passes[0].complete or n < MIN_SAME or len(inputs) < 2 * n:
+            continue
+        again = inputs[n:]
+        if all(one == inputs[i % n] for i, one in enumerate(again)) and len({str(one) for one in inputs[:n]}) > 1:
+            evidence = (
+                f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
+                f"again, {len(again)} times that were looked at"
+            )
+            return [Finding("no_set_epoch", file_line(script_lines.cycle_call(run) or passes[0].at), evidence)]
+    return []
+
+
+def _optimizers(run: RecordedRun, one: Pass) -> frozenset[int]:
+    """The optimizers that step during a pass. Another optimizer trains another model, from its own first epoch."""
+    return frozenset(e["opt"] for e in run.ranks[0][one.begin : one.end] if e["k"] == "before")
+
+
+def _continues(run: RecordedRun, a: Pass, b: Pass) -> bool:
+    """Is pass b a later epoch of what pass a began? For b of another loader, only where a's is not used any more and
+    the examples look the same, since one line may make the loaders of several data sets."""
+    if a.loader == b.loader:
+        return True
+    last = max(p.end for p in run.passes[0] if p.loader == a.loader)
+    ours, theirs = content(a), content(b)
+    return last < b.begin and (not ours or not theirs or same_content(set(ours) & set(theirs), ours, theirs))

@@ -1,0 +1,105 @@
+"""Does the script drop the padding's duplicates from the results that its ranks exchanged?"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from paceline.doctor.rules.recorded_run import Event
+from paceline.doctor.script_ast import Scope, called, functions, scope_at, tree_of
+
+# Functions and constructors that keep one of two equal entries.
+_DROPS = ("unique", "dict", "set", "narrow", "setdefault", "drop_duplicates", "index_copy_", "index_put_", "scatter_")
+# Text that compares an example's number with a count.
+_COUNTED = re.compile(
+    r"\blen\(|arange|\bidx|\bindex|\bindices|\bids?\b|position|\bseen\b|\bown\b|total|num_|\bn\b|rank"
+)
+# Text of comparisons that are about the loop, and not about an example.
+_LOOPS = re.compile(r"batch|step|iter|epoch|max_")
+# Iterables of a dict comprehension that are not over examples.
+_OF_NAMES = re.compile(r"^range\(|\.items\(\)$")
+# Names of masks over examples, and of masks that belong to the model.
+_MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*|remainder|surplus)(_|$)")
+_MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
+
+_SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
+# what a call of these prints is not used as a result
+_TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
+
+
+def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
+    """Does the script use all that a collective gave it? It does not where it slices the result or stores it by index:
+    then it may have dropped the duplicates.
+
+    The search covers the function that calls the collective; the function with the evaluation's loop, from the loop on;
+    what callers do afterwards, also those in libraries (Accelerate's `gather_for_metrics` slices); and the functions of
+    the script that these call.
+
+    Args:
+        call: the "coll" event.
+        loop: [file, line] of the evaluation's loop, or [].
+        sums: the collective is a sum. A rank can then only have sliced or masked its own part before it.
+    """
+    path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
+    if not path or any(tree_of(file) is None for file, _ in path):
+        return False
+    first = scope_at(*path[0])
+    looked: list[tuple[Scope, int]] = []  # and from which line on
+    if loop and tree_of(loop[0]) is not None:
+        looked.append((scope_at(*loop), loop[1]))
+    if not any(first is scope for scope, _ in looked):
+        looked.append((first, 0))
+    looked += [] if sums else [(scope_at(*frame), frame[1]) for frame in path[1:]]
+    nodes = [n for scope, line in looked for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
+    files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
+    calls = {
+        called(n)
+        for n in nodes
+        if isinstance(n, ast.Call) and (not sums or _COUNTED.search(", ".join(map(ast.unparse, n.args))))
+    }
+    entered = {id(scope) for scope, _ in looked} | {id(scope_at(*frame)) for frame in path}
+    nodes += [n for scope in _named(files, calls) if id(scope) not in entered for n in ast.walk(scope)]
+    told = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}
+    return not any(_slices(n) or (_masks(n) if sums else _stores_by_key(n)) for n in nodes if id(n) not in told)
+
+
+def _named(files: set[str], names: set[str]) -> list[Scope]:
+    return [n for file in sorted(files) for n in functions(file) if n.name in names]
+
+
+def _slices(node: ast.AST) -> bool:
+    """Is it a slice with an end, of the first dimension?"""
+    if not isinstance(node, ast.Subscript):
+        return False
+    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    return isinstance(first, ast.Slice) and first.upper is not None
+
+
+def _stores_by_key(node: ast.AST) -> bool:
+    """Is something stored by its index or name, so that one of two equal entries remains?"""
+    if isinstance(node, ast.DictComp):  # over a range of classes, or another dictionary, it leaves out nothing
+        return not all(_OF_NAMES.search(ast.unparse(part.iter)) for part in node.generators)
+    if isinstance(node, ast.SetComp) or (isinstance(node, ast.Dict) and None in node.keys):
+        return True
+    if isinstance(node, ast.Assign):
+        targets = [t for t in node.targets if isinstance(t, ast.Subscript)]
+        return any(not isinstance(t.slice, ast.Constant) for t in targets)
+    if not isinstance(node, ast.Call):
+        return False
+    return called(node) in _DROPS or (called(node) == "update" and _merges(node))
+
+
+def _merges(call: ast.Call) -> bool:
+    """Is `update` that of a dictionary? A metric's takes (predictions, targets) or a number."""
+    one = call.args[0] if len(call.args) == 1 else None
+    return isinstance(one, (ast.Name, ast.Subscript)) or (isinstance(one, ast.Call) and called(one) == "zip")
+
+
+def _masks(node: ast.AST) -> bool:
+    """Are examples selected by their number, or by a mask?"""
+    if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in node.ops):
+        text = ast.unparse(node)
+        return bool(_COUNTED.search(text)) and not _LOOPS.search(text)
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return bool(_MASKS.search(name)) and not _MODELS_MASK.search(name)

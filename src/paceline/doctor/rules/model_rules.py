@@ -1,0 +1,143 @@
+"""Rules about the model: batch norm, modes, parameters without gradients, losses that are means over unequal counts."""
+
+from __future__ import annotations
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
+
+MIN_STEPS = 3  # steps without a gradient, or backward passes of unequal counts
+UNEQUAL = 1e-3  # relative difference of counts that are not equal
+MOSTLY = 0.5  # share of the backward passes: the last batch may be smaller on one rank
+MIN_UNLIKE = 2  # backward passes before which ranks' models were in different modes
+_NAMED = 4
+
+
+def findings(run: RecordedRun) -> list[Finding]:
+    """no_gradient, batch_norm, modes_differ, loss_mean_of_means."""
+    found = _no_gradient(run)
+    if run.reduces_gradients:
+        found += [*_batch_norm(run), *_modes(run), *_mean_losses(run)]
+    return found
+
+
+def _modes(run: RecordedRun) -> list[Finding]:
+    """modes_differ: before the same backward pass, parts of the model are in evaluation mode on some ranks only."""
+    per_rank = [_by_backward(run.ranks[rank]) for rank in run.peers]
+    if len({len(passes) for passes in per_rank}) > 1:
+        return []
+    unlike = [now for now in zip(*per_rank) if any(_unlike(now[0], theirs) for theirs in now[1:])]
+    if len(unlike) < MIN_UNLIKE:
+        return []
+    pairs = [(rank, mode) for rank, modes in zip(run.peers, unlike[0]) for mode in modes.values() if mode["count"]]
+    rank, mode = max(pairs, key=lambda pair: pair[1]["count"])
+    names = ", ".join(filter(None, mode["still"])) + (", ..." if mode["count"] > len(mode["still"]) else "")
+    evidence = (
+        f"in the forward of {len(unlike)} of {len(per_rank[0])} backward passes the ranks' models were not in the same "
+        f"mode: rank {rank} had {mode['count']} of {mode['of']} parts of {mode['module']} that compute by their mode "
+        f"({names}) in evaluation mode"
+    )
+    return [Finding("modes_differ", file_line(mode["at"]), evidence)]
+
+
+def _mean_losses(run: RecordedRun) -> list[Finding]:
+    """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens, and the gradients are
+    averaged. Not where a rank multiplies its mean by its share of all counts, or a hook or the script rescales the
+    gradients."""
+    if (
+        not any(run.events(0, "ddp", "fsdp"))
+        or any(run.all_events("join"))
+        or any(e["rescaled"] for e in run.events(0, "before"))
+    ):
+        return []
+    per_rank = [list(run.events(rank, "backward")) for rank in run.peers]
+    passes = list(zip(*per_rank))
+    if len({len(events) for events in per_rank}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in per_rank[0]):
+        return []
+    counted = [events for events in passes if all((e.get("count") or [0])[0] > 0 for e in events)]
+    unequal = [events for events in counted if _differ([e["count"][0] for e in events])]
+    weighed = [events for events in unequal if not _differ([e["count"][1] / e["count"][0] for e in events])]
+    if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
+        return []
+    shown = " and ".join(f"{e['count'][0]:g}" for e in unequal[0][:_NAMED])
+    evidence = (
+        f"in {len(unequal)} of {len(counted)} backward passes each rank divided its loss by a number of its own, first "
+        f"by {shown}, and the gradients were averaged as if these were equal"
+    )
+    return [Finding("loss_mean_of_means", file_line(unequal[0][0]["at"]), evidence)]
+
+
+def _differ(values: list[float]) -> bool:
+    return max(values) - min(values) > UNEQUAL * max(map(abs, values))
+
+
+def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
+    """For each backward pass: "class number" of a model -> its last "mode" event before that pass."""
+    modes: dict[str, Event] = {}
+    found = []
+    for e in events:
+        if e["k"] == "mode":
+            modes = {**modes, f"{e['module']} {e['ddp']}": e}
+        elif e["k"] == "backward":
+            found.append(modes)
+    return found
+
+
+def _unlike(ours: dict[str, Event], theirs: dict[str, Event]) -> bool:
+    """Is any model in another mode there?"""
+    return any(name in theirs and e["digest"] != theirs[name]["digest"] for name, e in ours.items())
+
+
+def _batch_norm(run: RecordedRun) -> list[Finding]:
+    """batch_norm: a batch norm of a model with replicas computes in training mode."""
+    wrapped = any(run.events(0, "ddp"))
+    inside = [e for e in run.events(0, "norm") if e["trained"] and (e["ddp"] is not None or not wrapped)]
+    norms = list({e["name"]: e for e in reversed(inside)}.values())[::-1]
+    if not norms:
+        return []
+    names = ", ".join(e["name"] for e in norms[:_NAMED]) + (", ..." if len(norms) > _NAMED else "")
+    evidence = (
+        f"{len(norms)} {norms[0]['kind']} ({names}) in training mode; each of {run.world_size} replicas uses the "
+        f"statistics of its own {norms[0]['size']} examples"
+    )
+    return [Finding("batch_norm", file_line(norms[0]["at"]), evidence)]
+
+
+def _is_other_copy(run: RecordedRun, never: set[str]) -> bool:
+    """Was the optimizer made from another copy of the model? It is the script's only one, and none of its several
+    parameters ever has a gradient. (An idle optimizer beside others may be there for its schedule, or train a part
+    later.)"""
+    return (
+        len(never) > 1
+        and len(list(run.events(0, "optimizer"))) == 1
+        and len(list(run.events(0, "backward"))) >= MIN_STEPS
+    )
+
+
+def _no_gradient(run: RecordedRun) -> list[Finding]:
+    """no_gradient: parameters that had no gradient at any of their optimizer's steps, on any rank."""
+    found: list[Finding] = []
+    for opt in sorted({e["opt"] for e in run.events(0, "before")}):
+        steps = [e for e in run.all_events("before") if e["opt"] == opt]
+        refused = not run.completed and any(
+            not e["find_unused"] for e in run.events(0, "ddp")
+        )  # by DDP, at its second forward
+        if len(steps) < (1 if refused else MIN_STEPS) * run.processes:
+            continue
+        never = set(steps[0]["without"])
+        for e in steps[1:]:
+            never &= set(e["without"])
+        if not never or (len(never) == steps[0]["parameters"] and not _is_other_copy(run, never)):
+            continue
+        names = [name for name in steps[0]["without"] if name in never]
+        shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        evidence = (
+            f"{len(names)} of the optimizer's {steps[0]['parameters']} parameters had no gradient at any of "
+            f"{len(steps) // run.processes} steps: {shown}"
+        )
+        made = next((e for e in run.events(0, "optimizer") if e["opt"] == opt), None)
+        cut = next((e["at"] for e in run.events(0, "coll") if e.get("cuts")), None)
+        if cut is not None:
+            evidence += "; what a collective gathered of a tensor with a graph has no graph of its own"
+        at = made["at"] if made else steps[0]["at"]
+        found.append(Finding("no_gradient", file_line(at), evidence, file_line(cut)))
+    return found[:1]

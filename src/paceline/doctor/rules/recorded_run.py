@@ -1,0 +1,288 @@
+"""The events of all ranks, and the questions that several rules ask of them.
+
+An event is a dict. Its fields `k`, the kind, `t`, seconds without recording's own, and `at`, [file, line] of the script
+or [], are in all of them. The others, by kind:
+
+    loader        loader: name; size, batch, workers, sampler and more of its settings; holds: digests of the data set;
+                  sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the Subset's indices
+    pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
+    yield         loader, n; idx: indices; rows: digests by tensor; waited: seconds; grad: are gradients enabled?
+    pass_end      loader, n. The loader was read to its end
+    worker        n; worker: its number; begun: generator -> state at its begin, of the generators that were used
+    ddp, fsdp     ranks: of the group; ddp: number; find_unused, broadcasts; parameters: how many
+    cut           whole: name -> sample of the weight that fully_shard has cut
+    forward       ddp: number, -1 for FSDP, None for neither; digest: of the inputs
+    mode          ddp; module: class; count of its `of` parts are in evaluation mode; still: some of their names; digest
+    norm          name, kind, ddp; size: examples; trained: is its weight trained?
+    search        ddp; seconds that find_unused_parameters took
+    past          ddp. A forward went past this DDP module
+    no_sync, loaded, initialized, join      one was called: load_state_dict of a model, torch.nn.init, Join
+    backward      synced, local: DDP modules that reduce, or are under no_sync; mean: loss_kind, "other" if a hook may
+                  divide; form: loss_kind; count: loss_divisor; unsent: is FSDP told not to reduce? reached: DDP module
+                  -> parameters reached; library: does a library call it?
+    dropped       backwards: how many before. zero_grad dropped gradients before a step
+    optimizer     opt: number; lr: of each group
+    before        opt; step: made so far; lr; parameters: trained ones; without: those without a gradient; backwards;
+                  rescaled: were gradients divided? scale: loss scale; logged: DDP module -> seconds of communication;
+                  unwaited: [handles, line]; shrunk: factor of the shards. At some steps samples by name: weights;
+                  own: gradients after the backward; grads: gradients now; and settings, outside, made_at
+    step          opt; step; rescaled; machine: threads, cores, queued, devices. At some steps samples: weights, state
+    moved         opt, step. Weights changed between this step and the next, not by the optimizer
+    buffers       opt, step; buffers: samples of those that nothing sends; sent: of those that DDP overwrites
+    restored      opt. Its load_state_dict was called
+    sched_made    sched: number
+    sched         sched, opt, lr, library; type; horizon, name: its length and what it calls it; base: lr; count: steps
+    sched_error   the same without opt, lr and library; text
+    clip          scale: loss scale in the gradients; norm; bound; changed: did it make gradients smaller?
+    coll          op; n, d, by, root: elements, dtype, reduction, root; of: "grad" or "weight", number: the parameter's;
+                  result: of a small sum; path: call stack. Of gradients: clipped, digest, given (sample), by (lines)
+    p2p, refused  op; text: of the error
+    group         op; world: size after it
+    spawn         joined: is the process in a group already? torch.multiprocessing was called
+    said          how, text, path: output; wrote: path: a file that was opened; save: path, bytes, seconds, wrapped
+    wait          kind, seconds: a call that waits for the device
+    trouble       text: of an error inside a recorder
+    end           failed: the script has ended
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+Event = dict[str, Any]
+MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
+
+
+@dataclass
+class Pass:
+    """One iteration over a loader, on one rank.
+
+    Attributes:
+        loader: the loader's name.
+        n: the number of the pass in its process.
+        at: the line of the loop.
+        epoch: the sampler's `epoch` when it began.
+        yields: its "yield" events.
+        trained: how many of them a backward followed.
+        complete: was the loader read to its end?
+        begin, end: places in the rank's events.
+    """
+
+    loader: str
+    n: int
+    at: list[Any]
+    epoch: Any = None
+    yields: list[Event] = field(default_factory=list)
+    trained: int = 0  # yields that a backward followed
+    complete: bool = False
+    begin: int = 0  # positions in the events
+    end: int = 0
+
+    @property
+    def training(self) -> bool:
+        """Was the model trained on the batches of this pass?"""
+        return self.trained >= MIN_TRAINED and self.trained * 2 >= len(self.yields)
+
+    @property
+    def indices(self) -> list[int] | None:
+        """The indices of all examples; None where a batch has none."""
+        if any(y["idx"] is None for y in self.yields):
+            return None
+        return [i for y in self.yields for i in y["idx"]]
+
+
+class RecordedRun:
+    """The events of all ranks.
+
+    Attributes:
+        ranks: the events of each rank, in order.
+        processes: the number of ranks.
+        cut: was the script ended from outside?
+    """
+
+    def __init__(self, ranks: Sequence[list[Event]], cut: bool = False) -> None:
+        self.ranks = list(ranks)
+        self.cut = cut
+        self.processes = len(self.ranks)
+
+    def events(self, rank: int, *kinds: str) -> Iterator[Event]:
+        """The events of these kinds on one rank."""
+        return (event for event in self.ranks[rank] if event["k"] in kinds)
+
+    def all_events(self, *kinds: str) -> Iterator[Event]:
+        """The events of these kinds on all ranks."""
+        return (event for events in self.ranks for event in events if event["k"] in kinds)
+
+    @cached_property
+    def world_size(self) -> int:
+        """The number of processes in the script's default process group; 1 without one."""
+        return max((e["world"] for e in self.all_events("group") if e["op"] == "init_process_group"), default=1)
+
+    @cached_property
+    def reduces_gradients(self) -> bool:
+        """Are gradients reduced, by DDP, by FSDP or by the script's own collectives?"""
+        ddp = any(len(e["ranks"]) > 1 for e in self.all_events("ddp", "fsdp"))
+        return self.world_size > 1 and (ddp or self.reduces_by_hand)
+
+    @cached_property
+    def meant_as_replicas(self) -> bool:
+        """Are the processes meant as replicas of one model, though nothing is reduced? They are where a sampler shards
+        one data set over them, or weights are broadcast before the first step; not where they send each other messages,
+        or weights in mid-training, since that may keep one model in another way."""
+        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.training_loaders)
+        sent = [(e["op"], stepped) for events in self.ranks for e, stepped in _weights_sent(events)]
+        given = any(op == "broadcast" for op, _ in sent)
+        return (
+            self.world_size > 1
+            and (dealt or given)
+            and not any(self.all_events("p2p"))
+            and not any(late for _, late in sent)
+        )
+
+    @cached_property
+    def exchanges_weights(self) -> bool:
+        """Do ranks with shards of one data set broadcast weights in mid-training, and reduce nothing?"""
+        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.training_loaders)
+        late = [[e["op"] for e, stepped in _weights_sent(events) if stepped] for events in self.ranks]
+        plain = all(ops and set(ops) == {"broadcast"} for ops in late)
+        reduced = self.reduces_gradients or any(e.get("of") == "grad" for e in self.all_events("coll"))
+        return self.world_size > 1 and dealt and plain and not reduced and not any(self.all_events("p2p"))
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """Rank 0 and the ranks that train one model with it: its smallest DDP or FSDP group; without one, all ranks."""
+        groups = [e["ranks"] for e in self.events(0, "ddp", "fsdp") if len(e["ranks"]) > 1]
+        return [r for r in min(groups, key=len, default=range(self.processes)) if r < self.processes]
+
+    @cached_property
+    def completed(self) -> bool:
+        """Did the script come to its end on all ranks?"""
+        last = [events[-1] if events else {} for events in self.ranks]
+        return not self.cut and all(e.get("k") == "end" and not e.get("failed") for e in last)
+
+    @cached_property
+    def reduces_by_hand(self) -> bool:
+        """Does each rank reduce gradients by a collective of the script's own?"""
+        counts = Counter(
+            rank for rank in range(self.processes) for e in self.events(rank, "coll") if e.get("of") == "grad"
+        )
+        return len(counts) == self.processes
+
+    @cached_property
+    def model_parallel(self) -> set[str]:
+        """Names of weights that are parts of one model, as in tensor parallelism by hand: they differ at the start, and
+        their gradients are never reduced, where those of other weights are."""
+        per_rank: Iterator[Iterator[Event]] = (self.events(rank, "before") for rank in range(self.processes))
+        first: list[dict[str, Any]] = [next((e["weights"] for e in events if e["weights"]), {}) for events in per_rank]
+        sent = [e.get("number") for e in self.events(0, "coll") if e.get("of") == "grad"]
+        if any(self.events(0, "ddp")) or len(list(self.events(0, "optimizer"))) != 1 or not sent or None in sent:
+            return set()
+        numbered = enumerate(first[0].items(), 1)
+        return {name for n, (name, w) in numbered if n not in sent and any(f.get(name) != w for f in first[1:])}
+
+    @cached_property
+    def averages_weights(self) -> bool:
+        """Are weights reduced in mid-training, as in local SGD?"""
+        for events in self.ranks:
+            stepped = False
+            for e in events:
+                stepped = stepped or e["k"] == "step"
+                if stepped and e["k"] == "coll" and e.get("of") == "weight" and "reduce" in e["op"]:
+                    return True
+        return False
+
+    @cached_property
+    def loaders(self) -> list[dict[str, Event]]:
+        """For each rank: a loader's name -> its "loader" event."""
+        return [{e["loader"]: e for e in self.events(rank, "loader")} for rank in range(self.processes)]
+
+    @cached_property
+    def passes(self) -> list[list[Pass]]:
+        """For each rank: its passes, in order."""
+        return [self._passes(events) for events in self.ranks]
+
+    def _passes(self, events: list[Event]) -> list[Pass]:
+        found: dict[int, Pass] = {}
+        waiting: dict[str, int] = {}  # loader -> yields since the last backward
+        latest: dict[str, Pass] = {}  # loader -> the pass of its last yield
+        for position, e in enumerate(events):
+            kind = e["k"]
+            if kind == "pass":
+                found[e["n"]] = Pass(e["loader"], e["n"], e["at"], e.get("epoch"), begin=position, end=position)
+                waiting = {}
+            elif kind == "yield" and e["n"] in found:
+                one = found[e["n"]]
+                one.yields.append(e)
+                one.end = position
+                if e.get("grad", True):
+                    waiting[e["loader"]] = waiting.get(e["loader"], 0) + 1
+                    latest[e["loader"]] = one
+            elif kind == "pass_end" and e["n"] in found:
+                found[e["n"]].complete, found[e["n"]].end = True, position
+            elif kind == "backward":  # several batches may have been read before the model is trained on the first
+                for loader in [name for name, count in waiting.items() if count]:
+                    latest[loader].trained += 1
+                    waiting[loader] -= 1
+            elif kind == "step":  # one batch may have been read ahead
+                waiting = {loader: min(count, 1) for loader, count in waiting.items()}
+        return list(found.values())
+
+    @cached_property
+    def training_loaders(self) -> set[str]:
+        """Names of the loaders whose batches are trained on, on any rank."""
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for passes in self.passes:
+            for one in passes:
+                counts[one.loader][0] += one.trained
+                counts[one.loader][1] += len(one.yields)
+        return {n for n, (fed, all_) in counts.items() if fed >= MIN_TRAINED and fed * 2 >= all_}
+
+    def steps(self, rank: int = 0) -> int:
+        """The most steps that an optimizer of this rank made."""
+        return max((e["step"] for e in self.events(rank, "step")), default=0)
+
+
+def _weights_sent(events: list[Event]) -> Iterator[tuple[Event, bool]]:
+    """(event, was a step made before it?) of the collectives that send weights."""
+    stepped = False
+    for e in events:
+        stepped = stepped or e["k"] == "step"
+        if e["k"] == "coll" and e.get("of") == "weight":
+            yield e, stepped
+
+
+def file_line(at: Any) -> str:
+    """ "file:line" of [file, line], with the shorter of the file's absolute and relative paths; "" of nothing."""
+    if not at:
+        return ""
+    path, line = at[0], at[1]
+    near = os.path.relpath(path)
+    return f"{near if len(near) < len(path) else path}:{line}"
+
+
+def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:
+    """Read the logs of all ranks; of a process that was killed, what it had written."""
+    names = ("workers-{}.jsonl", "rank-{}.jsonl")  # a rank's own events last: they tell how it ended
+    per_rank = ([os.path.join(directory, name.format(rank)) for name in names] for rank in range(processes))
+    return RecordedRun([[event for path in paths for event in read_lines(path)] for paths in per_rank], cut)
+
+
+def read_lines(path: str) -> list[Event]:
+    """The objects in a file of JSON lines, without an incomplete last one."""
+    found: list[Event] = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                try:
+                    found.append(json.loads(line))
+                except ValueError:  # the end of one that was killed
+                    continue
+    except OSError:
+        return found
+    return found

@@ -1,0 +1,364 @@
+"""Rules about learning rates and schedulers, accumulation and clipping."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from typing import Any
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
+from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
+
+OVER = 1e-5  # of the highest rate: below this the schedule is over
+OVER_SHARE = 0.2  # of the steps, that come after that
+# of the highest rate, by which a schedule in epochs may fall: in a whole run, in one epoch
+FELL, FELL_EPOCH = 0.05, 0.8
+LOW, BACK = 0.02, 0.5  # of the highest rate: how far one falls that comes down too early, and how far it then rises
+MANY = 5  # drops of a rate that should drop once in many epochs
+MIN_BATCHES = 4  # of an epoch, so that it can be told from a step
+MIN_UPDATES = 6  # of a schedule whose length is compared with their number
+_WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that should be as long as the training
+_OF_A_SET = re.compile(r"len\((?!\w*load)\w*(data|set|train|x)\w*\)", re.IGNORECASE)
+_OF_A_LOADER = re.compile(r"len\(\w*load\w*\)", re.IGNORECASE)
+_PARTS = re.compile(r"accum|micro", re.IGNORECASE)
+UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
+MIN_REPEATS = 3  # of what is a habit, and no accident
+
+
+def findings(run: RecordedRun) -> list[Finding]:
+    """lr_differs, schedule_length, scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce,
+    clip_of_shards, gradients_dropped."""
+    return [
+        *_lr_differs(run),
+        *_schedulers(run),
+        *_accumulation(run),
+        *_clipping(run),
+        *_clip_of_shards(run),
+        *_dropped(run),
+    ]
+
+
+def _lr_differs(run: RecordedRun) -> list[Finding]:
+    """lr_differs: at the same step of an optimizer."""
+    if not run.reduces_gradients or any(run.all_events("join")):
+        return []
+    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before")} for rank in range(run.processes)]
+    for key, ours in per_rank[0].items():
+        for rank in run.peers[1:]:
+            theirs = per_rank[rank].get(key)
+            if theirs is None or len(theirs["lr"]) != len(ours["lr"]):
+                continue
+            pairs = [(a, b) for a, b in zip(ours["lr"], theirs["lr"]) if a is not None and b is not None]
+            if any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs):
+                stepped = [sum(1 for e in run.events(r, "sched") if e["opt"] == key[0]) for r in (0, rank)]
+                evidence = (
+                    f"at step {key[1] + 1} rank 0 has lr {ours['lr'][0]:.4g} and rank {rank} {theirs['lr'][0]:.4g}; "
+                    f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
+                )
+                sched = next(run.all_events("sched"), None)
+                made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == key[0]), None)
+                line = sched["at"] if sched and max(stepped) else script_lines.lr_assignment(run) or made or ours["at"]
+                beside = made if not max(stepped) and key[1] == 0 else None
+                if sched and sched["type"] == "ReduceLROnPlateau":
+                    beside = script_lines.unsynced_log(run) or beside
+                return [Finding("lr_differs", file_line(line), evidence, file_line(beside))]
+    return []
+
+
+def _schedulers(run: RecordedRun) -> list[Finding]:
+    """schedule_length, or else scheduler_steps: the first of them."""
+    by: dict[int, list[Event]] = defaultdict(list)
+    for e in run.events(0, "sched", "sched_error"):
+        by[e["sched"]].append(e)
+    found = _schedule_length(run, list(by.values()))
+    for number, steps in by.items() if not found else ():
+        evidence = _once_per_process(run, number, steps) or _too_early(run, steps)
+        if evidence:
+            made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == number), None)
+            found.append(Finding("scheduler_steps", file_line(steps[-1]["at"]), evidence, file_line(made)))
+    return found[:1]
+
+
+def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Finding]:
+    """schedule_length: a schedule ends too early or too late by just the factor by which its length may be counted
+    wrong, the number of processes or of micro-batches. The source must show that too, since a run may be shorter than
+    meant."""
+    micro = [len(backwards) for backwards, _ in micro_batches(run)]
+    k = Counter(micro).most_common(1)[0][0] if micro else 1
+    for steps in schedulers:
+        last, count = steps[-1], len(steps)
+        horizon, opt = last["horizon"], last.get("opt")
+        updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
+        rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0]]
+        if last["type"] not in _WHOLE or not horizon or not run.completed or not rates or run.world_size < 2:
+            continue
+        if count < MIN_UPDATES or abs(count - len(updates)) > 1:
+            continue
+        text = call_arguments(last["type"], *_lines(run))
+        told = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
+        end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
+        if _is_multiple(horizon, run.world_size, count) and WORLD.search(text):
+            told += (
+                f"the length was divided by {run.world_size} processes twice, since each loader has its share; {end}"
+            )
+        elif _is_multiple(count, run.world_size, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
+            told += f"the length counts all the data, of which each of {run.world_size} processes has a part; {end}"
+        elif k > 1 and _is_multiple(count, k, horizon) and _OF_A_LOADER.search(text) and not _PARTS.search(text):
+            told += f"the length counts micro-batches, {k} for each update; {end}"
+        else:
+            continue
+        return [Finding("schedule_length", file_line(call_line(last["type"], *_lines(run)) or last["at"]), told)]
+    return []
+
+
+def _lines(run: RecordedRun) -> list[list[Any]]:
+    return [e["at"] for e in run.events(0, "optimizer", "sched") if e["at"]]
+
+
+def _is_multiple(part: int, factor: int, whole: int) -> bool:
+    """Is part * factor the whole, but for rounding?"""
+    return abs(part * factor - whole) <= max(factor, 0.05 * whole)
+
+
+def _once_per_process(run: RecordedRun, number: int, steps: list[Event]) -> str:
+    """It is stepped several times in a row, as often as there are processes."""
+    rows: list[int] = []
+    last, length = None, 0
+    for e in run.ranks[0]:
+        if e["k"] == "sched" and e["sched"] == number and not e.get("library"):  # Accelerate's lengths count processes
+            length += 1
+            last = e["at"]
+        elif e["k"] in ("yield", "backward", "step", "before") and length:
+            rows.append(length)
+            length = 0
+    rows += [length] if length else []
+    size = run.world_size
+    if len(rows) >= 2 and size > 1 and all(r == size for r in rows) and last:
+        return f"it was stepped {size} times in a row, {len(rows)} times: once for each of {size} processes"
+    return ""
+
+
+def _too_early(run: RecordedRun, steps: list[Event]) -> str:
+    """It is stepped per batch, where its length counts epochs, or per micro-batch, and is over while training goes
+    on."""
+    opt = steps[-1].get("opt")
+    updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
+    passes = [p for p in run.passes[0] if p.loader in run.training_loaders and p.training]
+    batches = sum(len(p.yields) for p in passes)
+    often = _per_batch(run, steps, len(updates), batches, len(passes))
+    if not often:
+        return ""
+    error = next((e for e in steps if e["k"] == "sched_error"), None)
+    if error is not None:
+        return f"{often}; it refused: {error['text'].splitlines()[0][:120]}"
+    epochs, each = len(passes), max((len(p.yields) for p in passes), default=0)
+    meant = _meant_for_epochs(steps, epochs, each) or _meant_for_updates(steps, len(updates))
+    if meant and len(steps) > 1.1 * steps[-1]["horizon"] + 1:
+        return f"{often}; {meant}"
+    rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0] is not None]
+    if not rates or max(rates) <= 0:
+        return ""
+    first = rates[: max(each, 1)]
+    if steps[-1]["type"] == "ExponentialLR" and each >= MIN_BATCHES:
+        if first[-1] < 0.1 * max(rates):
+            return f"{often}; the rate fell from {first[0]:.1e} to {first[-1]:.1e} within the first epoch"
+        if epochs > 1 and first[-1] < FELL_EPOCH * max(rates) and rates[-1] < FELL * max(rates):
+            return f"{often}; the rate fell from {first[0]:.1e} to {rates[-1]:.1e} within {epochs} epochs"
+    top = rates.index(max(rates))
+    over = sum(1 for r in rates[top:] if r <= OVER * max(rates))
+    if over >= max(2, OVER_SHARE * len(rates)):
+        return (
+            f"{often}; the rate was {rates[-1]:.1e}, at most {OVER:g} of the highest, for {over} of {len(rates)} steps"
+        )
+    return _comes_back(run, steps, rates, often)
+
+
+def _comes_back(run: RecordedRun, steps: list[Event], rates: list[float], often: str) -> str:
+    """A library steps it once for each process, and its length does not allow for that: the rate comes down at that
+    part of the training, and slowly rises again."""
+    if not steps[-1].get("library") or run.world_size < 2 or len(steps) < run.world_size * (len(rates) - 1):
+        return ""
+    low = min(range(rates.index(max(rates)), len(rates)), key=rates.__getitem__)  # after what warms it up
+    near = abs((low + 1) * run.world_size - len(rates)) <= 0.1 * len(rates) + run.world_size
+    slowly = low + 1 < len(rates) and rates[low + 1] < BACK * max(rates)
+    if near and slowly and rates[low] < LOW * max(rates) and rates[-1] > BACK * max(rates):
+        return (
+            f"{often}, {run.world_size} at each, for {run.world_size} processes; the rate came down to "
+            f"{rates[low]:.1e} at step {low + 1} of {len(rates)}, and was {rates[-1]:.1e} at the end"
+        )
+    return ""
+
+
+def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
+    """Why its length must count epochs; "" where it may not. A cosine may rise and fall in each epoch on purpose, and a
+    step may come every ten batches.
+
+    each: the number of batches in an epoch.
+    """
+    last = steps[-1]
+    horizon, kind = last["horizon"], last["type"]
+    if not horizon or not epochs or each < MIN_BATCHES:
+        return ""
+    told = f"its {last['name']} is {horizon}, where an epoch has {each} batches"
+    fell = last["lr"][0] / last["base"] if last["base"] and last["lr"] and last["lr"][0] is not None else 1.0
+    shorter = horizon < each / 2 or (horizon < each and each % horizon != 0)
+    if kind == "CosineAnnealingLR" and horizon % each != 0 and (horizon == epochs or shorter):
+        return told
+    counts = last["count"] is not None and last["count"] >= 0.9 * len(steps)  # whole steps, and no parts of an epoch
+    if kind == "CosineAnnealingWarmRestarts" and counts and horizon <= epochs and horizon < each / 2:
+        return told
+    if kind == "MultiStepLR" and horizon <= epochs and (fell <= 0.1 or (horizon < each / 2 and fell < 1)):
+        return f"{told}, and the rate has come down to {last['lr'][0]:.1e}"
+    often = horizon < each / 2 and len(steps) >= MANY * horizon and fell <= FELL
+    if kind == "StepLR" and ((horizon <= epochs and fell <= 0.1) or often):
+        return f"{told}, and the rate has come down to {last['lr'][0]:.1e}"
+    return ""
+
+
+def _meant_for_updates(steps: list[Event], updates: int) -> str:
+    """Why its length must count optimizer steps: a cosine of just that length was stepped far more often. "" where it
+    was not."""
+    last = steps[-1]
+    horizon = last["horizon"]
+    if last["type"] != "CosineAnnealingLR" or not horizon or abs(horizon - updates) > 0.1 * updates:
+        return ""
+    return f"its {last['name']} is {horizon}, for {updates} optimizer steps" if len(steps) > 1.5 * horizon else ""
+
+
+def _per_batch(run: RecordedRun, steps: list[Event], updates: int, batches: int, epochs: int) -> str:
+    """How often it is stepped, where that is more than once per epoch; or else ""."""
+    count = len(steps)
+    if updates < MIN_REPEATS or count < 2 or (epochs and count <= epochs + 1):
+        return ""
+    if count > 1.5 * updates:
+        return f"it was stepped {count} times in {updates} optimizer steps"
+    if epochs and count > 1.5 * epochs and count >= 0.5 * updates:
+        return f"it was stepped at every batch, {count} times in {epochs} epoch{'s' if epochs > 1 else ''}"
+    return ""
+
+
+def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
+    """(backward passes, the "before" event after them) for rank 0's optimizer steps. Several passes belong to one step
+    where each has a batch of its own, or they stand in a loop over micro-batches by its words; or else only the first
+    one counts."""
+    found = []
+    backwards: list[Event] = []
+    since = 0  # yields since the last backward
+    single = True  # has each backward a batch of its own?
+    read = 0  # yields since the last step
+    loaders: set[str] = set()
+    for e in run.ranks[0]:
+        if e["k"] == "yield" and e["loader"] in run.training_loaders:
+            since, read = since + 1, read + 1
+            loaders.add(e["loader"])
+        elif e["k"] == "backward":
+            single = single and since >= 1
+            since = 0
+            backwards.append(e)
+        elif e["k"] == "before":
+            one_line = len({tuple(b["at"]) for b in backwards}) == 1
+            in_loop = one_line and bool(backwards[0]["at"]) and accumulates(*backwards[0]["at"])
+            window = one_line and read >= len(backwards)  # read at once, and then trained on one by one
+            if len(backwards) > 1 and (((single or window) and len(loaders) == 1) or in_loop):
+                found.append((backwards, e))
+            elif backwards:
+                found.append((backwards[:1], e))
+            backwards, single, read, loaders = [], True, 0, set()
+    return found
+
+
+def _accumulation(run: RecordedRun) -> list[Finding]:
+    """accumulation: each micro-batch's loss is a mean, and nothing divides by their number."""
+    steps = micro_batches(run)
+    opts = {e["opt"] for _, e in steps}
+    several = [b for b, _ in steps if len(b) > 1]
+    if len(opts) != 1 or len(several) < 2 or len(several) * 2 < len(steps):
+        return []
+    k = Counter(map(len, several)).most_common(1)[0][0]
+    calls = [b for backwards in several for b in backwards]
+    if not all(b["mean"] == "mean" for b in calls):
+        return []
+    if any(e.get("rescaled") for e in run.events(0, "before", "step")):
+        return []
+    synced = sum(bool(b["synced"]) for backwards in several for b in backwards[:-1])
+    evidence = f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
+    if synced:
+        evidence += "; without no_sync: gradients were sent in each of them"
+    at = calls[0]["at"]
+    beside = script_lines.loss_return(at) if calls[0].get("library") else None
+    return [Finding("accumulation", file_line(at), evidence, file_line(beside))]
+
+
+def _clipping(run: RecordedRun) -> list[Finding]:
+    """clip_before_unscale, clip_before_reduce."""
+    found = []
+    scaled = [e for e in run.events(0, "clip") if e["scale"] is not None and e["scale"] != 1.0]
+    if scaled:
+        e = scaled[0]
+        norm = f" of norm {e['norm']:.4g}" if e["norm"] is not None else ""
+        evidence = (
+            f"gradients{norm}, still times the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
+            f"{len(scaled)} times"
+        )
+        found.append(Finding("clip_before_unscale", file_line(e["at"]), evidence))
+    clips = [e for e in run.events(0, "clip") if e["changed"]]
+    reduced = [e for e in run.events(0, "coll") if e.get("of") == "grad" and e.get("clipped")]
+    if clips and len(reduced) >= 2 and run.world_size > 1:
+        evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {file_line(reduced[0]['at'])}"
+        found.append(Finding("clip_before_reduce", file_line(clips[0]["at"]), evidence))
+    early = _clipped_early(run) if run.world_size > 1 else []
+    if len(early) >= MIN_REPEATS and not found:
+        evidence = (
+            f"clipped {len(early)} times after a backward under no_sync, before the one that reduces what they are "
+            "added to"
+        )
+        found.append(Finding("clip_before_reduce", file_line(early[0]["at"]), evidence))
+    return found
+
+
+def _clip_of_shards(run: RecordedRun) -> list[Finding]:
+    """clip_of_shards: each rank multiplies its shards of the gradients by a factor of its own."""
+    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before") if e.get("shrunk")} for rank in run.peers]
+    steps = [[ranks[key] for ranks in per_rank] for key in per_rank[0] if all(key in ranks for ranks in per_rank)]
+    apart = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
+    if len(apart) < MIN_REPEATS:
+        return []
+    first = apart[0]
+    shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
+    evidence = (
+        f"before {len(apart)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number of its "
+        f"own, at step {first[0]['step'] + 1} by {shown}"
+    )
+    line = script_lines.gradient_write(run, first[0]["at"])
+    return [Finding("clip_of_shards", file_line(first[0]["at"]), evidence, file_line(line))]
+
+
+def _dropped(run: RecordedRun) -> list[Finding]:
+    """gradients_dropped: zero_grad drops the gradients of micro-batches under no_sync."""
+    dropped = list(run.events(0, "dropped"))
+    kept = len([e for e in run.events(0, "backward") if e["local"] and not e["synced"]])
+    if len(dropped) < MIN_REPEATS or 2 * len({e["backwards"] for e in dropped}) < kept:
+        return []
+    passes = len({e["backwards"] for e in dropped})
+    evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
+    return [Finding("gradients_dropped", file_line(dropped[0]["at"]), evidence)]
+
+
+def _clipped_early(run: RecordedRun) -> list[Event]:
+    """Clipping after a backward under no_sync, where a later backward before the step reduces."""
+    found: list[Event] = []
+    waiting: list[Event] = []
+    local = False
+    for e in run.events(0, "backward", "clip", "before"):
+        if e["k"] == "backward":
+            local = bool(e["local"]) and not e["synced"]
+            if e["synced"]:
+                found, waiting = found + waiting, []
+        elif e["k"] == "before":
+            local, waiting = False, []
+        elif local and e["changed"]:
+            waiting.append(e)
+    return found

@@ -1,0 +1,260 @@
+"""The line of the script that does what no patched function can see, such as a write to `p.data`: found in its source.
+
+Each function returns [file, line], or None where there is no such line. Files are those in which the script makes its
+optimizers and its steps.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Collection
+from typing import Any, TypeGuard
+
+from paceline.doctor.rules.recorded_run import RecordedRun
+from paceline.doctor.script_ast import called, functions, holds, nodes_of, scope_at, tree_of
+
+_WRITES = re.compile(
+    r"^(add|sub|mul|div|copy|clamp|clip|lerp|fill|zero|normal|uniform|addcmul|addcdiv|set|masked_fill|index_copy)_$"
+    r"|^(trunc_normal|kaiming_uniform|kaiming_normal|xavier_uniform|xavier_normal|orthogonal|constant|ones|zeros)_$"
+)
+_WEIGHTS = re.compile(r"\.data\b|\bp\b|param|weight|bias|embed|head|\bw\b")
+_NOT_WEIGHTS = re.compile(r"optim|sched|scaler|metric|count|total|loss|grad|ema|shadow|teacher|target|momentum|buf")
+_SEEDS = ("torch.manual_seed", "manual_seed", "seed_everything", "set_seed", "L.seed_everything", "pl.seed_everything")
+_SEEDING = ("manual_seed", "seed", "default_rng", "RandomState", "Random", "seed_everything", "set_seed")
+_OF_TORCH = ("randint", "randperm", "rand", "randn", "multinomial", "normal", "randint_like", "bernoulli")
+_OF_OTHERS = ("choice", "choices", "sample", "shuffle", "randint", "randrange", "permutation", "random", "uniform")
+_DRAWS = {f"torch.{name}" for name in _OF_TORCH} | {f"{own}.{name}" for own in ("random", "np.random", "numpy.random")
+                                                   for name in _OF_OTHERS}  # fmt: skip
+_LOSS_OF = ("compute_loss", "training_step")  # methods that libraries call for the loss
+_RANKS = re.compile(r"rank|main|master|is_")
+
+
+Line = list[Any] | None
+
+
+def weight_write(run: RecordedRun, near: Any, by_rank: bool = False) -> Line:
+    """A write to weights: on some ranks only, or else in the training loop or a function, the nearest to `near`.
+
+    by_rank: only one on some ranks.
+    """
+    return _nearest(run, near, _writes_weight, by_rank)
+
+
+def gradient_write(run: RecordedRun, near: Any) -> Line:
+    """A write to gradients: on some ranks only, or else in the training loop or a function, the nearest to `near`."""
+    return _nearest(run, near, _writes_gradient)
+
+
+def lr_assignment(run: RecordedRun) -> Line:
+    """The first assignment to an optimizer's `["lr"]`."""
+    return _first(run, lambda n: any(_is_item(target, "lr") for target in _targets(n)))
+
+
+def cycle_call(run: RecordedRun) -> Line:
+    """The first call of `cycle`."""
+    return _first(run, lambda n: isinstance(n, ast.Call) and called(n) == "cycle")
+
+
+def unfreeze(run: RecordedRun) -> Line:
+    """The first assignment of True to `requires_grad`."""
+    return _first(
+        run,
+        lambda n: (
+            isinstance(n, ast.Assign)
+            and isinstance(n.value, ast.Constant)
+            and n.value.value is True
+            and any(getattr(target, "attr", "") == "requires_grad" for target in n.targets)
+        ),
+    )
+
+
+def rank_seed(run: RecordedRun) -> Line:
+    """The first line that seeds torch with the rank."""
+    return _first(run, lambda n: _is_call_of(n, _SEEDS) and any(_RANKS.search(ast.unparse(a)) for a in n.args))
+
+
+def rank_stride(run: RecordedRun) -> Line:
+    """The first line with `range(rank, ..., step)` or `[rank::step]`."""
+
+    def strides(n: Any) -> bool:
+        begin = n.args[0] if isinstance(n, ast.Call) and called(n) == "range" and len(n.args) == 3 else None
+        if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice) and n.slice.step is not None:
+            begin = n.slice.lower
+        return begin is not None and bool(_RANKS.search(ast.unparse(begin)))
+
+    return _first(run, strides)
+
+
+def attribute_use(run: RecordedRun, attribute: str) -> Line:
+    """The first line that assigns to an attribute of this name, or calls something by way of it."""
+
+    def uses(n: Any) -> bool:
+        named = [t for t in n.targets if isinstance(t, ast.Attribute)] if isinstance(n, ast.Assign) else []
+        if isinstance(n, ast.Call):
+            named = [part for part in ast.walk(n.func) if isinstance(part, ast.Attribute) and part is not n.func]
+            named += [n.func] if isinstance(n.func, ast.Attribute) and n.args else []
+        return any(t.attr == attribute for t in named)
+
+    return _first(run, uses)
+
+
+def buffer_write(run: RecordedRun, name: str) -> Line:
+    """The first write to an attribute of this name outside constructors."""
+    for file in _files(run):
+        constructors = [n for n in functions(file) if n.name == "__init__"]
+        for n in nodes_of(file):
+            written = _targets(n)
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr.endswith("_"):
+                written = [n.func.value]
+            for t in written:
+                named = any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(t))
+                if named and not any(holds(b, t.lineno) for b in constructors):
+                    return [file, t.lineno]
+    return None
+
+
+def shared_seed(run: RecordedRun) -> Line:
+    """The last line that seeds a generator, where none is seeded with the rank: of its own, or else torch's."""
+    own, common = None, None
+    for file in _files(run):
+        for n in nodes_of(file):
+            if not isinstance(n, ast.Call) or called(n) not in _SEEDING or not n.args:
+                continue
+            if any(_RANKS.search(ast.unparse(a)) for a in n.args):
+                return None
+            if ast.unparse(n.func) in _SEEDS:
+                common = max(common or [file, 0], [file, n.lineno])
+            else:
+                own = max(own or [file, 0], [file, n.lineno])
+    return own or common
+
+
+def shared_seed_and_draw(run: RecordedRun) -> tuple[Line, Line]:
+    """(the line that seeds what the data are drawn by, the line that draws), where no seed has the rank in it. A draw
+    from torch's common generator, in a function or a loop of the script's, comes from the common seed."""
+    seed = shared_seed(run)
+    if seed is None:
+        return None, None
+    for file in _files(run):
+        scopes: list[ast.AST] = [n for n in functions(file) if n.name not in ("__init__", "main")]
+        scopes += [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While))]
+        draws = [n for n in nodes_of(file) if _is_call_of(n, _DRAWS) and any(holds(s, n.lineno) for s in scopes)]
+        if not draws:
+            continue
+        common = [n for n in draws if all(k.arg != "generator" for k in n.keywords)]
+        seeds = [n.lineno for n in nodes_of(file) if _is_call_of(n, _SEEDS)]
+        own = len(common) < len(draws)
+        return (seed if own or not seeds else [file, max(seeds)]), [file, (draws if own else common)[0].lineno]
+    return seed, None
+
+
+def unsynced_log(run: RecordedRun) -> Line:
+    """The line that logs the number that a scheduler monitors by its name, on each rank for itself."""
+    for file in _files(run):
+        pairs = [(k, v) for n in nodes_of(file) if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values)]
+        names = {v.value for k, v in pairs if isinstance(k, ast.Constant) and k.value == "monitor"
+                 if isinstance(v, ast.Constant)}  # fmt: skip
+        for n in nodes_of(file):
+            if not isinstance(n, ast.Call) or called(n) not in ("log", "log_dict") or not n.args:
+                continue
+            said = {part.value for part in ast.walk(n.args[0]) if isinstance(part, ast.Constant)}
+            if said & names and all(k.arg != "sync_dist" for k in n.keywords):
+                return [file, n.lineno]
+    return None
+
+
+def loop_exit(inside: Any, outside: Any) -> Line:
+    """The `break` or `return` by which a loop that holds the one line is left for the other one, which it does not."""
+    if not inside or not outside or inside[0] != outside[0]:
+        return None
+    loops = [n for n in nodes_of(inside[0]) if isinstance(n, (ast.For, ast.While)) and holds(n, inside[1])]
+    loops = [n for n in loops if not holds(n, outside[1])]
+    for loop in sorted(loops, key=lambda n: n.lineno):
+        own = [n for n in loops if n is not loop and n.lineno > loop.lineno]
+        for n in ast.walk(loop):
+            if isinstance(n, (ast.Break, ast.Return)) and not any(holds(i, n.lineno) for i in own):
+                return [inside[0], n.lineno]
+    return None
+
+
+def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
+    """Of the calls that lead to one, the innermost first: the one in the function, or at the top, that holds the line
+    `near`; the innermost where there is none."""
+    if not near or not path or tree_of(near[0]) is None:
+        return path[0] if path else None
+    scope = scope_at(*near)
+    return next(([file, line] for file, line in path if file == near[0] and scope_at(file, line) is scope), path[0])
+
+
+def loss_return(at: Any) -> Line:
+    """Of a script whose backward a library makes: the line that gives it the loss, where that is plain."""
+    found = [n for n in functions(at[0]) if n.name in _LOSS_OF] if at else []
+    lines = [r.lineno for n in found for r in ast.walk(n) if isinstance(r, ast.Return) and r.value is not None]
+    return [at[0], max(lines)] if len(found) == 1 and lines else None
+
+
+def _files(run: RecordedRun) -> list[str]:
+    return sorted({e["at"][0] for e in run.events(0, "optimizer", "backward", "before", "ddp") if e["at"]})
+
+
+def _first(run: RecordedRun, matches: Callable[[Any], bool]) -> Line:
+    """The line of the first node of the script's syntax trees that matches."""
+    found = ([file, n.lineno] for file in _files(run) for n in nodes_of(file) if matches(n))  # type: ignore[attr-defined]
+    return next(found, None)
+
+
+def _is_call_of(node: Any, names: Collection[str]) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in names
+
+
+def _targets(node: Any) -> list[Any]:
+    """What a statement assigns to."""
+    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+
+
+def _is_item(node: Any, key: str) -> bool:
+    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == key
+
+
+def _nearest(run: RecordedRun, near: Any, writes: Callable[[Any], bool], by_rank_only: bool = False) -> Line:
+    """A write on some ranks only; or else in the loop around `near`; or else in a function; of these the nearest."""
+    found = []
+    for file in _files(run):
+        here = near and near[0] == file
+        by_rank = [n for n in nodes_of(file) if isinstance(n, ast.If) and _RANKS.search(ast.unparse(n.test))]
+        loops = [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While)) and here and holds(n, near[1])]
+        scopes = list(functions(file))
+        for node in nodes_of(file):
+            if not isinstance(node, (ast.Call, ast.Assign, ast.AugAssign)) or not writes(node):
+                continue
+            ranked = any(holds(n, node.lineno) for n in by_rank) or bool(_RANKS.search(ast.unparse(node)))
+            looped = any(holds(n, node.lineno) for n in loops)
+            inside = any(holds(n, node.lineno) for n in scopes)
+            if ranked or ((looped or inside) and not by_rank_only):
+                distance = abs(node.lineno - near[1]) if here else 10_000
+                found.append((not ranked, not looped, distance, [file, node.lineno]))
+    return min(found, key=lambda f: f[:3])[3] if found else None
+
+
+def _writes_weight(node: Any) -> bool:
+    if isinstance(node, ast.Call):
+        text = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        given = ast.unparse(node.args[0]) if node.args else ""
+        if called(node) == "load_state_dict":
+            return not _NOT_WEIGHTS.search(text)
+        if not _WRITES.search(called(node)):
+            return called(node) == "vector_to_parameters"
+        what = given if text.endswith("init") else text
+        return bool(_WEIGHTS.search(what)) and not _NOT_WEIGHTS.search(what)
+    texts = [ast.unparse(t.value if isinstance(t, ast.Subscript) else t) for t in _targets(node)]
+    return any(t.endswith(".data") and not _NOT_WEIGHTS.search(t) for t in texts) or (
+        isinstance(node, ast.AugAssign) and any(_WEIGHTS.search(t) and not _NOT_WEIGHTS.search(t) for t in texts)
+    )
+
+
+def _writes_gradient(node: Any) -> bool:
+    if isinstance(node, ast.Call):
+        text = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        return bool(_WRITES.search(called(node))) and "grad" in text
+    return any(re.search(r"\.grad(\.data)?(\[|$)", ast.unparse(t)) for t in _targets(node))
