@@ -24,7 +24,6 @@ from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, randomness
 from paceline.train.elsewhere import of_run
-from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
@@ -34,12 +33,18 @@ from paceline.train.normalisation import Normalisation
 from paceline.train.objective import step_by_closure
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
-from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
+from paceline.train.preparable import (
+    check_optimizer,
+    check_preparable,
+    check_scheduler,
+    unwrapped,
+    with_loaders,
+    without_wrapper,
+)
 from paceline.train.run_position import Epochs, RunPosition
 from paceline.train.sources import LoaderArguments, make_source
 from paceline.train.state import State, model_number
 from paceline.train.step import Stepper
-from paceline.train.wrappers import taken_off, unwrapped
 from paceline.world import World
 
 
@@ -123,7 +128,7 @@ class Run:
 
         Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
         """
-        objects = tuple(map(taken_off, objects))
+        objects = tuple(map(without_wrapper, objects))
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
@@ -368,7 +373,7 @@ class Run:
             with self._noise.suspended():
                 acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         if acted:
-            self._normalisation.agree(self._models, self._stepper.fetched_ahead)
+            self._normalisation.average_statistics(self._models, self._stepper.fetched_ahead)
         return acted
 
     @property
@@ -426,7 +431,7 @@ class Run:
         """
         check_options(options)
         loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
-        with evaluating(model):
+        with metrics.evaluating(model):
             return predict(model, fn or on_first_input, loader, self.autocast)
 
     def compute(self, metric: Any) -> Any:
