@@ -85,7 +85,7 @@ def _leaves(node: Any) -> Iterator[bytes]:
         yield type(node).__qualname__.encode()
 
 
-def compare(name: str, made_of: dict[str, Any], probe: Probe | None) -> None:
+def check_same_data(name: str, made_of: dict[str, Any], probe: Probe | None) -> None:
     """Compare the loader `name` of all ranks. Collective. made_of: its arguments.
 
     Raises UsageError on every rank where the ranks do not read the same data in the same order. Rank 0 warns where only

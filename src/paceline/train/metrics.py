@@ -247,7 +247,7 @@ def _merge(state: Any, reduction: Any, updated: list[bool]) -> Any:
     if not any(updated):
         return None
     if isinstance(state, list) and getattr(reduction, "__name__", "") == "dim_zero_cat":
-        own = torch.cat([_row(item) for item in state]) if state else None
+        own = torch.cat([torch.atleast_1d(item) for item in state]) if state else None
         form = collectives.gather_objects(None if own is None else (own.shape[1:], own.dtype), data_group())
         some = next((known for known in form if known is not None), None)
         if some is None:
@@ -262,10 +262,6 @@ def _merge(state: Any, reduction: Any, updated: list[bool]) -> Any:
         joined = [item for other in kept for item in other]
         return joined if reduction is None else reduction(joined)
     return torch.stack(kept) if reduction is None else reduction(torch.stack(kept))
-
-
-def _row(item: Tensor) -> Tensor:
-    return item.unsqueeze(0) if item.dim() == 0 else item
 
 
 def _on(state: Any, device: torch.device) -> Any:

@@ -83,7 +83,9 @@ class Normalisation:
             self._in_sequence.complete()
         if not self._told and self._found:
             self._told = True
-            self._report_biases(models)
+            names = biases.without_effect(models)
+            if names and collectives.rank_of() == 0:
+                print(f"paceline: {biases.note(names)}", file=sys.stderr)
         mesh, group = self._strategy.mesh, self._strategy.mesh.data
         if not self._found or self._choice != "shard" or mesh.independent or self._strategy.plan.sequential:
             return
@@ -102,11 +104,6 @@ class Normalisation:
             mean = collectives.all_reduce(flat, group=group) / collectives.size_of(group)
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
-
-    def _report_biases(self, models: Sequence[nn.Module]) -> None:
-        names = biases.without_effect(models)
-        if names and collectives.rank_of() == 0:
-            print(f"paceline: {biases.note(names)}", file=sys.stderr)
 
 
 class _InSequence:

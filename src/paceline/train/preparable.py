@@ -19,9 +19,15 @@ from paceline.train.sources import DATALOADER_OPTIONS
 
 def check_preparable(thing: Any) -> None:
     """Raises UsageError for anything but a model, an optimizer, a scheduler that `run.step` can move, a DataLoader."""
-    kinds = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader)
-    if not isinstance(thing, kinds) or isinstance(thing, ReduceLROnPlateau):
-        raise UsageError(_not_prepared(thing))
+    if isinstance(thing, ReduceLROnPlateau):
+        raise UsageError(
+            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it "
+            "out of prepare, step it yourself, and track it: run.track(plateau=scheduler)."
+        )
+    if not isinstance(thing, (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader)):
+        raise UsageError(
+            f"run.prepare takes models, optimizers, schedulers and DataLoaders, not {type(thing).__name__}."
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor]) -> None:
@@ -79,15 +85,6 @@ def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
     if type(own) is RandomSampler and not own.replacement and own.num_samples == len(own.data_source):
         return {**found, "shuffle": True}
     return found if type(own) is SequentialSampler else {**found, "sampler": own}
-
-
-def _not_prepared(thing: Any) -> str:
-    if isinstance(thing, ReduceLROnPlateau):
-        return (
-            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it "
-            "out of prepare, step it yourself, and track it: run.track(plateau=scheduler)."
-        )
-    return f"run.prepare takes models, optimizers, schedulers and DataLoaders, not {type(thing).__name__}."
 
 
 # --- wrappers of other libraries

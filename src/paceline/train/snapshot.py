@@ -38,11 +38,6 @@ class SnapshotBuffers:
             torch.cuda.current_stream(device).synchronize()
         return {name: self._buffers[name][0] for name in named}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers. (Pinned memory may take more: torch rounds each block up to a power of two.)"""
-        return sum(buffer.nbytes for buffer, _ in self._buffers.values())
-
     def _buffer(self, name: str, source: Tensor) -> Tensor:
         if name in self._buffers:
             buffer, pinned = self._buffers[name]
