@@ -24,7 +24,6 @@ from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, randomness
 from paceline.train.elsewhere import of_run
-from paceline.train.evaluation import evaluating
 from paceline.train.guards import Guards
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
@@ -34,13 +33,18 @@ from paceline.train.normalisation import Normalisation
 from paceline.train.objective import step_by_closure
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
-from paceline.train.preparable import check_optimizer, check_preparable, check_scheduler, with_loaders
-from paceline.train.progress import Epochs
-from paceline.train.run_position import Handover
+from paceline.train.preparable import (
+    check_optimizer,
+    check_preparable,
+    check_scheduler,
+    unwrapped,
+    with_loaders,
+    without_wrapper,
+)
+from paceline.train.run_position import Epochs, RunPosition
 from paceline.train.sources import LoaderArguments, make_source
 from paceline.train.state import State, model_number
 from paceline.train.step import Stepper
-from paceline.train.wrappers import taken_off, unwrapped
 from paceline.world import World
 
 
@@ -68,7 +72,7 @@ class Run:
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         own = self._state, self._stepper, self._epochs
-        self._handover = Handover(*own, self._monitor.give_place, self._monitor.take_place)
+        self._position = RunPosition(*own, self._monitor.give_place, self._monitor.take_place)
         self.latest: Loader | None = None
         self._evaluations = 0
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.gradient)
@@ -124,7 +128,7 @@ class Run:
 
         Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
         """
-        objects = tuple(map(taken_off, objects))
+        objects = tuple(map(without_wrapper, objects))
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
@@ -149,7 +153,7 @@ class Run:
         self._strategy.setup(self._models, self._optimizers)
         if self.latest is not None and self._strategy.plan is not plan:
             raise ModelError(PREPARED_LATE)
-        transport.hand_over_by(self._handover)
+        transport.hand_over_by(self._position)
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
@@ -275,7 +279,7 @@ class Run:
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader
         if loader.train:
-            self._epochs.training()
+            self._epochs.on_training_yield()
             self._normalisation.on_yield(loader)
         self._stepper.on_yield(loader)
         self._monitor.on_yield(loader)
@@ -288,7 +292,7 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
-        numbers = self._stepper.between_epochs(self._epochs.upto(count))
+        numbers = self._stepper.between_epochs(self._epochs.up_to(count))
         return self._monitor.epochs(numbers, count, self._stepper.synchronize)
 
     # --- the step
@@ -369,7 +373,7 @@ class Run:
             with self._noise.suspended():
                 acted = self._stepper.step(chosen, schedulers, max_grad_norm)
         if acted:
-            self._normalisation.agree(self._models, self._stepper.prefetched)
+            self._normalisation.average_statistics(self._models, self._stepper.prefetched)
         return acted
 
     @property
@@ -427,7 +431,7 @@ class Run:
         """
         check_options(options)
         loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
-        with evaluating(model):
+        with metrics.evaluating(model):
             return predict(model, fn or on_first_input, loader, self.autocast)
 
     def compute(self, metric: Any) -> Any:
@@ -472,7 +476,7 @@ class Run:
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, keep, self._handover.counters())
+            return self._state.save(directory, self.steps, keep, self._position.counters())
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
@@ -487,7 +491,7 @@ class Run:
         found = self._state.restore(directory, missing_ok)
         if found is None:
             return False
-        self._handover.put_back(found)
+        self._position.load_counters(found)
         self._monitor.restored(directory, self.steps)
         return True
 

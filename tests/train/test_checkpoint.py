@@ -19,7 +19,7 @@ from checkpoints import HASH, assert_content, flip, names, parts, save
 
 from paceline.errors import CheckpointError, SettingError
 from paceline.train import manifest
-from paceline.train.checkpoint import Part, find, holds_checkpoint, read, stage, write
+from paceline.train.checkpoint import EncodedPart, encode_parts, find, holds_checkpoint, read, write
 from paceline.train.snapshot import SnapshotBuffers
 
 
@@ -111,7 +111,7 @@ def test_a_staged_checkpoint_is_written_while_training_goes_on(tmp_path: Path) -
     buffers = SnapshotBuffers()
     for step in (1, 2):
         live = parts(step)
-        staged = stage({**live, "tracked": Part.of({"best": torch.ones(2)}, "tracked 'best'")}, buffers)
+        staged = encode_parts({**live, "tracked": EncodedPart.of({"best": torch.ones(2)}, "tracked 'best'")}, buffers)
         live["model"]["weight"].zero_()  # as the next optimizer step would
         live["optimizer"]["state"][0]["step"] = -1
         writer = threading.Thread(target=write, args=[tmp_path], kwargs={"step": step, "parts": staged})

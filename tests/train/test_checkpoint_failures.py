@@ -154,7 +154,7 @@ def test_an_interrupted_save_leaves_nothing(three: Path, monkeypatch: pytest.Mon
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_install", interrupt)
+    monkeypatch.setattr(checkpoint, "_give_name", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(three, 4)
     assert names(three) == ["latest", "step-00000001", "step-00000002", "step-00000003"]

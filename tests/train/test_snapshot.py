@@ -28,6 +28,11 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def held(buffers: SnapshotBuffers) -> int:
+    """Bytes of all buffers."""
+    return sum(buffer.nbytes for buffer, _ in buffers._buffers.values())
+
+
 def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert list(got) == list(expected)
     for name, tensor in expected.items():
@@ -35,7 +40,7 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert torch.equal(got[name].float(), tensor.detach().float()), name
 
 
-@pytest.mark.parametrize("copy", [on_host, lambda named: SnapshotBuffers().take(named)], ids=["on_host", "take"])
+@pytest.mark.parametrize("copy", [on_host, lambda named: SnapshotBuffers().copy(named)], ids=["on_host", "copy"])
 def test_what_comes_out_is_equal_whole_and_ready_for_safetensors(copy) -> None:  # type: ignore[no-untyped-def]
     named = tensors()
     with pytest.raises((RuntimeError, ValueError)):
@@ -50,7 +55,7 @@ def test_what_comes_out_is_equal_whole_and_ready_for_safetensors(copy) -> None: 
 def test_a_snapshot_does_not_change_with_the_original() -> None:
     named = {name: tensor.detach().clone() for name, tensor in tensors().items()}
     kept = {name: tensor.clone() for name, tensor in named.items()}
-    taken = SnapshotBuffers().take(named)
+    taken = SnapshotBuffers().copy(named)
     for tensor in named.values():
         tensor.zero_()
     assert_equal(taken, kept)
@@ -58,23 +63,23 @@ def test_a_snapshot_does_not_change_with_the_original() -> None:
 
 def test_the_memory_is_taken_once() -> None:
     buffers, named = SnapshotBuffers(), tensors()
-    places = {name: tensor.data_ptr() for name, tensor in buffers.take(named).items()}
-    again = buffers.take({name: tensor.detach().clone() for name, tensor in tensors().items()})
+    places = {name: tensor.data_ptr() for name, tensor in buffers.copy(named).items()}
+    again = buffers.copy({name: tensor.detach().clone() for name, tensor in tensors().items()})
     assert {name: tensor.data_ptr() for name, tensor in again.items()} == places
-    assert buffers.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+    assert held(buffers) == sum(tensor.numel() * tensor.element_size() for tensor in named.values())
 
 
 def test_only_what_changed_shape_or_dtype_is_allocated_anew() -> None:
     buffers = SnapshotBuffers()
     # Held, so that the allocator cannot hand a freed block out again under the same address.
-    first = buffers.take({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3), "gone": torch.ones(100)})
-    second = buffers.take({"c": torch.ones(3).double(), "b": torch.full((3,), 2.0), "a": torch.ones(4)})
+    first = buffers.copy({"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(3), "gone": torch.ones(100)})
+    second = buffers.copy({"c": torch.ones(3).double(), "b": torch.full((3,), 2.0), "a": torch.ones(4)})
     assert list(second) == ["c", "b", "a"]
     assert second["b"].data_ptr() == first["b"].data_ptr()
     assert second["a"].data_ptr() != first["a"].data_ptr()
     assert second["c"].data_ptr() != first["c"].data_ptr()
     assert_equal(second, {"c": torch.ones(3).double(), "b": torch.full((3,), 2.0), "a": torch.ones(4)})
-    assert buffers.nbytes == 4 * 4 + 3 * 4 + 3 * 8
+    assert held(buffers) == 4 * 4 + 3 * 4 + 3 * 8
 
 
 def test_on_host_copies_only_what_it_must() -> None:
@@ -98,7 +103,7 @@ def test_copies_from_cuda_are_pinned_and_complete() -> None:
     }
     for _ in range(3):
         named["a"].normal_()
-        taken = buffers.take(named)
+        taken = buffers.copy(named)
         assert_equal(taken, {name: tensor.cpu() for name, tensor in named.items()})
     assert taken["a"].is_pinned()
     assert not taken["b"].is_pinned()

@@ -10,9 +10,9 @@ from torch import Tensor
 from paceline import session
 from paceline.errors import SettingError, UsageError
 from paceline.run import Run
-from paceline.train.evaluation import Average, evaluating, share
 from paceline.train.loader import Loader
 from paceline.train.loss import Total, terms_of
+from paceline.train.metrics import Average, evaluating, reduce_averages
 
 LossFn = Callable[[Any, Any], Any]
 Metrics = Mapping[str, Any]
@@ -79,7 +79,7 @@ def whole(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metric
                 assert seen is not None
                 if loader.examples:  # not all of them take nothing
                     metric.update(seen.taken(name), batch[1])
-    values = share([*losses, *means.values()])
+    values = reduce_averages([*losses, *means.values()])
     own = len(losses)
     found = dict(zip(means, values[own:], strict=True))
     found |= {name: float(run.compute(metric)) for name, metric in whole_metrics.items()}

@@ -15,9 +15,9 @@ from paceline.comm import collectives
 from paceline.errors import SettingError, suggest
 from paceline.fitting.history import Best, Checkpoints, History
 from paceline.run import Run
-from paceline.train.evaluation import Average, share
 from paceline.train.loader import Loader
 from paceline.train.loss import parts_of
+from paceline.train.metrics import Average, reduce_averages
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ class Fitting:
 
     def mean_loss(self) -> float:
         """Over all examples (or what the loss counts) of the epoch, on all processes."""
-        (value,) = share([self._mean])
+        (value,) = reduce_averages([self._mean])
         self._mean = Average(self.run.device)
         return value
 
     def save_in_mid_epoch(self) -> None:
         where = self._plan.checkpoints
         if where is not None and where.every is not None and self.run.steps % where.every == 0:
-            share([self._mean])
+            reduce_averages([self._mean])
             self.run.save(where.directory, keep=where.keep)
 
     def end_epoch(self) -> None:

@@ -1,10 +1,10 @@
-"""Are the data the same on every rank? Asked once for each training loader, at its first optimizer step: there, unlike
-where a loader is made or iterated, all ranks are sure to come.
+"""Are the data the same on every rank? The ranks compare them once for each training loader, at its first optimizer
+step: all ranks are sure to reach it, and not sure to make or to iterate a loader.
 
-Every rank reads the data set for itself, and takes its part of an order that all compute alike. A data set that was
-cut at random before `start`, a sampler with an order of its own on each rank, or a stream that shards itself by rank
-would lose examples and count others twice, and nothing would say so. So the ranks compare what their loaders were
-made of, the indices of their first global batch, and a digest of its first examples.
+Every rank reads the data set for itself and yields its part of an order that all ranks compute alike. Some data sets
+lose examples so, and yield others twice: one that was cut at random before `start`, a sampler with another order on
+each rank, a stream that shards itself by rank. The ranks compare the arguments of their loaders, the indices of the
+first global batch, and digests of its first examples.
 """
 
 from __future__ import annotations
@@ -23,41 +23,38 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.errors import UsageError
 
-READ = 8
-"""How many examples of its first global batch a rank reads, beside its own, to compare them."""
+COMPARED = 8
+"""Examples of the first global batch that each rank reads beside its own, to compare them."""
 
-STREAMED = 64
-"""How many it compares in a stream, of which every rank reads all."""
+COMPARED_IN_STREAM = 64
+"""Examples that are compared in a stream, of which every rank reads all."""
 
 _BYTES = 4096  # of each array: ranks that read other data differ long before
 
 
 class Probe(NamedTuple):
-    """What a rank saw of a first global batch.
+    """What a rank saw of the first global batch."""
 
-    order: a digest of its indices; None in a stream, which has none. indices: of examples to digest. examples: for each
-    of them a digest of each leaf (a tensor, a string, a number).
-    """
-
-    order: int | None
-    indices: tuple[int, ...]
-    examples: tuple[tuple[int, ...], ...] = ()
+    order: int | None  # a digest of the indices; None for a stream, which has none
+    indices: tuple[int, ...]  # of the examples to compare
+    examples: tuple[tuple[int, ...], ...] = ()  # for each of them, a digest of each leaf (a tensor, string or number)
 
 
 def probe_of_indices(batch: Sequence[int]) -> Probe:
+    """The probe of a global batch, given by its indices. A fetcher adds the examples."""
     order = zlib.crc32(np.asarray(batch, dtype=np.int64).tobytes())
-    return Probe(order, tuple(int(i) for i in batch[:READ]))
+    return Probe(order, tuple(int(i) for i in batch[:COMPARED]))
 
 
 def probe_of_stream(examples: Iterable[Any]) -> Probe:
-    return Probe(None, (), tuple(digest_of_example(example) for example in islice(examples, STREAMED)))
+    return Probe(None, (), tuple(digest_of_example(example) for example in islice(examples, COMPARED_IN_STREAM)))
 
 
 def digest_of_example(example: Any) -> tuple[int, ...]:
-    """A digest of each leaf, in order. Of values that are no data (objects, functions) only the type counts."""
+    """A digest of each leaf, in order. Of a leaf that is no data (an object, a function) only the type counts."""
     try:
         return tuple(zlib.crc32(leaf) for leaf in _leaves(example))
-    except Exception:  # whatever a class of the user's says to being looked at: then it is not compared
+    except Exception:  # a class of the user's may raise anything; its examples are then not compared
         return ()
 
 
@@ -88,13 +85,16 @@ def _leaves(node: Any) -> Iterator[bytes]:
         yield type(node).__qualname__.encode()
 
 
-def compare(name: str, made_of: dict[str, Any], probe: Probe | None) -> None:
-    """Collective. Raises UsageError on every rank where their loaders `name` do not read the same data in the same
-    order; warns on rank 0 where examples of a map-style data set differ, which may only be augmented so."""
+def check_same_data(name: str, made_of: dict[str, Any], probe: Probe | None) -> None:
+    """Compare the loader `name` of all ranks. Collective. made_of: its arguments.
+
+    Raises UsageError on every rank where the ranks do not read the same data in the same order. Rank 0 warns where only
+    examples of a map-style data set differ: they may be the same ones, augmented at random.
+    """
     everyone = collectives.gather_objects((made_of, probe))
     for key in dict.fromkeys(key for own, _ in everyone for key in own):
         values = [own.get(key) for own, _ in everyone]
-        if (other := _first_other(values)) is not None:
+        if (other := _first_different(values)) is not None:
             raise UsageError(
                 f"loader {name!r} is not the same on all ranks: {key}={values[0]!r} on rank 0, {key}={values[other]!r} "
                 f"on rank {other}. {_REMEDY}"
@@ -102,13 +102,13 @@ def compare(name: str, made_of: dict[str, Any], probe: Probe | None) -> None:
     probes = [probe for _, probe in everyone if probe is not None]
     if len(probes) < len(everyone):
         return
-    if (other := _first_other([probe.order for probe in probes])) is not None:
+    if (other := _first_different([probe.order for probe in probes])) is not None:
         raise UsageError(
             f"loader {name!r}: the order of the examples on rank {other} is another than on rank 0, from the first "
             "global batch on, so that some would be lost and others seen twice. The sampler, or what it was made of, "
             f"differs. {_REMEDY}"
         )
-    other = _first_other_examples([probe.examples for probe in probes])
+    other = _first_different_examples([probe.examples for probe in probes])
     if other is None:
         return
     if probes[0].order is None:
@@ -135,14 +135,14 @@ _REMEDY = (
 )
 
 
-def _first_other(values: Sequence[Any]) -> int | None:
+def _first_different(values: Sequence[Any]) -> int | None:
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
-def _first_other_examples(digests: Sequence[tuple[tuple[int, ...], ...]]) -> int | None:
-    """The first rank whose examples differ from rank 0's in more than half of the leaves that vary from example to
-    example: labels and ids stay when an image is augmented with noise that no seed reaches."""
-    other = _first_other(digests)
+def _first_different_examples(digests: Sequence[tuple[tuple[int, ...], ...]]) -> int | None:
+    """The first rank whose examples differ from rank 0's. None where at least half of the leaves that vary from example
+    to example are the same: labels and ids are, when an image is augmented with random numbers that no seed reaches."""
+    other = _first_different(digests)
     if other is None:
         return None
     columns = [zip(*own, strict=False) for own in (digests[0], digests[other])]

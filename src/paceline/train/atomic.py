@@ -1,13 +1,13 @@
-"""Files that are there whole or not at all, whatever kills the process: what checkpoints and exports are built from.
+"""Atomic writes: a file is there whole or not at all, whatever kills the process. And what disk errors say.
 
-The way to a whole file: write it in a scratch directory beside its final place, sync it, rename it, sync the directory
-that now names it. A rename within one file system is atomic (POSIX rename), and a synced file is on the disk before its
-name is.
+To write a file: write it in a scratch directory beside its final place, sync it, rename it, and sync the directory that
+has the new name. A rename within one file system is atomic (POSIX rename). The sync before it puts the bytes on the
+disk before the name.
 
 A scratch directory `.tmp-LABEL-XXXXXXXX` belongs to the process that holds the lock (flock) on the file beside it,
-`.tmp-LABEL-XXXXXXXX.lock`. The kernel frees the lock when the process dies, however it dies and wherever it ran: a
-later writer can tell a dead writer's debris from a live one's work. Where a file system has no locks, debris is what
-was not touched for a day.
+`.tmp-LABEL-XXXXXXXX.lock`. The kernel frees the lock when that process dies, on whatever machine it ran. So a later
+writer can tell what a dead writer left from what a live one is writing. Where a file system has no locks, a directory
+that was not touched for a day was left by a dead writer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from paceline.errors import CheckpointError
+
 _SCRATCH = re.compile(r"(\.tmp-.+-[0-9a-f]{8})(\.lock)?")
 _CHUNK_BYTES = 4 * 2**20
 _UNTOUCHED_SECONDS = 24 * 3600
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal. Releases the interpreter lock while it works."""
+    """The sha256 of a file, in hexadecimal. Other threads run meanwhile."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -40,7 +44,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a directory's names, are on the disk (fsync)."""
+    """Wait until a file's bytes, or the names in a directory, are on the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -52,7 +56,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """`mkdir -p`, and durable: a directory that a crash takes away would take its checkpoints along."""
+    """`mkdir -p`, synced: a directory that is lost in a crash would take its checkpoints along."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for place in missing:
@@ -61,20 +65,20 @@ def make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def scratch(parent: Path, label: str) -> Iterator[Path]:
-    """A new, empty, private directory in `parent`, removed with all that is still in it at the end."""
+    """A new, empty directory in `parent`. It is removed at the end, with all that is still in it."""
     path = parent / f".tmp-{label[:40]}-{secrets.token_hex(4)}"
-    lock = _hold(_lock_path(path))
+    lock = _lock(_lock_path(path))
     try:
         path.mkdir()
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
         if lock is not None:
-            _release(_lock_path(path), lock, remove=not os.path.lexists(path))
+            _unlock(_lock_path(path), lock, remove=not os.path.lexists(path))
 
 
 def remove_debris(parent: Path) -> None:
-    """Removes the scratch directories in `parent` whose writers are dead. What cannot be removed is left."""
+    """Remove the scratch directories in `parent` whose writers are dead, as far as that is possible."""
     matches = [_SCRATCH.fullmatch(name) for name in os.listdir(parent)]
     for name in sorted({match[1] for match in matches if match}):
         with contextlib.suppress(OSError):
@@ -85,7 +89,7 @@ def _remove_if_dead(path: Path) -> None:
     try:
         lock = os.open(_lock_path(path), os.O_RDWR)
     except FileNotFoundError:
-        # Its writer has just finished, or had no locks to take.
+        # Its writer has just finished, or the file system has no locks.
         places = [path, *path.rglob("*")]
         if time.time() - max(place.lstat().st_mtime for place in places) > _UNTOUCHED_SECONDS:
             shutil.rmtree(path)
@@ -93,27 +97,27 @@ def _remove_if_dead(path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(lock)  # alive
+        os.close(lock)  # its writer is alive
         return
     shutil.rmtree(path, ignore_errors=True)
-    _release(_lock_path(path), lock, remove=not os.path.lexists(path))
+    _unlock(_lock_path(path), lock, remove=not os.path.lexists(path))
 
 
 def _lock_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def _hold(path: Path) -> int | None:
-    """Creates and locks a file; the open handle, or None where the file system has no locks.
+def _lock(path: Path) -> int | None:
+    """Create and lock a file. Returns the open handle, or None where the file system has no locks.
 
-    The lock comes before the directory that it speaks for, so that no live writer's directory is ever without one.
+    The lock is made before its directory, so that the directory of a live writer always has one.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(handle)  # another writer is just looking whether we are dead
+            os.close(handle)  # another writer holds it for a moment, to find out whether we are dead
             time.sleep(0.001)
             continue
         except OSError:
@@ -122,13 +126,52 @@ def _hold(path: Path) -> int | None:
             return None
         if os.fstat(handle).st_nlink > 0:
             return handle
-        os.close(handle)  # it thought so, and removed the file before we had locked it
+        os.close(handle)  # that writer removed the file before we had locked it
 
 
-def _release(path: Path, handle: int, *, remove: bool) -> None:
-    """Frees a lock. Its file stays where the directory could not be removed: the next writer finds both, and tries."""
+def _unlock(path: Path, handle: int, *, remove: bool) -> None:
+    """Free a lock. remove: delete its file too. It stays where the directory could not be removed, so that the next
+    writer finds both."""
     with contextlib.suppress(OSError):
         if remove:
             path.unlink(missing_ok=True)
         fcntl.flock(handle, fcntl.LOCK_UN)  # close alone would not do where a forked worker has the handle too
     os.close(handle)
+
+
+# --- errors of the disk
+
+
+@contextlib.contextmanager
+def explained(what: str, path: Path) -> Iterator[None]:
+    """Raise an error of the operating system as a CheckpointError, "{what} {path}: reason. Remedy."."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
+        if inner := re.search(r"\(os error (\d+)\)", str(error)):  # an OSError, as safetensors tells it
+            number, reason = int(inner[1]), os.strerror(int(inner[1]))
+        raise CheckpointError(f"{what} {path}: {reason}. {_remedy(path, number)}") from error
+
+
+def contents(path: Path, most: int = 8) -> str:
+    """The names in a directory, for a message: "a, b, c and 12 more"."""
+    names = sorted(os.listdir(path))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "nothing") + more
+
+
+def nearest(path: Path) -> Path:
+    """`path`, or the closest of its parents that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def _remedy(path: Path, number: int | None) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = shutil.disk_usage(nearest(path)).free / 2**30
+        return f"{free:.2f} GiB are free there. Make room, keep fewer checkpoints (keep=2), or give another directory."
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "This user may not do that there: change the permissions, or give another directory."
+    if number in (errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ENAMETOOLONG):
+        return "Give another path."
+    return "Look at the disk, or give another directory."

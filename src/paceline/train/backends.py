@@ -1,6 +1,6 @@
-"""Settings of torch's own backends: for as long as a run is open, and then as they were.
+"""torch's global switches: set while a run is open, then put back.
 
-What is None is left as torch, or the script, has it. (Setting these switches starts no CUDA context.)
+A setting that is None leaves its switch alone. (Setting these switches starts no CUDA context.)
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,45 +22,35 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def apply(settings: Settings) -> Callable[[], None]:
-    """Sets what the settings ask for, and returns what puts everything back. Call it before anything is computed on a
-    GPU: cuBLAS reads its workspace's layout once."""
-    undo: list[Callable[[], None]] = []
-    cudnn: Any = torch.backends.cudnn
+    """Set the switches that the settings ask for. Returns a function that puts all of them back. Call it before
+    anything is computed on a GPU: cuBLAS reads the layout of its workspace once."""
+    undo = ExitStack()  # puts back the latest first
+    cudnn = torch.backends.cudnn
     if settings.cudnn_benchmark is not None:
-        undo.append(_set(cudnn, "benchmark", settings.cudnn_benchmark))
+        _set(undo, cudnn, "benchmark", settings.cudnn_benchmark)
     if settings.reproducible is not None:
-        undo.append(_threads(threads(mark=THREAD_BUDGET)))
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads(mark=THREAD_BUDGET))
     if settings.deterministic or settings.reproducible is not None:
-        undo.append(_set(cudnn, "benchmark", False))
-        undo.append(_set(cudnn, "deterministic", True))
-        undo.append(_deterministic_algorithms())
+        _set(undo, cudnn, "benchmark", False)
+        _set(undo, cudnn, "deterministic", True)
+        undo.callback(_deterministic_algorithms())
     if settings.tf32 is not None:
-        undo.append(_tf32(settings.tf32))
-
-    def put_back() -> None:
-        while undo:
-            undo.pop()()
-
-    return put_back
+        undo.callback(_tf32(settings.tf32))
+    return undo.close
 
 
-def _set(place: Any, name: str, value: Any) -> Callable[[], None]:
-    before = getattr(place, name)
-    setattr(place, name, value)
-    return lambda: setattr(place, name, before)
-
-
-def _threads(count: int) -> Callable[[], None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    return lambda: torch.set_num_threads(before)
+def _set(undo: ExitStack, owner: Any, name: str, value: bool) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def _deterministic_algorithms() -> Callable[[], None]:
+    """Returns a function that puts everything back, as _tf32 does."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get(CUBLAS_WORKSPACE)
-    # Without it cuBLAS chooses among several workspaces as they come free; this is one of the two values that torch
-    # accepts, 8 buffers of 4 MiB (NVIDIA's cuBLAS documentation, "Results Reproducibility").
+    # Without this variable cuBLAS uses whichever of several workspaces is free. torch accepts two values; this one is 8
+    # buffers of 4 MiB (NVIDIA's cuBLAS documentation, "Results Reproducibility").
     os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -72,17 +63,17 @@ def _deterministic_algorithms() -> Callable[[], None]:
 
 
 def _tf32(on: bool) -> Callable[[], None]:
-    """Matrix products and cuDNN's convolutions and recurrent networks in TF32, or not.
+    """TF32 in matrix products and in cuDNN's convolutions and recurrent networks, or not.
 
-    Torch has two sets of switches since 2.9. To write the new one makes readers of the old one raise, some of torch's
-    own among them (torch.compile up to 2.12); to write the old one keeps both in step, but up to 2.12 warns. So the old
-    one is written, quietly; and at the end the new one's values come back as well, since it has a third one, "none".
+    Since 2.9 torch has two sets of switches. Writing the new set makes readers of the old one raise, some of torch's
+    own among them (torch.compile up to 2.12). Writing the old set sets both, but warns up to 2.12. So the old set is
+    written without the warning. At the end the new set's values are put back too, since they have a third one, "none".
     """
     backends: Any = torch.backends
     switches = [(backends.cuda.matmul, "allow_tf32"), (backends.cudnn, "allow_tf32")]
     places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn] if hasattr(backends.cudnn, "rnn") else []
     precise = [place.fp32_precision for place in places]
-    if places:  # a script that has written the new ones may not read the old ones any more
+    if places:  # a script that has written the new set cannot read the old one any more
         before = [precise[0] == "tf32", precise[1] == "tf32"]
     else:
         before = [getattr(place, name) for place, name in switches]
@@ -103,8 +94,8 @@ def _tf32(on: bool) -> Callable[[], None]:
 
 
 def channels_last(model: nn.Module) -> None:
-    """Lays 4-d weights (of 2-d convolutions) out as channels_last and 5-d ones (3-d) as channels_last_3d, in place: the
-    parameters stay the same objects. Activations follow, since a convolution takes the format of its weights."""
+    """Store 4-d weights (of 2-d convolutions) as channels_last and 5-d weights (3-d) as channels_last_3d, in place.
+    Activations follow, since a convolution's output has the memory format of its weights."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.dim() in (4, 5):
             form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d

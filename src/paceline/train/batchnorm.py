@@ -1,23 +1,23 @@
 """Batch norm over all replicas: the same statistics as on one device, however the batch was cut.
 
-`convert(model)` changes the class of each batch norm in the model; the modules and their parameters stay the same
-objects. In training each layer then takes three steps, the second of which is the only one that communicates:
+`convert(model)` changes the class of each batch norm in the model. Modules and parameters stay the same objects. In
+training the forward of a layer has three phases, of which only the second communicates:
 
-1. each replica computes count, mean and M2 (the sum of squared distances from that mean) of its own examples;
-2. one sum over replicas tells everyone all rows (count, mean, M2; and a number for biases.py): each adds a table that
-   is zero but for its own row;
-3. each combines the rows alike, in float64 (Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm
-   for computing sample variances", for any number of parts):
+1. Each replica computes count, mean and M2 (the sum of squared distances from that mean) of its own examples.
+2. One sum over replicas gives every replica all rows (count, mean, M2, and a number for biases.py): each replica adds a
+   table that is zero except for its own row.
+3. Each replica combines the rows, all in the same way, in float64 (Chan, Golub, LeVeque 1979, "Updating formulae and a
+   pairwise algorithm for computing sample variances", for any number of parts):
 
     N = Σ n_r        mean = Σ (n_r / N) mean_r        var = Σ M2_r / N + Σ (n_r / N) (mean_r - mean)²
 
-Running variances are unbiased, N / (N - 1) times as large. Where all replicas were given the same examples, as for
-pictures of a generator from fixed noise, their rows are the same bits: the mean and variance are those of one replica,
-and so is the N of that factor, since these examples count once.
+Running variances are unbiased, larger by N / (N - 1). Where all replicas have the same examples, as for a generator's
+pictures of fixed noise, their rows are the same bits. These examples count once: N in that factor is then the count of
+one replica.
 
-No large numbers are subtracted, so this is as stable as two passes over the whole batch. An empty shard has a row of
-zeros: it adds nothing, and takes part. The backward sums one vector, [Σ dy, Σ dy·x̂], over the replicas. Gradients of
-weight and bias are this replica's part, as for any other layer.
+No large numbers are subtracted, so this is as stable as two passes over the whole batch. A replica with an empty shard
+takes part with a row of zeros. The backward sums one vector, [Σ dy, Σ dy·x̂], over the replicas. Gradients of weight and
+bias are those of this replica's examples, as in any other layer.
 
 Legend for shapes: N examples times pixels over all replicas, R replicas, C channels; x is (n, C, ...).
 """
@@ -41,7 +41,7 @@ from paceline.train.messages import ONE_VALUE, one_value_message
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
-    """float32 at least: bf16 and fp16 inputs have float32 statistics, as in torch."""
+    """At least float32: bf16 and fp16 inputs have float32 statistics, as in torch."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -68,18 +68,17 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
         scratch = torch.ones(2, x.size(1), dtype=dtype, device=x.device)
         mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
         return mean, var * count
-    # On the CPU two passes of vectorised kernels take a quarter of the time of torch's one pass over such rows.
+    # On the CPU two passes of vectorised kernels take a quarter of the time of torch's one pass over long rows.
     mean = x.sum(_other_dims(x), dtype=dtype) / count
     centred = _affine(x.to(dtype), torch.ones_like(mean), -mean)
     return mean, centred.square_().sum(_other_dims(x))
 
 
 def _global_statistics(x: Tensor, replicas: Replicas, listens: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(C,) mean, (C,) biased variance and () count over all replicas, () the count of those that are not the same ones
-    once more; NaN, NaN, 0 and 0 where all shards are empty. And (), whether all that have examples listen for the
-    gradient of x (biases.py).
+    """(C,) mean, (C,) biased variance, () count over all replicas, () count of distinct examples, and () whether all
+    replicas that have examples listen for the gradient of x (biases.py). NaN, NaN, 0 and 0 where all shards are empty.
 
-    Few operations, for they are small: on a GPU their number is what this costs.
+    Small operations, and few: on a GPU their number is the cost.
     """
     channels = x.size(1)
     exact = torch.float32 if x.device.type == "mps" else torch.float64
@@ -95,24 +94,24 @@ def _global_statistics(x: Tensor, replicas: Replicas, listens: bool) -> tuple[Te
     mean = (shares * means).sum(0)
     var = torch.addcmul(m2s / count, shares, (means - mean).square()).sum(0)
     dtype = _statistics_dtype(x)
-    return mean.to(dtype), var.to(dtype), count.to(dtype), _once(rows, count).to(dtype), deaf.sum() == 0
+    return mean.to(dtype), var.to(dtype), count.to(dtype), _distinct(rows, count).to(dtype), deaf.sum() == 0
 
 
-def _once(rows: Tensor, count: Tensor) -> Tensor:
-    """(), the count of one replica where the rows of all are the same bits, else of all together. One example alone
-    has a variance of zero, whatever it is multiplied by, and no factor."""
+def _distinct(rows: Tensor, count: Tensor) -> Tensor:
+    """(), the count of one replica where the rows of all replicas are the same bits, else `count`, that of all. `count`
+    too where that one has a single value: the variance is then zero, and the factor N / (N - 1) would be infinite."""
     own = rows[0, 0]
     if rows.device.type == "cpu":
         same = torch.equal(rows[0], rows[1]) and torch.equal(rows[1:], rows[:-1]) and own.item() > 1
         return own if same else count
-    return torch.where((rows == rows[:1]).all() & (own > 1), own, count)  # to know it would wait for the device
+    return torch.where((rows == rows[:1]).all() & (own > 1), own, count)  # branching would wait for the device
 
 
 class _Statistics(torch.autograd.Function):
-    """x -> (mean, invstd) over all replicas, whose values are known already; differentiable any number of times.
+    """x -> (mean, invstd) over all replicas, given their values. Differentiable any number of times.
 
-    dmean/dx_i = 1/N and dinvstd/dx_i = -invstd³ (x_i - mean) / N: the gradients of mean and invstd come from all
-    replicas, so they are summed. The backward is made of differentiable operations on x and on its own outputs.
+    dmean/dx_i = 1/N and dinvstd/dx_i = -invstd³ (x_i - mean) / N. The gradients of mean and invstd come from all
+    replicas, so they are summed. The backward consists of differentiable operations on x and on the outputs.
     """
 
     @staticmethod
@@ -152,7 +151,7 @@ class _Normalise(torch.autograd.Function):
         dtype = _statistics_dtype(x)
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), count)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # The handle goes along: on CUDA the backward runs in a thread of autograd's, which knows of no replicas.
+        # Kept, since on CUDA the backward runs in a thread of autograd's, where replicas_here() finds none.
         ctx.replicas = replicas
         scale = None if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
@@ -188,7 +187,7 @@ def _fused_backward(
     dx = invstd · weight · (dy - Σdy/N - x̂ Σ(dy·x̂)/N), the sums over all replicas: Ioffe and Szegedy 2015, section 3.
     """
     if x.numel() > 0:
-        # The kernel's own dx would use this replica's sums: it is left out, and only dx would look at the weight.
+        # The kernel's own dx would use this replica's sums, so it is not asked for. Only dx would need the weight.
         any_weight = invstd
         _, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
             dy, x, any_weight, None, None, mean, invstd, True, 0.0, [False, True, True]
@@ -214,7 +213,7 @@ def _differentiable_backward(
     needs_dx: bool,
     replicas: Replicas,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The same as `_fused_backward` in differentiable operations, for a gradient penalty (create_graph=True)."""
+    """`_fused_backward` in differentiable operations, for a gradient penalty (create_graph=True)."""
     mean, invstd = _Statistics.apply(x, mean, invstd, count, replicas)
     dy = dy.to(mean.dtype)
     xhat = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(invstd, x)
@@ -228,13 +227,14 @@ def _differentiable_backward(
 
 
 class _Global(CrossesReplicas, _BatchNorm):
-    """What the converted classes share. Where statistics are not of this batch, or of one replica, torch's own path."""
+    """The base of converted batch norms. torch's own forward runs where there is one replica, and where statistics are
+    not those of the batch."""
 
     def forward(self, input: Tensor) -> Tensor:
         of_this_batch = self.training or (self.running_mean is None and self.running_var is None)
         replicas = replicas_here() if of_this_batch else None
         if replicas is None or replicas.size == 1:
-            return _BatchNorm.forward(self, biases.alone(input) if of_this_batch else input)
+            return _BatchNorm.forward(self, biases.listen(input) if of_this_batch else input)
         self._check_input_dim(input)
         from paceline.train import uncompiled  # here: importing it takes a second (see there)
 
@@ -246,10 +246,10 @@ class _Global(CrossesReplicas, _BatchNorm):
                 f"{type(self).__name__} was made for {self.num_features} channels and got an input of shape "
                 f"{tuple(input.shape)}, with {input.size(1)}. Give it num_features={input.size(1)}."
             )
-        listens = biases.offered(input)
+        listens = biases.is_biased_output(input)
         with torch.no_grad():
             mean, var, count, once, agreed = _global_statistics(input, replicas, listens)
-            # Reading the count waits for the device, so it is read only where n does not say already that N > 1.
+            # Reading the count waits for the device. It is not read where the examples of this replica make N > 1.
             known = int(count) if input.numel() <= input.size(1) else 2
             if known == 1:
                 raise ValueError(
@@ -259,9 +259,8 @@ class _Global(CrossesReplicas, _BatchNorm):
             if known > 1:
                 self._update_running_statistics(mean, var * (once / (once - 1)))
         if known == 0:
-            return _BatchNorm.forward(self, input)  # all shards are empty: nothing to share, now or in the backward
-        if listens:
-            input = biases.shared(input, agreed)
+            return _BatchNorm.forward(self, input)  # all shards are empty: nothing to sum, now or in the backward
+        input = biases.listen(input, agreed)
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, replicas)
 
     def _update_running_statistics(self, mean: Tensor, unbiased_var: Tensor) -> None:
@@ -291,7 +290,7 @@ class GlobalBatchNorm3d(_Global, nn.BatchNorm3d):
 
 
 class GlobalSyncBatchNorm(_Global):
-    """What an nn.SyncBatchNorm becomes. No subclass of it: DDP refuses those on CPUs."""
+    """What an nn.SyncBatchNorm becomes. Not a subclass of it, since DDP refuses those on CPUs."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -307,7 +306,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
-    """The global class of a batch norm's class. For a script's own subclass (without a forward) it is made here."""
+    """The converted class of a batch norm's class. That of a script's own subclass is made here."""
     if kind not in _CLASSES:
 
         def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -318,17 +317,17 @@ def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _blank(kind: type[nn.Module]) -> nn.Module:
-    """An object of the global class of `kind`, before its state is set: how pickle and deepcopy find a made class."""
+    """An object of the converted class of `kind`, without its state. pickle and deepcopy call it, since they cannot
+    import a class that was made at run time."""
     made = _class_for(kind)
     return made.__new__(made)
 
 
 def convert(model: nn.Module) -> int:
-    """Let every batch norm in the model take its statistics over all replicas; returns how many were changed.
+    """Make every batch norm in the model compute its statistics over all replicas. Returns how many were changed.
 
-    In place: modules, parameters and buffers stay the same objects, only the modules' class changes, from
-    nn.BatchNorm2d to GlobalBatchNorm2d and so on. A second call finds nothing to do. Raises ModelError, and changes
-    nothing, where a batch norm cannot be converted.
+    The class of these modules changes in place, from nn.BatchNorm2d to GlobalBatchNorm2d and so on. A second call
+    changes nothing. Raises ModelError, and changes nothing, where a batch norm cannot be converted.
     """
     found = [module for path, module in model.named_modules() if _can_convert(path or "(the model itself)", module)]
     for module in found:
@@ -337,7 +336,7 @@ def convert(model: nn.Module) -> int:
 
 
 def _can_convert(path: str, module: nn.Module) -> bool:
-    """Whether this is a batch norm to convert; ModelError where it is one that cannot be."""
+    """Whether this is a batch norm to convert. Raises ModelError where it is one that cannot be converted."""
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         if "BatchNorm" in module.original_name:

@@ -1,23 +1,22 @@
-"""A bias before batch norm: its gradient is zero, and exactly so.
+"""The bias of a layer before batch norm: its gradient is made exactly zero.
 
-Batch norm subtracts each channel's mean, so that a number added to a whole channel before it changes nothing, and the
-gradient of the bias of the layer before it is zero. What autograd computes is the sum of the gradients that come out
-of the batch norm, which is zero but for rounding. Adam divides a gradient by its own size and makes whole steps of that
-rounding: other ones on another number of processes. Instance norm has the same property.
+Batch norm subtracts each channel's mean, so a number added to a whole channel before it changes nothing: the gradient
+of such a bias is zero. Autograd computes it as the sum of the gradients that the norm returns, which is zero up to
+rounding. Adam divides a gradient by its own size, and makes full steps of this rounding, other steps on another number
+of processes. Instance norm has the same property.
 
-1. A layer with a bias (LAYERS) computes with a detached bias, and `_Attach` gives its output the edge to the bias that
-   is in it already. The output carries a Source, which belongs to this one call of the layer.
-2. A norm that is given this very tensor, and takes its statistics from it, passes it through `_Listen`, whose backward
-   notes in the Source the gradient dx that the norm returned. Over all examples that the statistics are of, dx sums to
-   zero in each channel.
-3. `_Attach` gets the gradient g of the output, from all that used it, and returns for the bias the sum of g - dx, which
-   is that of what came by other ways than through the norm. Where g is dx itself, nothing else used the output: zero.
+1. A layer with a bias (LAYERS) computes its output from a detached bias. `_Attach` adds the edge from the output to the
+   bias. A BiasedOutput is attached to the output, one for each call of the layer.
+2. A norm that computes statistics from this very tensor passes it through `_Listen`. The backward of `_Listen` notes
+   the gradient dx that the norm returns. Summed over all examples of the statistics, dx is zero in each channel.
+3. The backward of `_Attach` gets the gradient g of the output, from all its uses. It returns the sum of g - dx for the
+   bias, which is the gradient of all uses but the norm. Where g is dx itself the norm is the only use: zero.
 
-So nothing is assumed of what else a script does with the output, the bias or their gradients. Where statistics are
-those of several replicas, one replica's sum of dx is not zero, only that over all: dx is left out only where all
-replicas do so (Source.agreed, which travels with the statistics).
+Nothing is assumed of what else a script does with the output, the bias or their gradients. Statistics of several
+replicas make only the sum of dx over all of them zero. So dx is left out only where all replicas leave it out
+(BiasedOutput.agreed, which is exchanged with the statistics).
 
-Not under torch.compile, where gradients have no identity: what it computes is torch's own.
+Under torch.compile, where gradients have no identity, torch's own gradient is kept.
 """
 
 from __future__ import annotations
@@ -64,31 +63,27 @@ LAYERS: dict[type[nn.Module], tuple[_Compute, int]] = {
     nn.ConvTranspose2d: (_transposed(F.conv_transpose2d, 2), 4),
     nn.ConvTranspose3d: (_transposed(F.conv_transpose3d, 3), 5),
 }
-"""What adds its bias to each channel: how it computes its output from x and a bias, and how many dimensions an output
-has whose channels are dimension 1. Of this very class: a subclass may do something else."""
+"""Layers that add their bias to each channel: the function of x and a bias, and the number of dimensions of an output
+whose channels are dimension 1. Subclasses do not count, since they may compute something else."""
 
 _CHANNEL = 1
-_SOURCE = "_paceline_source"  # an attribute of a layer's output
-_HAD_NO_EFFECT = "_paceline_bias_had_no_effect"  # of a layer
+_BIASED_OUTPUT = "_paceline_biased_output"  # an attribute of a layer's output
+_HAD_NO_EFFECT = "_paceline_bias_had_no_effect"  # an attribute of a layer
 
 
-class Source:
-    """One output of a layer, until its backward.
-
-    version: of the output; a later one says that something was written to it.
-    agreed: whether all replicas that share the norm's statistics leave dx out. dx: what the norm returned.
-    """
+class BiasedOutput:
+    """One output of a layer, until its backward."""
 
     __slots__ = ("agreed", "bias_dtype", "dx", "layer", "version")
 
     def __init__(self, layer: nn.Module, bias: Tensor) -> None:
         self.layer, self.bias_dtype = layer, bias.dtype
-        self.version = 0
-        self.agreed: bool | Tensor = False
-        self.dx: Tensor | None = None
+        self.version = 0  # of the output; it has a later one when something was written to it
+        self.agreed: bool | Tensor = False  # whether all replicas that share the norm's statistics leave dx out
+        self.dx: Tensor | None = None  # the gradient that the norm returned
 
     def bias_gradient(self, g: Tensor) -> Tensor:
-        """(C,) of g, the gradient of the output (n, C, ...)."""
+        """(C,), from the gradient g (n, C, ...) of the output."""
         dx, self.dx = self.dx, None
         if dx is None or self.agreed is False:
             return self._over_channels(g)
@@ -106,39 +101,38 @@ class Source:
 
 
 class _Attach(torch.autograd.Function):
-    """The output as it is, with an edge to the bias that is in it already."""
+    """The output unchanged, with an edge to the bias that was added to it."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, bias: Tensor, source: Source) -> Tensor:
-        ctx.source = source
-        return output.detach()  # no view of it: an activation in place may follow
+    def forward(ctx: Any, output: Tensor, bias: Tensor, noted: BiasedOutput) -> Tensor:
+        ctx.noted = noted
+        return output.detach()  # not a view of it, since an activation in place may follow
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], ctx.source.bias_gradient(gradients[0]), None
+        return gradients[0], ctx.noted.bias_gradient(gradients[0]), None
 
 
 class _Listen(torch.autograd.Function):
-    """x as it is; notes the gradient that comes back."""
+    """x unchanged. The backward notes the gradient that the norm returns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Source) -> Tensor:
-        ctx.source = source
+    def forward(ctx: Any, x: Tensor, noted: BiasedOutput) -> Tensor:
+        ctx.noted = noted
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.source.dx = gradients[0]
+        ctx.noted.dx = gradients[0]
         return gradients[0], None
 
 
 # --- layers
 
 
-class _Feeding(nn.Module):
-    """What the classes of converted layers share. Every output of such a layer carries a Source, whether a norm takes
-    it or not: were that known only after the first steps, a run that is resumed would round otherwise than one that
-    was not stopped."""
+class _Converted(nn.Module):
+    """The base of converted layers. Each of their outputs has a BiasedOutput, whether a norm follows or not: if that
+    depended on earlier steps, a resumed run would round differently from one that was not stopped."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -146,12 +140,13 @@ class _Feeding(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle has torch's own class, and can be read without Paceline."""
+        """A pickle names torch's own class, and can be read without Paceline."""
         state = {key: value for key, value in self.__getstate__().items() if key != _HAD_NO_EFFECT}
         return copyreg._reconstructor, (type(self).__bases__[1], object, None), state  # type: ignore[attr-defined]
 
 
-def _feeding(kind: type[Any]) -> type[nn.Module]:
+def _converted(kind: type[Any]) -> type[nn.Module]:
+    """The class of a converted layer of this class."""
     compute, dims = LAYERS[kind]
 
     @functools.wraps(kind.forward)
@@ -162,8 +157,8 @@ def _feeding(kind: type[Any]) -> type[nn.Module]:
             or not self.training
             or args
             or kwargs
-            or input.dim() != dims  # channels elsewhere
-            or not input.numel()  # an empty shard, which norms may pass over
+            or input.dim() != dims  # channels are another dimension
+            or not input.numel()  # an empty shard, which norms may skip
             or type(bias) not in (nn.Parameter, Tensor)  # such as a DTensor
             or not (bias.requires_grad and torch.is_grad_enabled())
             or torch._C._are_functorch_transforms_active()
@@ -171,59 +166,55 @@ def _feeding(kind: type[Any]) -> type[nn.Module]:
             output: Tensor = kind.forward(self, input, *args, **kwargs)
             return output
         output = compute(self, input, bias.detach())
-        source = Source(self, bias)
-        output = _Attach.apply(output, bias, source)
-        source.version = output._version
-        setattr(output, _SOURCE, source)
+        noted = BiasedOutput(self, bias)
+        output = _Attach.apply(output, bias, noted)
+        noted.version = output._version
+        setattr(output, _BIASED_OUTPUT, noted)
         return output
 
-    return type(kind.__name__, (_Feeding, kind), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (_Converted, kind), {"forward": forward, "__module__": kind.__module__})
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {kind: _feeding(kind) for kind in LAYERS}
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {kind: _converted(kind) for kind in LAYERS}
 
 
 # --- norms
 
 
-def offered(x: Tensor) -> bool:
-    """Whether a norm's input is the output of a layer, as it made it."""
-    source = getattr(x, _SOURCE, None)
-    return source is not None and bool(source.version == x._version)
+def is_biased_output(x: Tensor) -> bool:
+    """Whether x is the unchanged output of a converted layer."""
+    noted = getattr(x, _BIASED_OUTPUT, None)
+    return noted is not None and bool(noted.version == x._version)
 
 
-def alone(x: Tensor) -> Tensor:
-    """x, for a norm that computes statistics from it and no other replica's."""
-    if not offered(x):
+def listen(x: Tensor, agreed: bool | Tensor = True) -> Tensor:
+    """The input of a norm that computes statistics from it, through `_Listen` where it is a layer's output.
+
+    agreed: for statistics of several replicas, (), whether all of them listen.
+    """
+    if not is_biased_output(x):
         return x
-    source = getattr(x, _SOURCE)
-    source.agreed = True
-    heard: Tensor = _Listen.apply(x, source)
-    return heard
-
-
-def shared(x: Tensor, agreed: Tensor) -> Tensor:
-    """x, which is offered, for a norm whose statistics are those of several replicas. agreed: (), whether all of them
-    call this."""
-    source = getattr(x, _SOURCE)
-    source.agreed = bool(agreed) if agreed.device.type == "cpu" else agreed  # reading it would wait for an accelerator
-    heard: Tensor = _Listen.apply(x, source)
+    if isinstance(agreed, Tensor) and agreed.device.type == "cpu":  # reading it would wait for an accelerator
+        agreed = bool(agreed)
+    noted = getattr(x, _BIASED_OUTPUT)
+    noted.agreed = agreed
+    heard: Tensor = _Listen.apply(x, noted)
     return heard
 
 
 def _listen(norm: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A forward pre-hook of torch's own norms. Not where a later hook may put something between."""
+    """A forward pre-hook of torch's own norms. It does nothing where a later hook may change the input."""
     if torch.compiler.is_compiling():
         return None
     x = inputs[0]
     last = next(reversed(norm._forward_pre_hooks.values())) is _listen
-    if not (last and offered(x) and _of_its_input(norm, x)) or norm._backward_hooks:
+    if not (last and is_biased_output(x) and _uses_batch_statistics(norm, x)) or norm._backward_hooks:
         return None
-    return alone(x), *inputs[1:]
+    return listen(x), *inputs[1:]
 
 
-def _of_its_input(norm: Any, x: Tensor) -> bool:
-    """Whether the statistics are those of the input, in each of its channels."""
+def _uses_batch_statistics(norm: Any, x: Tensor) -> bool:
+    """Whether the norm computes its statistics from the input, for each of its channels."""
     if isinstance(norm, _InstanceNorm):
         batched = x.dim() == norm._get_no_batch_dim() + 1
         return batched and (norm.training or not norm.track_running_stats)
@@ -231,8 +222,8 @@ def _of_its_input(norm: Any, x: Tensor) -> bool:
 
 
 def convert(model: nn.Module) -> None:
-    """Lets the gradients of biases before norms be zero: layers with a bias change their class, norms get a hook. Only
-    where the model has both. A second call finds nothing to do. batchnorm.py listens by itself."""
+    """Make the gradients of biases before norms zero: layers with a bias change their class, and norms get a hook. Only
+    where a model has both. A second call changes nothing. The norms of batchnorm.py call `listen` themselves."""
     modules = list(model.modules())
     norms: list[Any] = [module for module in modules if isinstance(module, (_BatchNorm, _InstanceNorm))]
     channels = {norm.num_features for norm in norms}
@@ -242,7 +233,7 @@ def convert(model: nn.Module) -> None:
         known = type(layer) in LAYERS and layer.bias is not None and "forward" not in vars(layer)
         if known and layer.bias.numel() in channels:
             layer.__class__ = _CLASSES[type(layer)]
-        found = found or isinstance(layer, _Feeding)
+        found = found or isinstance(layer, _Converted)
     for norm in norms:
         own = type(norm).forward in (_BatchNorm.forward, _InstanceNorm.forward) and "forward" not in vars(norm)
         if found and own and _listen not in norm._forward_pre_hooks.values():
@@ -250,14 +241,14 @@ def convert(model: nn.Module) -> None:
 
 
 def without_effect(models: Iterable[nn.Module]) -> list[str]:
-    """Names of the layers whose bias has been found to do nothing."""
+    """Names of the layers whose bias was found to have no effect."""
     return [
         name for model in models for name, module in model.named_modules() if vars(module).get(_HAD_NO_EFFECT, False)
     ]
 
 
 def note(names: Sequence[str]) -> str:
-    """What to say of them, once."""
+    """The message about these layers."""
     which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
         f"the bias of {which} has no effect, since batch norm follows: its gradient is zero, and is kept so, where "

@@ -1,20 +1,21 @@
-"""Checkpoints on disk. Nothing is lost: whatever kills the writer, the last whole checkpoint is still there.
+"""Checkpoints on disk. Whatever kills the writer, the last whole checkpoint is still there.
 
     checkpoints/
       step-00000042/         one checkpoint; never changed once it has this name
         model.safetensors    the tensors of the part "model"
-        model.json           the rest of its state (tree.py)
+        model.json           the rest of that part (tree.py)
         ...                  the other parts
-        manifest.json        length and sha256 of every file, written last (manifest.py)
-      latest                 the name of the newest, for people and other programs
+        manifest.json        size and sha256 of every file, written last (manifest.py)
+      latest                 the name of the newest checkpoint, for people and other programs
 
 `write`, in phases:
-    1. In a scratch directory: each part's files, synced and hashed while the next ones are written; then the manifest.
-    2. Sync that directory, rename it to its final name, sync the directory above. From here on it is saved.
-    3. Swap the pointer `latest`; remove what `keep` no longer keeps.
-`find` trusts no name and no pointer: it takes the newest checkpoint all of whose hashes fit, and reports the others.
+    1. Write each part's files into a scratch directory. A file is synced and hashed while the next ones are written.
+       Write the manifest.
+    2. Sync the scratch directory, rename it to its final name, sync the directory above. The checkpoint is now saved.
+    3. Replace the pointer `latest`. Remove checkpoints in excess of `keep`.
+`find` trusts no name and no pointer: it returns the newest checkpoint whose hashes all fit, and reports the others.
 
-One process alone (rank 0) calls this module. Several runs may write to one directory at a time.
+Only rank 0 calls this module. Several runs may write into one directory at a time.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ from torch import Tensor
 from paceline.errors import CheckpointError, SettingError
 from paceline.train import manifest as manifests
 from paceline.train import tree
-from paceline.train.atomic import make_directory, remove_debris, scratch, sha256_of, sync
-from paceline.train.diskerrors import contents, explained, nearest
+from paceline.train.atomic import contents, explained, make_directory, nearest, remove_debris, scratch, sha256_of, sync
 from paceline.train.manifest import DIRECTORY, Damage, Entry, Manifest
 from paceline.train.snapshot import SnapshotBuffers, on_host
 
@@ -51,58 +51,57 @@ _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a checkpoint in the form that goes to disk: a JSON document, and the tensors it names."""
+class EncodedPart:
+    """One part of a checkpoint as it is written to disk (tree.py)."""
 
     document: tree.Json
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # those that the document names
 
     @classmethod
-    def of(cls, state: Any, what: str = "the state") -> Part:
-        """Encodes `state`; `what` names it in errors ("tracked 'ema'"). Raises CheckpointError (see tree.encode)."""
+    def of(cls, state: Any, what: str = "the state") -> EncodedPart:
+        """Encode `state`. what: its name in errors ("tracked 'ema'"). Raises CheckpointError (see tree.encode)."""
         return cls(*tree.encode(state, what))
 
 
-class Found(NamedTuple):
-    """A whole checkpoint, and what was wrong with newer ones: a line for each damaged file, with its hashes."""
+class WholeCheckpoint(NamedTuple):
+    """What `find` returns."""
 
     path: Path
     step: int
-    damage: list[str]
+    damage: list[str]  # of newer checkpoints: a line for each damaged file, with its hashes
 
 
 class _Candidate(NamedTuple):
-    """A directory that looks like a checkpoint. `manifest` is None where it has none that can be trusted."""
+    """A directory that looks like a checkpoint."""
 
     path: Path
-    manifest: Manifest | None
-    damage: list[str]
+    manifest: Manifest | None  # None where there is none that can be trusted
+    damage: list[str]  # of the manifest
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts by time of writing; a checkpoint of unknown age counts as new, so that it is reported."""
+        """Sorts by time of writing. A checkpoint of unknown age counts as new, so that it is reported."""
         match = DIRECTORY.fullmatch(self.path.name)
         step, copy = (int(match[1]), int(match[2] or 1)) if match else (0, 1)
         return (self.manifest.serial if self.manifest else 2**63, step, copy)
 
 
-def stage(parts: Mapping[str, Any], buffers: SnapshotBuffers | None = None) -> dict[str, Part]:
-    """Encodes every part (a Part is taken as it is). With `buffers`, copies all tensors there.
+def encode_parts(parts: Mapping[str, Any], buffers: SnapshotBuffers | None = None) -> dict[str, EncodedPart]:
+    """Encode every part that is not encoded already.
 
-    After a stage with buffers the originals may change while `write` goes on in another thread, until the buffers'
-    next use. Without, the parts share the originals' memory.
+    buffers: tensors are copied there, so that the originals may change while `write` runs in another thread, until the
+    buffers are used again. Without it the parts share the originals' memory.
     """
-    staged = {
-        name: part if isinstance(part, Part) else Part.of(part, f"checkpoint part {name!r}")
+    encoded = {
+        name: part if isinstance(part, EncodedPart) else EncodedPart.of(part, f"checkpoint part {name!r}")
         for name, part in parts.items()
     }
     if buffers is None:
-        return staged
-    flat = {f"{name}/{key}": tensor for name, part in staged.items() for key, tensor in part.tensors.items()}
-    copies = buffers.take(flat)
+        return encoded
+    copies = buffers.copy({f"{name}/{key}": t for name, part in encoded.items() for key, t in part.tensors.items()})
     return {
-        name: Part(part.document, {key: copies[f"{name}/{key}"] for key in part.tensors})
-        for name, part in staged.items()
+        name: EncodedPart(part.document, {key: copies[f"{name}/{key}"] for key in part.tensors})
+        for name, part in encoded.items()
     }
 
 
@@ -114,22 +113,22 @@ def write(
     keep: int | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a new checkpoint and returns its directory, `directory`/step-00000042, once it is safely on the disk.
+    """Write a new checkpoint. Returns its directory, `directory`/step-00000042, once it is safely on the disk.
 
-    `parts`: name -> nested state (what state_dict() gives; see tree.py) or an already staged Part. `meta`: nested
-    state without tensors. `keep`: how many checkpoints to leave, this one included; None leaves all. A second save at
-    the same step stands beside the first (step-00000042-2), and counts as the newer.
+    parts: name -> nested state (what state_dict() gives; see tree.py) or an EncodedPart. meta: nested state without
+    tensors. keep: how many checkpoints to leave, this one included; None leaves all. A second checkpoint of the same
+    step is put beside the first (step-00000042-2), and counts as the newer one.
 
-    Raises CheckpointError for state that has no plain form, and when the files cannot be written (disk full, no
-    permission, not a directory): then the older checkpoints and the pointer are untouched, and of this one nothing is
-    left (or, where only the last sync failed, all). What fails after that, in tidying up, is a warning.
+    Raises CheckpointError for state that has no plain form, and where files cannot be written (disk full, no
+    permission, not a directory). Older checkpoints and the pointer are then untouched. Of this checkpoint nothing is
+    left, or all of it where only the last sync failed. A failure in phase 3 is a warning.
     """
     assert step >= 0, step
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise SettingError(f"run.save(keep={keep!r}): the number of checkpoints to leave, at least 1; None leaves all.")
     root = Path(directory)
-    staged = stage(parts)
-    _check_names(staged)
+    encoded = encode_parts(parts)
+    _check_names(encoded)
     document, tensors = tree.encode(dict(meta or {}), "checkpoint meta")
     if tensors:
         raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}: put it into a part.")
@@ -140,31 +139,31 @@ def write(
             raise FileExistsError(errno.EEXIST, "that is the name of one checkpoint; say the directory above it")
         make_directory(root)
         remove_debris(root)
-        earlier = _children(root)
+        earlier = _checkpoints_in(root)
         serial = 1 + max((one.manifest.serial for one in earlier if one.manifest), default=0)
         with scratch(root, f"step-{step:08d}") as temporary:
             built = temporary / "checkpoint"
             built.mkdir()
-            _write_files(built, staged, Manifest(step=step, serial=serial, meta=document, files={}))
-            final = _install(built, root, step, earlier)
+            _write_files(built, encoded, Manifest(step=step, serial=serial, meta=document, files={}))
+            final = _give_name(built, root, step, earlier)
             sync(root)
             with _only_warned(f"The checkpoint {final} is saved, but tidying up after it failed"):
-                _point(root, final.name, temporary)
+                _replace_pointer(root, final.name, temporary)
                 if keep is not None:
                     _prune(root, keep, final, temporary)
     return final
 
 
-def find(directory: str | os.PathLike[str]) -> Found:
-    """The newest whole checkpoint in `directory`, which may also be the path of one checkpoint itself.
+def find(directory: str | os.PathLike[str]) -> WholeCheckpoint:
+    """The newest whole checkpoint in `directory`, which may also be the path of a checkpoint itself.
 
-    Every file is read and its hash compared. A damaged checkpoint is passed over for the next older one, and reported.
-    Raises CheckpointError where there is no checkpoint, where none is whole (naming each damaged file and hash), and
-    where the newest has a format that only a newer Paceline knows.
+    Every file is read and its hash compared. A damaged checkpoint is reported, and the next older one is tried. Raises
+    CheckpointError where there is no checkpoint, where none is whole (with each damaged file and hash), and where the
+    newest has a format that only a newer Paceline knows.
     """
     root = Path(directory)
     damage: list[str] = []
-    for _ in range(5):  # again, should another writer's `keep` remove checkpoints under our eyes
+    for _ in range(5):  # again, where another writer's `keep` has removed checkpoints meanwhile
         candidates = _require_candidates(root)
         damage, vanished = [], False
         for one in sorted(candidates, key=lambda one: one.order, reverse=True):
@@ -177,7 +176,7 @@ def find(directory: str | os.PathLike[str]) -> Found:
                 vanished |= not one.path.exists()
                 damage += error.lines if one.path.exists() else []
                 continue
-            return Found(one.path, one.manifest.step, damage)
+            return WholeCheckpoint(one.path, one.manifest.step, damage)
         if not vanished:
             break
     listed = "\n  ".join(damage)
@@ -188,7 +187,7 @@ def find(directory: str | os.PathLike[str]) -> Found:
 
 
 def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Is there a checkpoint to restore, whole or damaged? False for a missing directory and one without any.
+    """Whether there is a checkpoint, whole or damaged. False for a missing directory too.
 
     Raises CheckpointError where `directory` is a file or cannot be read.
     """
@@ -198,10 +197,10 @@ def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(meta, parts) of one checkpoint directory, as they were given to `write`; tensors lie on the host.
+    """(meta, parts) of one checkpoint directory, as `write` was given them, with tensors on the host.
 
-    Compares no hashes: `find` does. The tensors are copies in memory of their own, aligned as torch aligns its own (a
-    mapped file's are not, which can change the bits of later results), and outlive the files.
+    Compares no hashes: `find` does. Tensors are copied out of the file: torch aligns their memory, while that of a
+    mapped file has another alignment, which can change the bits of later results.
     """
     place = Path(path)
     try:
@@ -219,10 +218,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def export(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Path:
-    """Writes a plain safetensors file that `model.load_state_dict(safetensors.torch.load_file(path))` takes.
+    """Write a plain safetensors file for `model.load_state_dict(safetensors.torch.load_file(path))`.
 
-    Tied weights stand in it whole under each name. The file is there whole or not at all; an older one of that name
-    is replaced only by a whole one. Raises CheckpointError where it cannot be written.
+    Tied weights are written under each of their names. An older file of this name is replaced by a whole one, or not at
+    all. Raises CheckpointError where the file cannot be written.
     """
     file = Path(path)
     with explained("The model could not be exported to", file):
@@ -239,7 +238,7 @@ def export(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Path:
     return file
 
 
-def _check_names(parts: Mapping[str, Part]) -> None:
+def _check_names(parts: Mapping[str, EncodedPart]) -> None:
     seen = {manifests.NAME.removesuffix(".json")}
     for name in parts:
         if not _PART_NAME.fullmatch(name):
@@ -251,8 +250,8 @@ def _check_names(parts: Mapping[str, Part]) -> None:
         seen.add(name.casefold())
 
 
-def _write_files(built: Path, parts: Mapping[str, Part], manifest: Manifest) -> None:
-    """Phase 1: every file of the checkpoint, and the manifest over them."""
+def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manifest) -> None:
+    """Phase 1: write every file of the checkpoint, and the manifest."""
     with ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-save") as pool:
         pending: dict[str, tuple[Future[str], Future[None]]] = {}
 
@@ -280,13 +279,13 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         raise CheckpointError(
             f"safetensors cannot hold these tensors ({error}). Convert them before saving."
         ) from error
-    # safetensors makes files that only their owner can read. What the umask allows is what a directory has.
+    # safetensors makes files that only their owner can read. The directory has the modes that the umask allows.
     with suppress(PermissionError):  # a file system without modes
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def _install(built: Path, root: Path, step: int, earlier: list[_Candidate]) -> Path:
-    """Phase 2: gives the finished directory its name, one that no other has."""
+def _give_name(built: Path, root: Path, step: int, earlier: list[_Candidate]) -> Path:
+    """Phase 2: rename the finished directory to a name that no other has."""
     taken = [one.order[2] for one in earlier if one.order[1] == step]
     for copy in itertools.count(1 + max(taken, default=0)):
         final = root / (f"step-{step:08d}" if copy == 1 else f"step-{step:08d}-{copy}")
@@ -300,7 +299,7 @@ def _install(built: Path, root: Path, step: int, earlier: list[_Candidate]) -> P
     raise AssertionError("count() never ends")
 
 
-def _point(root: Path, name: str, temporary: Path) -> None:
+def _replace_pointer(root: Path, name: str, temporary: Path) -> None:
     pointer = temporary / POINTER
     pointer.write_text(f"{name}\n")
     sync(pointer)
@@ -309,40 +308,40 @@ def _point(root: Path, name: str, temporary: Path) -> None:
 
 
 def _prune(root: Path, keep: int, written: Path, temporary: Path) -> None:
-    """Removes all but the `keep` newest checkpoints. Without a manifest of ours a directory is not ours to remove."""
-    ours = [one for one in _children(root) if one.manifest and one.manifest.format == manifests.FORMAT]
+    """Remove all but the `keep` newest checkpoints. A directory without a manifest of ours is not ours to remove."""
+    ours = [one for one in _checkpoints_in(root) if one.manifest and one.manifest.format == manifests.FORMAT]
     for path, manifest, _ in sorted(ours, key=lambda one: one.order, reverse=True)[keep:]:
         if path == written or path.is_symlink() or manifest is None:
             continue
         names = [*manifest.files, manifests.NAME]
         with suppress(FileNotFoundError):  # another writer was faster
             if set(os.listdir(path)) <= {*names}:
-                # First out of sight in one move, so that no reader meets half a checkpoint.
+                # Renamed before it is removed, so that no reader finds half a checkpoint.
                 os.rename(path, temporary / path.name)
                 shutil.rmtree(temporary / path.name)
-            else:  # somebody's notes lie in it: they stay
+            else:  # files of somebody else are in it, and stay
                 for name in names:
                     (path / name).unlink(missing_ok=True)
 
 
-def _children(root: Path) -> list[_Candidate]:
+def _checkpoints_in(root: Path) -> list[_Candidate]:
     """Every directory in `root` that is named like a checkpoint and holds files of one, whole or not."""
     places = [path for path in sorted(root.iterdir()) if DIRECTORY.fullmatch(path.name) and path.is_dir()]
-    return [one for one in map(_examined, places) if one.manifest or _holds(one.path, ".json", ".safetensors")]
+    return [one for one in map(_candidate, places) if one.manifest or _holds(one.path, ".json", ".safetensors")]
 
 
 def _candidates(root: Path) -> list[_Candidate]:
-    """The checkpoints in `root`, or `root` itself where it is one (also under another name: a copy called best/)."""
-    itself = _examined(root)
+    """The checkpoints in `root`, or `root` itself where it is one (also under another name, as a copy called best/)."""
+    itself = _candidate(root)
     if DIRECTORY.fullmatch(root.name):
         return [itself]
-    if children := _children(root):
-        return children
-    # A manifest.json alone may be anybody's.
+    if inside := _checkpoints_in(root):
+        return inside
+    # Other programs write a manifest.json too.
     return [itself] if itself.manifest or (_holds(root, manifests.NAME) and _holds(root, ".safetensors")) else []
 
 
-def _examined(path: Path) -> _Candidate:
+def _candidate(path: Path) -> _Candidate:
     try:
         return _Candidate(path, manifests.load(path), [])
     except Damage as error:
@@ -386,7 +385,7 @@ def _read_part(place: Path, name: str, manifest: Manifest) -> Any:
 
 @contextmanager
 def _only_warned(what: str) -> Iterator[None]:
-    """The checkpoint is saved by now: what goes wrong after that is no reason to end a run."""
+    """Phase 3: the checkpoint is saved already, so an error is a warning."""
     try:
         yield
     except OSError as error:

@@ -129,7 +129,7 @@ class ExampleDraws(TorchDispatchMode):
         if kind == _COMPOSITE:  # inference mode does not decompose it
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        call = bind(func, args, kwargs or {})
+        call = _bind(func, args, kwargs or {})
         number = self.number(call)
         self.calls.append((call.mixes, call.shape))
         if call.device.type == "meta" or not math.prod(call.shape):
@@ -185,7 +185,7 @@ def _all_plain(args: Sequence[Any]) -> bool:
     return all(type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor))
 
 
-def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DrawCall:
+def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DrawCall:
     """The call of an operator, with its arguments by name."""
     declared = func._schema.arguments
     values = {a.name: a.default_value for a in declared}
@@ -306,7 +306,8 @@ def draw_rows(call: DrawCall, keys: Tensor, number: int) -> Any:
     """The operator's result, with each row drawn from the stream of its example. keys: (n,) int64."""
     name = call.name.strip("_")
     if name == "native_dropout":
-        return _native_dropout(call, keys, number)
+        sample, _ = _sample_bernoulli({"p": 1 - call.values["p"]}, torch.bool)
+        return _apply_dropout(call, _fill(call.shape, keys, number, torch.bool, sample))
     if name == "multinomial":
         return _deliver(call, _multinomial(call, keys, number))
     sampler = _SAMPLERS.get(name)
@@ -423,11 +424,6 @@ _SAMPLERS: dict[str, Callable[[dict[str, Any], torch.dtype], Sampler]] = {
     "cauchy": _sample_cauchy,
     "geometric": _sample_geometric,
 }
-
-
-def _native_dropout(call: DrawCall, keys: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    sample, _ = _sample_bernoulli({"p": 1 - call.values["p"]}, torch.bool)
-    return _apply_dropout(call, _fill(call.shape, keys, number, torch.bool, sample))
 
 
 def _apply_dropout(call: DrawCall, kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What other libraries call it: the end of an AttributeError, for whoever comes from there."""
+"""Names that other libraries have for what a run or a loader offers. An AttributeError then says Paceline's name."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _LOADER = {
 
 
 def of_run(name: str) -> str:
-    """The message for a name that a Run does not have."""
+    """The message of the AttributeError for a name that a Run does not have."""
     return _message("a run", name, _RUN)
 
 
 def of_loader(name: str) -> str:
-    """The message for a name that a Loader does not have."""
+    """The message of the AttributeError for a name that a Loader does not have."""
     return _message("a loader of a run", name, _LOADER)
 
 
 def _message(what: str, name: str, known: dict[str, str]) -> str:
-    here = next((here for here, there in known.items() if name in there.split()), None)
-    return f"{what} has no attribute {name!r}." + ("" if here is None else f" Use {here}.")
+    ours = next((ours for ours, theirs in known.items() if name in theirs.split()), None)
+    return f"{what} has no attribute {name!r}." + ("" if ours is None else f" Use {ours}.")

@@ -1,4 +1,7 @@
-"""What the bits of a reproducible run depend on beside the program: recorded in a checkpoint, compared at resume."""
+"""The environment fingerprint: what the bits of a reproducible run depend on beside the program.
+
+The processes compare it when a run starts. A checkpoint holds it, and it is compared again at resume.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from paceline.comm import collectives
 from paceline.errors import CheckpointError, SettingError
 from paceline.world import processor
 
+# Keys of a fingerprint, with their names in messages: those that must not differ, and those that had better not.
 _MUST = {"shards": "reproducible", "threads": "threads in each process"}
 _SHOULD = {"torch": "torch", "device": "the device", "capability": "the CPU's instructions"}
 
 
-def circumstances(shards: int, device: torch.device) -> dict[str, Any]:
-    """Of this process."""
+def fingerprint(shards: int, device: torch.device) -> dict[str, Any]:
+    """The fingerprint of this process."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {processor()}"
     libraries = f", cuDNN {torch.backends.cudnn.version()}" if device.type == "cuda" else ""
     return {
@@ -30,11 +34,11 @@ def circumstances(shards: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def compare(saved: Mapping[str, Any] | None, here: Mapping[str, Any], told: bool) -> None:
-    """Raises CheckpointError where a checkpoint cannot be gone on with to the same bits; warns (on the process that is
-    `told` to) where it may not be. saved: None for a checkpoint of a run that was not reproducible."""
+def check_resumed(saved: Mapping[str, Any] | None, here: Mapping[str, Any], warn: bool) -> None:
+    """Raises CheckpointError where a resumed run cannot have the same bits. warn: whether this process warns where the
+    bits may differ. saved: the checkpoint's fingerprint; None for one of a run that was not reproducible."""
     if saved is None:
-        if told:
+        if warn:
             warnings.warn(
                 "the checkpoint is of a run without `reproducible`: what it holds is taken as it is, and only what "
                 "follows is the same on any number of processes.",
@@ -49,7 +53,7 @@ def compare(saved: Mapping[str, Any] | None, here: Mapping[str, Any], told: bool
                 f"with other bits. Start with {remedy}, or without `reproducible`."
             )
     for key, name in _SHOULD.items():
-        if saved[key] != here[key] and told:
+        if saved[key] != here[key] and warn:
             warnings.warn(
                 f"the checkpoint was written with {name}: {saved[key]!r}, and this run has {here[key]!r}: its bits may "
                 "differ from here on from those of a run without the change.",
@@ -57,9 +61,9 @@ def compare(saved: Mapping[str, Any] | None, here: Mapping[str, Any], told: bool
             )
 
 
-def agree(here: Mapping[str, Any]) -> None:
-    """Raises SettingError, on all processes, where their numbers of threads differ; warns, on the first, where
-    something else does. One exchange."""
+def check_ranks(here: Mapping[str, Any]) -> None:
+    """Compare the fingerprints of all processes. Raises SettingError on all of them where numbers of threads differ.
+    Rank 0 warns where anything else does. One exchange."""
     everyone = collectives.gather_objects(dict(here))
     if len({other["threads"] for other in everyone}) > 1:
         counts = ", ".join(f"{other['threads']} on rank {rank}" for rank, other in enumerate(everyone))
@@ -78,7 +82,8 @@ def agree(here: Mapping[str, Any]) -> None:
 
 
 def threads(environ: Mapping[str, str] = os.environ, mark: str = "") -> int:
-    """How many threads a reproducible run computes with: OMP_NUM_THREADS where somebody set it, else 1. mark: the
-    variable by which a launcher says that it set it, to the share of the cores, which depends on the processes."""
+    """How many threads a reproducible run computes with: OMP_NUM_THREADS where the user has set it, else 1. mark: the
+    variable by which a launcher says that it has set OMP_NUM_THREADS to a share of the cores, which depends on how many
+    processes there are."""
     text = environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 and mark not in environ else 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, TracebackType
+import traceback
+from collections.abc import Callable
+from types import TracebackType
 
 from paceline.errors import PacelineError
 from paceline.train.loader import Loader
@@ -23,7 +24,7 @@ def explain_uncaught(latest: Callable[[], Loader | None]) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PacelineError):
-            trace = without_package(trace)
+            trace = _without_package(trace)
             error.__traceback__, error.__cause__, error.__suppress_context__ = trace, None, True
         note = _note(error, latest())
         noted = note and hasattr(error, "add_note")  # Python 3.11
@@ -41,8 +42,9 @@ def _note(error: BaseException, loader: Loader | None) -> str:
     if isinstance(error, (PacelineError, KeyboardInterrupt)) or loader is None:
         return ""
     request, at = loader.current, loader.loop_exit
-    if request is None and at is not None and (at.code, at.line) in _lines(error.__traceback__):
-        request = at.request
+    if request is None and at is not None:
+        lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        request = at.request if (at.code, at.line) in lines else None
     if request is None:
         return ""
     if ONE_VALUE in str(error):
@@ -50,13 +52,7 @@ def _note(error: BaseException, loader: Loader | None) -> str:
     return empty_message(error) if request.examples == 0 else ""
 
 
-def _lines(trace: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
-    while trace is not None:
-        yield trace.tb_frame.f_code, trace.tb_lineno
-        trace = trace.tb_next
-
-
-def without_package(trace: TracebackType | None) -> TracebackType | None:
+def _without_package(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without its frames from inside Paceline."""
     frames = []
     while trace is not None:

@@ -32,7 +32,8 @@ class MapFetcher(Dataset[Fetched]):
         def example(index: int) -> Any:
             return self._example(request.epoch, index)
 
-        if request.probe is not None:  # before its own, so that a generator of the data set's stands alike on all ranks
+        if request.probe is not None:
+            # Before this rank's own examples, while a generator that the data set holds has one state on all ranks.
             digests = tuple(digest_of_example(example(index)) for index in request.probe.indices)
             request = request._replace(probe=request.probe._replace(examples=digests))
         return request, [self.collator.collate_part(request, part, example) for part in request.parts]

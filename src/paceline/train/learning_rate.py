@@ -1,10 +1,10 @@
-"""The learning rate of a batch that was made larger on purpose: how far to scale it, and how to warm up to it.
+"""The learning rate of a larger global batch: how to scale it, and how to warm up to it.
 
-Adding devices does not change the global batch, and so nothing here. Where the batch itself grows, from B to kB, there
-are fewer steps in an epoch, and each has a less noisy gradient. Goyal et al. 2017, "Accurate, Large Minibatch SGD:
-Training ImageNet in 1 Hour", section 2.1: multiply the rate of SGD by k. Section 2.2: reach it gradually, over the
-first epochs, since early on the weights change too fast for the rule to hold. For Adam and its like the square root of
-k is the better guess (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
+More devices do not change the global batch, and need nothing of this. When the global batch itself grows from B to kB,
+an epoch has fewer steps, each with a less noisy gradient. Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training
+ImageNet in 1 Hour": multiply the rate of SGD by k (section 2.1), and reach it gradually over the first epochs, since
+early on the weights change too fast for this rule (section 2.2). For Adam and its like the square root of k fits better
+(Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def warmup(
 
 
 class _Warmup(LRScheduler):
-    """See `warmup`. During the warm-up `then` stands still; afterwards it alone sets the learning rate."""
+    """See `warmup`. During the warm-up `then` is not stepped. Afterwards it alone sets the learning rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, start: float, then: LRScheduler | None) -> None:
         self.steps, self.start, self.then = steps, start, then
-        self.targets = [float(group["lr"]) for group in optimizer.param_groups]  # with `then`, what it begins with
+        self.targets = [float(group["lr"]) for group in optimizer.param_groups]  # the rates after the warm-up
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:

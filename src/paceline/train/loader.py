@@ -283,7 +283,7 @@ class Loader:
             self._used = True
             self.stepped = self.stepped or current.step == request.step
         if self._source.probing:
-            self._source.compare(request)
+            self._source.check_same_data(request)
 
     def state_dict(self) -> dict[str, Any]:
         step = self._start if self.current is None else self.current.step + int(self.stepped)

@@ -79,9 +79,8 @@ def check_batches(function: Any, global_batch: Any, steps: Any, options: dict[st
             "fn(rows); for a data set there is run.loader(dataset, global_batch=...)."
         )
     for key, value in (("global_batch", global_batch), ("steps", steps)):
-        if key == "steps" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        endless = key == "steps" and value is None
+        if not endless and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise SettingError(f"run.batches({key}={value!r}): a whole number, at least 1, is needed.")
     for key in ("collate_fn", "shuffle", "sampler", "batch_sampler", "drop_last", "batch_size"):
         if key in options:

@@ -1,16 +1,16 @@
-"""manifest.json: what a checkpoint directory must hold to be whole. It is written last.
+"""manifest.json: the files that a whole checkpoint has. It is written last.
 
     {
-      "format": 1,               the layout of all this; a program refuses a number that it does not know
+      "format": 1,               the format of the checkpoint; a program refuses a number that it does not know
       "step": 42,
-      "serial": 7,               one more than the largest in its directory when it was written: its order in time
+      "serial": 7,               one more than the largest in the directory when it was written: the order in time
       "meta": {...},             a document of tree.py, without tensors
       "files": {"model.json": {"size": 812, "sha256": "..."}, "model.safetensors": {...}, ...},
       "sha256": "..."            of this file itself, with 64 zeros in this place
     }
 
-`format`, `serial` and the file's own `sha256` mean the same in every format to come. A directory without a manifest, or
-with a manifest that its own hash does not fit, is no checkpoint, whatever else it holds.
+`format`, `serial` and the file's own `sha256` will mean the same in every later format. A directory is no checkpoint
+without a manifest that fits its own hash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ZEROS = b"0" * 64
 
 
 class Damage(Exception):
-    """Why a directory is not a whole checkpoint: one line for each damaged file, with its hash."""
+    """A directory is not a whole checkpoint. lines: one for each damaged file, with its hash."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -43,24 +43,24 @@ class Damage(Exception):
 
 
 class Entry(NamedTuple):
-    """One file of a checkpoint: its length in bytes, and its sha256 in hexadecimal."""
+    """One file of a checkpoint."""
 
-    size: int
-    sha256: str
+    size: int  # in bytes
+    sha256: str  # in hexadecimal
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one manifest.json says."""
+    """The content of one manifest.json (see above)."""
 
     step: int
     serial: int
     meta: Any
-    files: dict[str, Entry]
+    files: dict[str, Entry]  # by file name
     format: int = FORMAT
 
     def dump(self) -> bytes:
-        """The bytes of the file, its own hash included."""
+        """The bytes of the file, with its own hash."""
         fields = {
             "format": self.format,
             "step": self.step,
@@ -76,7 +76,7 @@ class Manifest:
 def load(directory: Path) -> Manifest:
     """The manifest of one checkpoint directory. Raises Damage where there is none that can be trusted.
 
-    A manifest of an unknown format comes back with its `format` and `serial` alone: `require_known` tells.
+    Of a manifest of an unknown format, only `format` and `serial` are read. `require_known` refuses it.
     """
     path = directory / NAME
     try:
@@ -115,7 +115,7 @@ def require_known(manifest: Manifest, directory: Path) -> None:
 
 
 def verify(directory: Path, manifest: Manifest) -> None:
-    """Reads every file of a checkpoint (some 0.6 s a GiB). Raises Damage naming each that is not as it was written."""
+    """Read every file of a checkpoint (some 0.6 s a GiB). Raises Damage that names each file that has changed."""
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="paceline-verify") as pool:
         found = pool.map(lambda item: list(_examine(directory, *item)), manifest.files.items())
         lines = [line for some in found for line in some]
@@ -140,7 +140,7 @@ def _missing_or(error: OSError) -> str:
 
 
 def _swap(data: bytes, old: bytes, new: bytes) -> bytes:
-    """`data` with the last `old` replaced: the manifest's own hash stands at its end."""
+    """`data` with the last `old` replaced: the manifest's own hash is at its end."""
     head, found, tail = data.rpartition(old)
     if not found:
         raise ValueError("no hash of its own")

@@ -1,4 +1,4 @@
-"""Numbers over all processes: exact under uneven and empty shards, and never a mean of means."""
+"""Numbers over all processes: exact with uneven and empty shards, and never a mean of means."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.comm.collectives import data_group
 from paceline.errors import UsageError
+from paceline.strategies.base import Weight
+from paceline.train.weighted_sum import WeightedSum, upload, wide_dtype
+
+_CHANGED = "a loss or metric was changed in place after it was returned. Return a new tensor, or a clone."
 
 
 def total(values: Any, device: torch.device) -> Any:
-    """The sum over all processes. values: a number, a tensor (same shape everywhere), or a dict of these. A whole
-    number stays whole where it is one on every process."""
+    """The sum over all processes of a number, a tensor (of one shape everywhere), or a dict of these. The sum of whole
+    numbers is a whole number."""
     if isinstance(values, dict):
         return _by_key(values, (Tensor, dict), lambda value: total(value, device), _sum_numbers)
     if isinstance(values, (bool, int, float)):
@@ -29,15 +33,15 @@ def total(values: Any, device: torch.device) -> Any:
 
 
 def ratio(numerator: Any, denominator: Any, device: torch.device) -> float:
-    """Sum of numerators / sum of denominators over all processes, both added in float64. NaN where nothing counts."""
+    """Sum of numerators / sum of denominators over all processes, in float64. NaN where the denominators sum to 0."""
     return _ratios([(_wide(numerator), _wide(denominator))])[0]
 
 
 def mean(values: Any, examples: Callable[[], int], device: torch.device) -> Any:
     """The mean over the examples of all processes.
 
-    values: a tensor with an example in each row, of which each process may have another number, or none; or a number or
-    0-dim tensor that is already the mean over this process's current batch; or a dict of these.
+    values: a tensor with an example in each row, any number of them on each process; or a number or 0-dim tensor that
+    is the mean over this process's current batch; or a dict of these. examples: returns the size of that batch.
     """
     if isinstance(values, dict):
         return _by_key(
@@ -50,7 +54,7 @@ def mean(values: Any, examples: Callable[[], int], device: torch.device) -> Any:
 
 
 def gather(values: Any) -> Any:
-    """All processes' tensors or lists joined, or else a list of their objects."""
+    """The tensors or lists of all processes, joined; of other objects a list with one of each process."""
     if isinstance(values, Tensor):
         return collectives.gather_uneven(values, data_group())
     everyone = collectives.gather_objects(values, data_group())
@@ -58,13 +62,13 @@ def gather(values: Any) -> Any:
 
 
 def _pair(values: Any, examples: Callable[[], int]) -> tuple[Tensor, Tensor]:
-    """(sum, count) of what `mean` takes."""
+    """(sum, count) of a value that `mean` takes."""
     if isinstance(values, Tensor) and values.dim() > 0:
         return _wide(values.detach().double().sum()), _wide(values.numel())
     if not isinstance(values, (Tensor, int, float)):
         raise UsageError(f"run.mean takes a number, a tensor, or a dict of these, not {type(values).__name__}.")
     count = _wide(getattr(values, "loss_count", None) if isinstance(values, Tensor) else None, examples)
-    # a mean over nothing is NaN: leave it out
+    # A mean over nothing is NaN, and left out.
     return torch.where(count > 0, _wide(values) * count, 0.0), count
 
 
@@ -74,8 +78,8 @@ def _ratios(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
 
 
 def _sum_numbers(values: Sequence[float]) -> list[Any]:
-    """Numbers that may be whole on one process and not on another (0 and 0.5): whole ones travel in two halves, which
-    float64 adds exactly."""
+    """Sums of numbers, each of which may be whole on one process and not on another (0 and 0.5). A whole number is sent
+    as two halves, which float64 adds exactly."""
     rows = [
         (0.0, 0.0, float(value >> 32), float(value & 0xFFFFFFFF)) if isinstance(value, int) else (value, 1.0, 0.0, 0.0)
         for value in values
@@ -87,12 +91,12 @@ def _sum_numbers(values: Sequence[float]) -> list[Any]:
 
 def _by_key(
     values: dict[Any, Any],
-    alone: tuple[type, ...],
-    single: Callable[[Any], Any],
-    together: Callable[[list[Any]], list[Any]],
+    one_by_one: tuple[type, ...],
+    reduce_one: Callable[[Any], Any],
+    reduce_all: Callable[[list[Any]], list[Any]],
 ) -> dict[Any, Any]:
-    """In the order of the names, whatever order each process has them in; in one go by
-    `together`, or where there is one of the types `alone`, one by one."""
+    """The values of a dict, reduced in the order of their names, whatever order each process has them in: by one call
+    of `reduce_all`, or each by `reduce_one` where some value is of a type in `one_by_one`."""
     names = sorted(values, key=str)
     everyone = collectives.gather_objects(names, data_group())
     if any(other != names for other in everyone):
@@ -100,10 +104,10 @@ def _by_key(
         raise UsageError(f"the processes give a dict with different names ({rows}). Give the same on all of them.")
     if not names:
         return {}
-    if any(isinstance(value, alone) for value in values.values()):
-        found = {name: single(values[name]) for name in names}
+    if any(isinstance(value, one_by_one) for value in values.values()):
+        found = {name: reduce_one(values[name]) for name in names}
     else:
-        found = dict(zip(names, together([values[name] for name in names]), strict=True))
+        found = dict(zip(names, reduce_all([values[name] for name in names]), strict=True))
     return {name: found[name] for name in values}
 
 
@@ -117,13 +121,80 @@ def _check_alike(tensor: Tensor) -> None:
         )
 
 
-def _wide(value: Any, otherwise: Callable[[], int] | None = None) -> Tensor:
-    """A 0-dim float64 tensor on the CPU."""
-    if value is None and otherwise is not None:
-        value = otherwise()
+def _wide(value: Any, default: Callable[[], int] | None = None) -> Tensor:
+    """A 0-dim float64 tensor on the CPU. default: gives the number in place of None."""
+    if value is None and default is not None:
+        value = default()
     if isinstance(value, Tensor):
         return value.detach().to("cpu", torch.float64).reshape(())
     return torch.tensor(value, dtype=torch.float64)
+
+
+# --- means over many batches
+
+
+class Average:
+    """A mean over many batches and all processes. Adding a batch does not wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._local = WeightedSum(device, _CHANGED)  # of this process, since the last reduce_averages
+        self.shared = (0.0, 0.0)  # sum and count of all processes, until the last reduce_averages
+
+    def add_mean(self, value: Any, count: Weight) -> None:
+        """Add a mean over `count` things: a number or 0-dim tensor. The mean over no things (NaN) does not count."""
+        self._local.add(value, count)
+
+    def add_sum(self, value: Tensor, count: Weight) -> None:
+        """Add a sum over `count` things."""
+        self._local.add(value, count, summed=True)
+
+    def drain(self) -> Tensor:
+        """(sum, count, rest of the sum) of this process, float64, on the device. They are then 0."""
+        self._local.fold()
+        triple = upload(torch.tensor(self._local.host, dtype=wide_dtype(self._device)), self._device)
+        if self._local.device is not None:
+            triple = triple + self._local.device
+        self._local.clear()
+        return triple
+
+
+def reduce_averages(averages: Sequence[Average]) -> list[float]:
+    """The values of averages over all processes, by one all-reduce. NaN where nothing was counted. Collective: with
+    the averages in the same order."""
+    if not averages:
+        return []
+    local = torch.stack([average.drain() for average in averages])
+    added = collectives.all_reduce(local, group=data_group()).tolist()
+    for average, (top, count, rest) in zip(averages, added, strict=True):
+        average.shared = average.shared[0] + (top + rest), average.shared[1] + count
+    return [top / count if count else float("nan") for top, count in (average.shared for average in averages)]
+
+
+@contextmanager
+def evaluating(models: Any) -> Iterator[None]:
+    """Put models (one, or a tuple, list or dict of them) into evaluation mode, without gradients. Afterwards each
+    module's own mode is put back."""
+    modes = [(module, module.training) for model in _models(models) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _models(tree: Any) -> Iterator[nn.Module]:
+    if isinstance(tree, nn.Module):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _models(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _models(item)
 
 
 # --- torchmetrics
@@ -132,9 +203,9 @@ def _wide(value: Any, otherwise: Callable[[], int] | None = None) -> Tensor:
 def compute(metric: Any) -> Any:
     """The value of a torchmetrics Metric, MetricCollection or wrapper over all processes.
 
-    Its own way (torchmetrics 1.9, `Metric._sync_dist`) ends the process or hangs where a metric that keeps its examples
-    in a list, such as AUROC, has none on some process. Here the states of the processes that were updated are merged,
-    by the metric's own reductions, and each process computes from the same whole.
+    torchmetrics' own synchronization (1.9, `Metric._sync_dist`) ends the process or hangs where a metric that keeps its
+    examples in a list, such as AUROC, has none on some process. Here the states of the processes that were updated are
+    merged by the metric's own reductions, and each process computes the value from the merged state.
     """
     if not callable(getattr(metric, "compute", None)) or not hasattr(metric, "modules"):
         raise UsageError(f"run.compute takes a metric of torchmetrics, not {type(metric).__name__}.")
@@ -147,7 +218,7 @@ def compute(metric: Any) -> Any:
 
 @contextmanager
 def _merged(parts: list[Any]) -> Iterator[None]:
-    """Metrics with the states of all processes, for as long as the block lasts."""
+    """Give metrics the merged states of all processes, within the context."""
     before = [
         {name: getattr(part, name) for name in [*part._defaults, "_to_sync", "_computed", "_update_count"]}
         for part in parts
@@ -168,15 +239,15 @@ def _merged(parts: list[Any]) -> Iterator[None]:
 
 
 def _merge(state: Any, reduction: Any, updated: list[bool]) -> Any:
-    """One state of all processes that were updated; None where none was.
+    """One state, merged over the processes that were updated. None where none was.
 
-    A list that is to be joined along dimension 0 travels as one tensor, whatever its lengths. Everything else is small,
-    or of shapes of its own, and travels as it is.
+    A list to be joined along dimension 0 is sent as one tensor, of any length. Any other state is small, or its tensors
+    differ in shape, and it is pickled.
     """
     if not any(updated):
         return None
     if isinstance(state, list) and getattr(reduction, "__name__", "") == "dim_zero_cat":
-        own = torch.cat([_row(item) for item in state]) if state else None
+        own = torch.cat([torch.atleast_1d(item) for item in state]) if state else None
         form = collectives.gather_objects(None if own is None else (own.shape[1:], own.dtype), data_group())
         some = next((known for known in form if known is not None), None)
         if some is None:
@@ -191,10 +262,6 @@ def _merge(state: Any, reduction: Any, updated: list[bool]) -> Any:
         joined = [item for other in kept for item in other]
         return joined if reduction is None else reduction(joined)
     return torch.stack(kept) if reduction is None else reduction(torch.stack(kept))
-
-
-def _row(item: Tensor) -> Tensor:
-    return item.unsqueeze(0) if item.dim() == 0 else item
 
 
 def _on(state: Any, device: torch.device) -> Any:

@@ -48,11 +48,8 @@ _DRAWING = frozenset(
 )
 """Names of torch's functions that may draw."""
 
-_FOLDED = frozenset(["multi_head_attention_forward"])
-"""Functions inside which the first dimension is (examples x heads), example by example."""
-
-_SECOND = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
-"""Functions inside which the second dimension is the examples."""
+_LAYOUTS = {"multi_head_attention_forward": "folded"} | dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], "second")
+"""The layout of draws in functions where the first dimension is not the examples (ExampleDraws)."""
 
 _CALL = 1 << 32  # numbers of draws reserved for each closure of a micro-batch
 
@@ -152,7 +149,7 @@ class Noise:
         if micro_batch is None or os.getpid() != self._process:
             return func(*args, **kwargs)
         fused = name == "scaled_dot_product_attention" and (kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
-        drawing = _Drawing(self, micro_batch, "folded" if name in _FOLDED else "second" if name in _SECOND else "rows")
+        drawing = _Drawing(self, micro_batch, _LAYOUTS.get(name, "rows"))
         with drawing, sdpa_kernel(SDPBackend.MATH) if fused else nullcontext():
             return func(*args, **kwargs)
 

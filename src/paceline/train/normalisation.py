@@ -21,39 +21,42 @@ from paceline.train.messages import FETCHED_AHEAD_IN_TURNS
 
 
 class Normalisation:
-    """Converts the batch norms of prepared models, and keeps them right. For replicas that train apart the choice is
-    `shard`."""
+    """Converts the batch norms of prepared models, and keeps their running statistics alike on all replicas.
+
+    choice: "global" or "shard"; always "shard" for replicas that train apart. quiet: whether biases that have no effect
+    are not reported.
+    """
 
     def __init__(self, choice: str, strategy: Strategy, quiet: bool = False) -> None:
         self._strategy = strategy
         self._choice = "shard" if strategy.mesh.independent else choice
-        self._found: list[nn.Module] = []
-        self._told = quiet  # which biases have no effect
+        self._found: list[nn.Module] = []  # batch norms of prepared models
+        self._told = quiet  # whether biases that have no effect were reported
         self._in_sequence = _InSequence(strategy.plan.shards, strategy.store.sums)
 
     def convert(self, model: nn.Module) -> None:
-        """`global`: its batch norms take their statistics over all replicas, which compute together. `shard`: they stay
-        as they are, but for an empty shard."""
+        """With "global", batch norms take their statistics over all replicas, which compute at the same time. With
+        "shard" they are unchanged, except that they skip an empty shard."""
         known = set(self._found)  # of an earlier `prepare`
         present = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in known]
         if present and self._choice == "global" and self._strategy.plan.shards > 1:
             batchnorm.convert(model)
         elif self._strategy.plan.shards > 1:
             for module in present:
-                module.register_forward_pre_hook(_pass_over_empty)
+                module.register_forward_pre_hook(_skip_empty)
                 module.register_forward_hook(_after_empty, always_call=True)
         self._found += present
         biases.convert(model)
 
     def on_yield(self, loader: Loader) -> None:
-        """A training loader yields. Raises ModelError where `global` would not be what it says: statistics of
-        micro-batches depend on how many replicas share the work."""
+        """A training loader yields. Raises ModelError where statistics would not be those of the whole global batch:
+        those of micro-batches depend on how many replicas there are."""
         request, plan = loader.current, self._strategy.plan
         if request is None or not any(module.training for module in self._found):
             return
         if self._choice != "global":
             if plan.sequential:
-                self._in_sequence.enter(loader, request, self._found)
+                self._in_sequence.begin_yield(loader, request, self._found)
             return
         if plan.sequential:
             raise ModelError(
@@ -66,22 +69,23 @@ class Normalisation:
             raise ModelError(
                 f"loader {loader.name!r} cuts a global batch into {request.micro_batches} micro-batches, and the model "
                 "has batch norm, whose statistics would be those of a micro-batch, another one on another number of "
-                "devices. "
-                "Raise micro_batch until one is enough, use a normalisation within the example (GroupNorm, LayerNorm), "
-                "or set batch_norm='shard', which changes the model."
+                "devices. Raise micro_batch until one is enough, use a normalisation within the example (GroupNorm, "
+                "LayerNorm), or set batch_norm='shard', which changes the model."
             )
 
-    def agree(self, models: Sequence[nn.Module], fetched_ahead: Callable[[], bool]) -> None:
-        """After an update, with `shard`: running statistics become their mean over the shards, as every replica is
-        to evaluate the same model. (Replicas that train apart average them with their weights.) fetched_ahead: whether
-        the script has fetched of the next global batch."""
+    def average_statistics(self, models: Sequence[nn.Module], fetched_ahead: Callable[[], bool]) -> None:
+        """After an update, with "shard": running statistics become their mean over the shards, so that all replicas
+        evaluate the same model. (Replicas that train apart average them with their weights.) fetched_ahead: whether the
+        script has a batch of the next global batch already."""
         if self._in_sequence.begun:
             if fetched_ahead():
                 raise UsageError(FETCHED_AHEAD_IN_TURNS)
             self._in_sequence.complete()
         if not self._told and self._found:
             self._told = True
-            self._tell(models)
+            names = biases.without_effect(models)
+            if names and collectives.rank_of() == 0:
+                print(f"paceline: {biases.note(names)}", file=sys.stderr)
         mesh, group = self._strategy.mesh, self._strategy.mesh.data
         if not self._found or self._choice != "shard" or mesh.independent or self._strategy.plan.sequential:
             return
@@ -101,37 +105,34 @@ class Normalisation:
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
-    def _tell(self, models: Sequence[nn.Module]) -> None:
-        names = biases.without_effect(models)
-        if names and collectives.rank_of() == 0:
-            print(f"paceline: {biases.note(names)}", file=sys.stderr)
-
 
 class _InSequence:
-    """Running statistics of shards that are computed one after the other: each shard goes on from those before the
-    global batch, as on a process of its own, and the mean over all shards is what it leaves. sums: what adds over
-    shards in one order, whichever process computes them; None: this process computes all."""
+    """Running statistics of shards that are computed one after the other. Each shard starts from the statistics before
+    the global batch, as on a process of its own. Afterwards the statistics are the mean over all shards.
+
+    sums: adds over shards in one order, whichever process computes them. None: this process computes all shards.
+    """
 
     def __init__(self, shards: int, sums: TreeSums | None) -> None:
         self._shards, self._sums = shards, sums
-        self._leader: Loader | None = None  # whose global batch is at hand; another one's in the same loop follows
+        self._leader: Loader | None = None  # that began the global batch; other loaders in the same loop do not count
         self._tensors: list[Tensor] = []  # running means and variances
-        self._counters: list[Tensor] = []  # batches tracked
-        self._start: list[Tensor] = []  # of both, before the global batch
-        self._most: list[Tensor] = []  # of the counters, after any shard
-        self._tree = Tree(shards)
-        self._shard = shards
+        self._counters: list[Tensor] = []  # numbers of batches tracked
+        self._start: list[Tensor] = []  # copies of both, from before the global batch
+        self._most: list[Tensor] = []  # the largest values of the counters after any shard
+        self._tree = Tree(shards)  # of the statistics after each shard
+        self._shard = shards  # the current one; `shards`: none
 
-    def enter(self, loader: Loader, request: Request, modules: Sequence[nn.Module]) -> None:
-        """A micro-batch of a shard is about to be computed."""
+    def begin_yield(self, loader: Loader, request: Request, modules: Sequence[nn.Module]) -> None:
+        """The script is about to compute a micro-batch of a shard."""
         if self._leader is not loader and self._leader is not None and self._leader.current is not None:
             return
         if request.micro == 0:
-            self._restore()  # a global batch may have been left before its end
+            self._restore()  # the last global batch may have been left before its end
             self._begin(loader, modules)
         shard = request.parts[0].shard
         if shard != self._shard:
-            self._leave()
+            self._end_shard()
             self._restore()
             self._shard = shard
 
@@ -148,20 +149,20 @@ class _InSequence:
         for buffer, start in zip((*self._tensors, *self._counters), self._start, strict=False):
             buffer.copy_(start)
 
-    def _leave(self) -> None:
-        """The shard at hand has been computed."""
+    def _end_shard(self) -> None:
+        """The current shard has been computed."""
         if self._shard < self._shards:
             self._tree.put(self._shard, [buffer.clone() for buffer in self._tensors])
             self._most = [torch.maximum(a, b) for a, b in zip(self._most, self._counters, strict=True)]
 
     @property
     def begun(self) -> bool:
-        """Whether a global batch is at hand."""
+        """Whether a global batch has begun and is not complete."""
         return self._leader is not None
 
     def complete(self) -> None:
-        """All shards of the global batch at hand have been computed."""
-        self._leave()
+        """All shards of the global batch have been computed."""
+        self._end_shard()
         if self._sums is None:
             ((_, sums),) = self._tree.held
         else:
@@ -176,17 +177,17 @@ class _InSequence:
         self._leader, self._start = None, []
 
 
-_PASSED_OVER: Final = "_paceline_passed_over"
+_SKIPPED: Final = "_paceline_passed_over"
 
 
-def _pass_over_empty(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """torch's batch norm makes its running statistics NaN when it is given nothing: here it only looks on."""
+def _skip_empty(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """A zero-length input makes the running statistics of torch's batch norm NaN, unless it is in evaluation mode."""
     if module.training and inputs[0].numel() == 0:
         module.training = False
-        setattr(module, _PASSED_OVER, True)
+        setattr(module, _SKIPPED, True)
 
 
 def _after_empty(module: nn.Module, *_: object) -> None:
-    if getattr(module, _PASSED_OVER, False):
+    if getattr(module, _SKIPPED, False):
         module.training = True
-        delattr(module, _PASSED_OVER)
+        delattr(module, _SKIPPED)

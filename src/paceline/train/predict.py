@@ -1,10 +1,11 @@
 """Predictions: each example's result once, in the order of the data set, on every process.
 
-Phase 1: each process computes its part of each global batch; results move to the CPU as they come. They are cut into
-leaves, each with an example in each row: a tensor, or a list. Dicts and tuples around them are kept.
-Phase 2: the processes tell each other the form of their leaves. Where all rows of a tensor leaf have one shape and
-dtype they are joined as a tensor; else (sequences of unequal length, boxes) as a list of rows, which travel by pickle.
-Phase 3: rows are put in the places of their examples.
+Phase 1: each process computes its part of each global batch, and moves the result to the CPU. The result is flattened
+into leaves, tensors or lists with a row for each example, and the structure (dicts and tuples) around them.
+Phase 2: the processes exchange the structure and the shapes of their leaves. A tensor leaf whose rows all have one
+shape and dtype is joined as a tensor. Other leaves (sequences of unequal length, boxes) are joined as lists of rows,
+which are pickled. Rows are put into the order of the data set.
+Phase 3: the structure is filled with the joined leaves.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ _Row = tuple[tuple[int, ...], str]  # the shape and dtype of a row
 
 
 class _Form(NamedTuple):
-    """What a process's results look like. frame: dicts and tuples, with leaves as numbers. kinds: LIST or TENSOR of
-    each leaf; shapes: those of the rows of each tensor leaf, with their dtypes; without those of empty batches."""
+    """The form of a process's results."""
 
-    frame: Any
-    kinds: tuple[str, ...]
-    shapes: tuple[frozenset[_Row], ...]
+    structure: Any  # dicts and tuples, with a number in the place of each leaf
+    kinds: tuple[str, ...]  # LIST or TENSOR, for each leaf
+    shapes: tuple[frozenset[_Row], ...]  # for each tensor leaf, those of its rows; empty batches do not count
 
 
 def predict(
@@ -42,23 +42,23 @@ def predict(
     not one row for each example."""
     indices: list[int] = []
     batches: list[list[Any]] = []
-    frame: Any = None
-    empty: list[Any] = []
+    structure: Any = None
+    empty: list[Any] = []  # the leaves of a zero-length batch
     for batch in loader:
         with autocast():
             result = fn(model, batch)
         leaves: list[Any] = []
-        frame = _cut(result, loader.examples, leaves, "")
+        structure = _flatten(result, loader.examples, leaves, "")
         if loader.examples:
             indices += loader.indices
             batches.append(leaves)
         else:
             empty = leaves
     columns: list[Any] = list(zip(*batches, strict=True)) if batches else [() for _ in empty]
-    form = _Form(frame, tuple(LIST if isinstance(leaf, list) else TENSOR for leaf in (batches or [empty])[0]), ())
+    form = _Form(structure, tuple(LIST if isinstance(leaf, list) else TENSOR for leaf in (batches or [empty])[0]), ())
     form = form._replace(shapes=tuple(_shapes(column) for column in columns))
     forms = collectives.gather_objects(form, data_group())
-    if all(other.frame is None for other in forms):
+    if all(other.structure is None for other in forms):
         raise UsageError(
             "run.predict: the data set has no examples, and what the results would look like is not known without one. "
             "Leave the call out where len(dataset) is 0."
@@ -69,7 +69,7 @@ def predict(
         _join(column, form.kinds[number], frozenset().union(*(other.shapes[number] for other in forms)), order)
         for number, column in enumerate(columns)
     ]
-    return _fill(frame, rows)
+    return _unflatten(structure, rows)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -83,20 +83,20 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def on_first_input(model: Any, batch: Any) -> Any:
-    """What is computed when nothing else is said: of a batch that is a tuple or list (inputs, labels), its first part
-    goes into the model."""
+    """The default function: the model is called with the batch, or with the first part of a tuple or list (inputs,
+    labels)."""
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
 
 # --- phase 1
 
 
-def _cut(node: Any, count: int, leaves: list[Any], path: str) -> Any:
-    """Puts the leaves into `leaves`, on the CPU. Returns what is around them, with their numbers in their places."""
+def _flatten(node: Any, count: int, leaves: list[Any], path: str) -> Any:
+    """Appends the leaves to `leaves`, on the CPU, and returns the structure around them. count: examples."""
     if isinstance(node, dict):
-        return {key: _cut(value, count, leaves, f"{path}[{key!r}]") for key, value in node.items()}
+        return {key: _flatten(value, count, leaves, f"{path}[{key!r}]") for key, value in node.items()}
     if isinstance(node, tuple):
-        parts = [_cut(value, count, leaves, f"{path}[{number}]") for number, value in enumerate(node)]
+        parts = [_flatten(value, count, leaves, f"{path}[{number}]") for number, value in enumerate(node)]
         return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
     if node is None and path:
         return None
@@ -136,13 +136,13 @@ def _shapes(column: tuple[Any, ...]) -> frozenset[_Row]:
 
 
 def _check_alike(forms: list[_Form]) -> None:
-    if any((other.frame, other.kinds) != (forms[0].frame, forms[0].kinds) for other in forms):
-        told = "; ".join(f"rank {rank}: {other.frame} {other.kinds}" for rank, other in enumerate(forms))
+    if any(other[:2] != forms[0][:2] for other in forms):
+        told = "; ".join(f"rank {rank}: {other.structure} {other.kinds}" for rank, other in enumerate(forms))
         raise UsageError(f"run.predict: results have another form from process to process ({told}). Make them alike.")
 
 
 def _join(column: tuple[Any, ...], kind: str, shapes: frozenset[_Row], order: Tensor) -> Any:
-    """All processes' rows of one leaf, in the order of the data set: a tensor, or a list."""
+    """The rows of one leaf of all processes, in the order of the data set: a tensor, or a list."""
     if kind == TENSOR and len(shapes) == 1:
         ((shape, name),) = shapes
         dtype = getattr(torch, name.removeprefix("torch."))
@@ -160,10 +160,10 @@ def _rows(leaf: Any) -> Iterator[Any]:
 # --- phase 3
 
 
-def _fill(frame: Any, rows: list[Any]) -> Any:
-    if isinstance(frame, dict):
-        return {key: _fill(value, rows) for key, value in frame.items()}
-    if isinstance(frame, tuple):
-        parts = [_fill(value, rows) for value in frame]
-        return type(frame)(*parts) if hasattr(frame, "_fields") else tuple(parts)
-    return None if frame is None else rows[frame]
+def _unflatten(structure: Any, rows: list[Any]) -> Any:
+    if isinstance(structure, dict):
+        return {key: _unflatten(value, rows) for key, value in structure.items()}
+    if isinstance(structure, tuple):
+        parts = [_unflatten(value, rows) for value in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+    return None if structure is None else rows[structure]

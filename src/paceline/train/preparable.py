@@ -1,8 +1,9 @@
-"""What `run.prepare` takes, and what it says to the rest."""
+"""What `run.prepare` takes, what it unwraps first, and what it says to anything else."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -17,14 +18,20 @@ from paceline.train.sources import DATALOADER_OPTIONS
 
 
 def check_preparable(thing: Any) -> None:
-    """Raises UsageError unless it is a model, an optimizer, a scheduler that `run.step` can move, or a DataLoader."""
-    kinds = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader)
-    if not isinstance(thing, kinds) or isinstance(thing, ReduceLROnPlateau):
-        raise UsageError(_not_prepared(thing))
+    """Raises UsageError for anything but a model, an optimizer, a scheduler that `run.step` can move, a DataLoader."""
+    if isinstance(thing, ReduceLROnPlateau):
+        raise UsageError(
+            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it "
+            "out of prepare, step it yourself, and track it: run.track(plateau=scheduler)."
+        )
+    if not isinstance(thing, (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader)):
+        raise UsageError(
+            f"run.prepare takes models, optimizers, schedulers and DataLoaders, not {type(thing).__name__}."
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor]) -> None:
-    """Raises UsageError unless its parameters are among these."""
+    """Raises UsageError unless all its parameters are in `names`, those of the prepared models."""
     foreign = strange_parameters(optimizer, names)
     if foreign:
         raise UsageError(
@@ -35,22 +42,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor])
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step cannot be called without one, as that of LBFGS."""
+    """Whether the optimizer's step needs a closure, as that of LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_scheduler(scheduler: LRScheduler, optimizers: Collection[torch.optim.Optimizer]) -> None:
-    """Raises UsageError unless it moves one of these."""
+    """Raises UsageError unless it moves one of these optimizers."""
     if scheduler.optimizer not in optimizers:
         raise UsageError(
             f"run.prepare: {type(scheduler).__name__} moves an optimizer that is not prepared. Prepare them together."
         )
 
 
-def with_loaders(objects: Sequence[Any], make: Callable[..., Any], taken: bool) -> tuple[Any, ...]:
-    """The same objects, with a DataLoader among them made anew by `make`. taken: whether there is a training loader."""
-    if sum(isinstance(thing, DataLoader) for thing in objects) + taken > 1:
+def with_loaders(objects: Sequence[Any], make: Callable[..., Any], has_loader: bool) -> tuple[Any, ...]:
+    """The same objects, with a loader that `make` makes in place of a DataLoader. has_loader: whether the run has a
+    training loader. Raises UsageError for a second one."""
+    if sum(isinstance(thing, DataLoader) for thing in objects) + has_loader > 1:
         raise UsageError(
             "run.prepare(DataLoader): it makes the training loader, of which this run has one or is given several. For "
             "evaluation write run.loader(dataset, global_batch=..., train=False), for a second one to train on "
@@ -60,8 +68,8 @@ def with_loaders(objects: Sequence[Any], make: Callable[..., Any], taken: bool) 
 
 
 def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What `run.loader` is to be given for a DataLoader of a script for one device. The order of a shuffle is then that
-    of the run's seed, not of the DataLoader's generator. Raises UsageError for one without batches."""
+    """The arguments of `run.loader` for a DataLoader of a script for one device. A shuffled order then depends on the
+    run's seed, not on the DataLoader's generator. Raises UsageError for a DataLoader without batches."""
     if loader.batch_sampler is None and loader.batch_size is None:
         raise UsageError(
             "run.prepare(DataLoader(batch_size=None)): its data set makes batches itself, which cannot be cut over the "
@@ -79,10 +87,51 @@ def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
     return found if type(own) is SequentialSampler else {**found, "sampler": own}
 
 
-def _not_prepared(thing: Any) -> str:
-    if isinstance(thing, ReduceLROnPlateau):
-        return (
-            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it "
-            "out of prepare, step it yourself, and track it: run.track(plateau=scheduler)."
+# --- wrappers of other libraries
+
+_INSIDE = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "_FabricModule": "module",
+    "_FabricOptimizer": "optimizer",
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+    "DataLoaderShard": "base_dataloader",
+    "DataLoaderDispatcher": "base_dataloader",
+    "_FabricDataLoader": "_dataloader",
+}
+"""Classes that wrap a plain object, and the attribute that holds it."""
+
+_LIBRARIES = ("torch.", "accelerate.", "lightning.", "lightning_fabric.", "deepspeed.")
+"""Beginnings of the modules that these classes are in."""
+
+
+def unwrapped(model: Any) -> Any:
+    """The module in a wrapper of torch.compile; any other object itself."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported where nothing was compiled: it takes a second
+    while frames is not None and isinstance(model, frames.OptimizedModule):
+        model = model._orig_mod
+    return model
+
+
+def without_wrapper(thing: Any) -> Any:
+    """The object that `run.prepare` is to prepare. For a wrapper of torch.compile it is the wrapped module, which is
+    then compiled itself, in the same way. Raises UsageError for a wrapper that makes a model parallel, as a run does:
+    its reducer would average gradients that the run sums."""
+    if unwrapped(thing) is not thing:
+        inner = thing._orig_mod
+        if isinstance(inner, nn.Module) and inner._compiled_call_impl is None:
+            inline = sys.modules["torch._dynamo.external_utils"].wrap_inline  # a frame of torch's own would be skipped
+            inner._compiled_call_impl = thing.dynamo_ctx(inline(inner._call_impl))
+        return without_wrapper(inner)
+    kinds = {kind.__name__: kind.__module__ for kind in type(thing).__mro__}
+    name = next((name for name in _INSIDE if kinds.get(name, "").startswith(_LIBRARIES)), None)
+    if name is not None:
+        library = kinds[name].partition(".")[0]
+        raise UsageError(
+            f"run.prepare({name}): {library} has prepared this for several devices already, which a run does itself. "
+            f"Delete the call that made it, and prepare the plain object, which it holds as .{_INSIDE[name]}."
         )
-    return f"run.prepare takes models, optimizers, schedulers and DataLoaders, not {type(thing).__name__}."
+    return thing

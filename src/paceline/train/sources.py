@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import SettingError, suggest
 from paceline.strategies.batch_plan import BatchPlan, Fetched, Pass, Request
-from paceline.train import agreement
+from paceline.train.agreement import check_same_data, probe_of_indices
 from paceline.train.collating import SCOPES, Collator, Streams
 from paceline.train.fetch import MapFetcher, StreamFetcher, is_stream
 from paceline.train.made_batches import RowDataset
@@ -94,11 +94,11 @@ class Source:
         """What must not change for a position in mid-epoch to keep its meaning."""
         raise NotImplementedError
 
-    def compare(self, request: Request) -> None:
+    def check_same_data(self, request: Request) -> None:
         """Do all ranks read the same data? Collective, at an optimizer step. Raises UsageError."""
         self.probing = False
         made_of = {"kind": type(self).__name__, **self.identity(), "micro_batch": self.micro_batch}
-        agreement.compare(self.name, made_of, request.probe)
+        check_same_data(self.name, made_of, request.probe)
 
     def steps(self) -> int:
         """Optimizer steps in an epoch. TypeError where they are not known beforehand."""
@@ -151,7 +151,7 @@ class MapSource(Source):
         )
         if not plan.in_step and self.global_batch is None:
             self.sampled_batch = len(next(iter(self._batches(epoch)), ()))
-        return plan.fetch(data, agreement.probe_of_indices, self._answer)
+        return plan.fetch(data, probe_of_indices, self._answer)
 
     def _answer(self, requests: Iterator[Request]) -> Iterator[Fetched]:
         self._requests.current = requests
@@ -207,7 +207,8 @@ class MapSource(Source):
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
             "sampler": None if sampler is None else type(sampler).__name__,
-            "subset": _subset(self.dataset),
+            # Which examples a torch Subset has, as random_split makes it.
+            "subset": probe_of_indices(self.dataset.indices).order if isinstance(self.dataset, Subset) else None,
         }
 
 
@@ -261,13 +262,6 @@ def _equal_batches(length: int, global_batch: int, drop_last: bool) -> Sequence[
 
 ADDED_LATER = frozenset(["shuffle", "sampler", "subset"])
 """Keys of `identity` that older checkpoints do not have."""
-
-
-def _subset(dataset: Any) -> int | None:
-    """A digest of the indices of a torch Subset, as random_split makes it. None for any other data set."""
-    if not isinstance(dataset, Subset):
-        return None
-    return agreement.probe_of_indices(dataset.indices).order
 
 
 def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callable[[], BatchPlan]) -> Source:

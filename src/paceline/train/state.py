@@ -1,16 +1,17 @@
-"""What a checkpoint holds, and putting it back: model, optimizer, schedule, scaler, position, random streams, tracked.
+"""The state of a run: what a checkpoint holds of it, and how it is restored.
 
-Everything has a name: model_0, optimizer_0, scheduler_0 in the order of `prepare`; loaders and tracked objects by their
-own; what is a strategy's alone (a codec's residuals) is in "strategy". A part that a restored checkpoint holds and the
-script has not made yet (a loader, a tracked object) waits for it.
+The parts of a checkpoint: model_0, optimizer_0, scheduler_0 and so on, in the order of `prepare`; "strategy", for what
+only the strategy has (a codec's residuals); "run", with counters, loaders, random streams and the fp16 scaler; and
+"tracked". Loaders and tracked objects have names. The state of one that the script has not made yet when it restores is
+kept until it is made.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +21,26 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
-from paceline.train.environment_fingerprint import agree, circumstances, compare
+from paceline.train.environment_fingerprint import check_ranks, check_resumed, fingerprint
 from paceline.train.loader import Loader
 from paceline.train.snapshot import SnapshotBuffers
 
+T = TypeVar("T")
+
 
 class State:
-    """The named parts of a run. `Run` adds to the dictionaries; this gathers them into checkpoints and back."""
+    """Gathers the state of a run into checkpoints, and restores it."""
 
     def __init__(self, strategy: Strategy, *, device: torch.device, seed: int, reproducible: int | None = None) -> None:
         self.strategy = strategy
         self.schedulers: list[Any] = []
         self.loaders: dict[str, Loader] = {}
         self.tracked: dict[str, Any] = {}
-        self.parts: dict[str, Any] = {}  # the run's own: counters, scaler
+        self.parts: dict[str, Any] = {}  # objects of the run itself: the fp16 scaler
         self._device, self._seed, self._reproducible = device, seed, reproducible
+        # Restored states of loaders and tracked objects that the script has not made yet, by name.
         self._waiting: dict[str, dict[str, Any]] = {"loaders": {}, "tracked": {}}
-        self._compared: set[str] = set()  # loaders whose data those that were there before had compared
+        self._compared: set[str] = set()  # loaders whose data the ranks had compared before this process joined them
         self._buffers = SnapshotBuffers()
 
     # --- adding
@@ -66,18 +70,21 @@ class State:
             thing.load_state_dict(self._waiting["tracked"].pop(name))
 
     def begin(self) -> None:
-        """Compares what the bits depend on between the processes. All call it, when threads and backends are set."""
+        """Compare the environments of a reproducible run's processes. Collective, when threads and backends are set."""
         if self._reproducible is not None:
-            agree(circumstances(self._reproducible, self._device))
+            check_ranks(fingerprint(self._reproducible, self._device))
 
     # --- saving
 
     def save(self, directory: str | Path, step: int, keep: int | None, run: dict[str, Any]) -> Path:
-        """Writes a checkpoint. All processes call it; rank 0 writes, and all return when it stands on the disk."""
+        """Write a checkpoint, and return its path. Collective: rank 0 writes, and all return when it is on the disk.
+
+        run: what the run itself adds to its part.
+        """
         state = self.strategy.state_dict()
         streams = collectives.gather_objects(generators.get_state(self._device))
-        failure, path = None, ""
-        if collectives.rank_of() == 0:
+
+        def write() -> Path:
             parts: dict[str, Any] = {}
             for kind in ("models", "optimizers"):
                 parts |= {f"{kind[:-1]}_{i}": value for i, value in enumerate(state[kind])}
@@ -87,100 +94,44 @@ class State:
             kinds = [type(scheduler).__qualname__ for scheduler in self.schedulers]
             parts["run"] = {**run, "seed": self._seed, "schedulers": kinds, "streams": streams, **self._run_part()}
             parts["tracked"] = self._tracked_part()
-            try:
-                path = str(self._write(Path(directory), step, parts, keep))
-            except CheckpointError as error:
-                failure = str(error)
-        failure, path = collectives.broadcast_object((failure, path))
-        if failure is not None:
-            raise CheckpointError(failure)
-        return Path(path)
+            encoded = checkpoint.encode_parts(parts, self._buffers)
+            meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
+            return checkpoint.write(directory, step=step, parts=encoded, keep=keep, meta=meta)
+
+        return _on_rank_0(write)
 
     def _run_part(self) -> dict[str, Any]:
         loaders = {name: loader.state_dict() for name, loader in self.loaders.items()}
+        shards = self._reproducible
+        environment = {} if shards is None else {"reproducible": fingerprint(shards, self._device)}
         own = {name: part.state_dict() for name, part in self.parts.items()}
-        return {"loaders": {**self._waiting["loaders"], **loaders}, **self._circumstances(), **own}
+        return {"loaders": {**self._waiting["loaders"], **loaders}, **environment, **own}
 
     def _tracked_part(self) -> dict[str, Any]:
         return {**self._waiting["tracked"], **{name: thing.state_dict() for name, thing in self.tracked.items()}}
 
-    def _circumstances(self) -> dict[str, Any]:
-        shards = self._reproducible
-        return {} if shards is None else {"reproducible": circumstances(shards, self._device)}
-
-    def _write(self, directory: Path, step: int, parts: dict[str, Any], keep: int | None) -> Path:
-        return checkpoint.write(
-            directory,
-            step=step,
-            parts=checkpoint.stage(parts, self._buffers),
-            keep=keep,
-            meta={"world_size": collectives.size_of(), "torch": str(torch.__version__)},
-        )
-
     # --- restoring
 
     def restore(self, directory: str | Path, missing_ok: bool) -> dict[str, Any] | None:
-        """Puts back the newest whole checkpoint, and returns the run's own part; None where there is none and that is
-        allowed. Rank 0 reads it, so that no shared disk is needed."""
-        found = collectives.broadcast_object(self._find(directory, missing_ok) if collectives.rank_of() == 0 else None)
-        assert found is not None
-        failure, path, damages = found
-        if failure is not None:
-            raise CheckpointError(failure)
-        if path is None:
+        """Restore the newest whole checkpoint, and return its part "run". None where there is none, with missing_ok.
+        Rank 0 reads it, so that no shared disk is needed."""
+
+        def find() -> checkpoint.WholeCheckpoint | None:
+            if missing_ok and not checkpoint.holds_checkpoint(directory):
+                return None
+            return checkpoint.find(directory)
+
+        found = _on_rank_0(find)
+        if found is None:
             return None
-        if damages and collectives.rank_of() == 0:
+        if found.damage and collectives.rank_of() == 0:
             warnings.warn(
                 "damaged checkpoints were passed over:\n  "
-                + "\n  ".join(damages)
-                + f"\nThe newest whole one is used: {path}",
+                + "\n  ".join(found.damage)
+                + f"\nThe newest whole one is used: {found.path}",
                 stacklevel=2,
             )
-        parts = self._distribute(checkpoint.read(Path(path))[1] if collectives.rank_of() == 0 else None)
-        return self._put_back(parts)
-
-    def _find(self, directory: str | Path, missing_ok: bool) -> tuple[str | None, str | None, list[str]]:
-        """(why it failed, the path, what was damaged)."""
-        try:
-            if missing_ok and not checkpoint.holds_checkpoint(directory):
-                return None, None, []
-            found = checkpoint.find(directory)
-        except CheckpointError as error:
-            return str(error), None, []
-        return None, str(found.path), list(found.damage)
-
-    def _distribute(self, parts: dict[str, Any] | None) -> dict[str, Any]:
-        """The same tree on all processes: its form by pickle between them, its tensors by broadcast."""
-        if collectives.size_of() == 1:
-            assert parts is not None
-            return parts
-        tensors: list[Tensor] = []
-
-        def take(node: Any) -> Any:
-            if isinstance(node, Tensor):
-                tensors.append(node)
-                return _Slot(len(tensors) - 1, tuple(node.shape), node.dtype)
-            return _map(node, take)
-
-        form = collectives.broadcast_object(take(parts) if collectives.rank_of() == 0 else None)
-        if collectives.rank_of() != 0:
-
-            def make(node: Any) -> Any:
-                if isinstance(node, _Slot):
-                    tensors.append(torch.empty(node.shape, dtype=node.dtype))
-                    return node
-                return _map(node, make)
-
-            make(form)
-        collectives.broadcast_tensors(tensors)
-
-        def fill(node: Any) -> Any:
-            return tensors[node.number] if isinstance(node, _Slot) else _map(node, fill)
-
-        whole: dict[str, Any] = fill(form)
-        return whole
-
-    def _put_back(self, parts: dict[str, Any]) -> dict[str, Any]:
+        parts = _broadcast_tree(checkpoint.read(found.path)[1] if collectives.rank_of() == 0 else {})
         run: dict[str, Any] = parts["run"]
         if run["seed"] != self._seed:
             raise CheckpointError(
@@ -188,8 +139,8 @@ class State:
                 "on with another order and other noise. Start with the checkpoint's seed."
             )
         if self._reproducible is not None:
-            here = circumstances(self._reproducible, self._device)
-            compare(run.get("reproducible"), here, told=collectives.rank_of() == 0)
+            here = fingerprint(self._reproducible, self._device)
+            check_resumed(run.get("reproducible"), here, warn=collectives.rank_of() == 0)
         schedulers = _numbered(parts, "scheduler")
         if len(schedulers) != len(self.schedulers):
             raise CheckpointError(
@@ -200,12 +151,13 @@ class State:
             check_same_class(scheduler, name, "scheduler", number)
         named = {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}
         self.strategy.load_state_dict({**parts.get("strategy", {}), **named})
-        self._put_back_others(schedulers, run, parts["tracked"])
+        self._load(schedulers, run, parts["tracked"])
         if len(run["streams"]) == collectives.size_of():
             generators.set_state(run["streams"][collectives.rank_of()], self._device)
         return run
 
-    def _put_back_others(self, schedulers: list[Any], run: dict[str, Any], tracked: dict[str, Any]) -> None:
+    def _load(self, schedulers: list[Any], run: dict[str, Any], tracked: dict[str, Any]) -> None:
+        """Load everything but models, optimizers and random streams."""
         for scheduler, state in zip(self.schedulers, schedulers, strict=True):
             scheduler.load_state_dict(state)
         for name, part in self.parts.items():
@@ -216,47 +168,82 @@ class State:
         for name in [name for name in self.tracked if name in self._waiting["tracked"]]:
             self.tracked[name].load_state_dict(self._waiting["tracked"].pop(name))
 
-    # --- for a process that joins
+    # --- for a process that joins the others
 
-    def place(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """What a checkpoint holds beside models, optimizers and random streams, with tensors on the CPU."""
-        place = {
+        position = {
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "run": self._run_part(),
             "tracked": self._tracked_part(),
             "compared": [name for name, loader in self.loaders.items() if not loader.probing],
         }
-        whole: dict[str, Any] = _on_cpu(place)
-        return whole
+        moved: dict[str, Any] = _on_cpu(position)
+        return moved
 
-    def put_place(self, place: dict[str, Any]) -> None:
-        self._put_back_others(place["schedulers"], place["run"], place["tracked"])
-        self._compared = set(place["compared"])
+    def load_position(self, position: dict[str, Any]) -> None:
+        """Go on where the process was that `position` is of."""
+        self._load(position["schedulers"], position["run"], position["tracked"])
+        self._compared = set(position["compared"])
         for name in self._compared & self.loaders.keys():
             self.loaders[name].probing = False
 
     def export(self, path: str | Path, number: int) -> None:
-        """Writes one model's state_dict as a plain safetensors file."""
+        """Write one model's state_dict as a plain safetensors file. Collective."""
         state = self.strategy.state_dict()["models"][number]
-        failure = None
-        if collectives.rank_of() == 0:
-            try:
-                checkpoint.export(Path(path), {name: t for name, t in state.items() if isinstance(t, Tensor)})
-            except CheckpointError as error:
-                failure = str(error)
-        failure = collectives.broadcast_object(failure)
-        if failure is not None:
-            raise CheckpointError(failure)
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        _on_rank_0(lambda: checkpoint.export(path, tensors))
 
 
-class _Slot:
-    """The place of a tensor in a tree that travels without its tensors."""
+def _on_rank_0(action: Callable[[], T]) -> T:
+    """What `action` returns on rank 0, on every rank. Its CheckpointError is raised on every rank. Collective."""
+    failure, result = None, None
+    if collectives.rank_of() == 0:
+        try:
+            result = action()
+        except CheckpointError as error:
+            failure = str(error)
+    failure, result = collectives.broadcast_object((failure, result))
+    if failure is not None:
+        raise CheckpointError(failure)
+    return cast(T, result)
 
-    def __init__(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.number, self.shape, self.dtype = number, shape, dtype
+
+class _TensorSlot(NamedTuple):
+    """Stands for a tensor in a tree that is sent without its tensors."""
+
+    number: int  # of the tensor, in the order in which tensors are sent
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _map(node: Any, function: Any) -> Any:
+def _broadcast_tree(parts: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's tree on every rank. Collective: its tensors are broadcast, the rest of it is pickled."""
+    if collectives.size_of() == 1:
+        return parts
+    slots: list[_TensorSlot] = []
+    tensors: list[Tensor] = []
+
+    def put_slots(node: Any) -> Any:
+        if not isinstance(node, Tensor):
+            return _map(node, put_slots)
+        tensors.append(node)
+        slots.append(_TensorSlot(len(slots), tuple(node.shape), node.dtype))
+        return slots[-1]
+
+    def fill_slots(node: Any) -> Any:
+        return tensors[node.number] if isinstance(node, _TensorSlot) else _map(node, fill_slots)
+
+    skeleton, slots = collectives.broadcast_object((put_slots(parts), slots))
+    if collectives.rank_of() != 0:
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    collectives.broadcast_tensors(tensors)
+    whole: dict[str, Any] = fill_slots(skeleton)
+    return whole
+
+
+def _map(node: Any, function: Callable[[Any], Any]) -> Any:
+    """A dict, list or tuple with `function` applied to what is in it. Anything else unchanged."""
     if isinstance(node, dict):
         mapped = {key: function(value) for key, value in node.items()}
         if type(node) is dict:
@@ -274,6 +261,7 @@ def _on_cpu(node: Any) -> Any:
 
 
 def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:
+    """The parts model_0, model_1, ... in order, for kind="model"."""
     found: list[Any] = []
     while f"{kind}_{len(found)}" in parts:
         found.append(parts[f"{kind}_{len(found)}"])
@@ -281,7 +269,7 @@ def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:
 
 
 def model_number(models: Sequence[nn.Module], model: nn.Module | None) -> int:
-    """Which prepared model is meant. Raises UsageError."""
+    """The number of a prepared model; None means the only one. Raises UsageError."""
     if model is None:
         if len(models) != 1:
             raise UsageError(

@@ -1,7 +1,7 @@
-"""Nested Python state, as a JSON document and named tensors, and back: what a checkpoint holds instead of a pickle.
+"""Nested Python state as a JSON document and named tensors, and back: the form of a checkpoint, in place of a pickle.
 
-A document is JSON. `None`, bools, strings, lists, finite floats, ints of 64 bits and dicts with string keys stand for
-themselves; everything else is an object with the key "$", which says what it is:
+In the document `None`, bools, strings, lists, finite floats, ints of 64 bits and dicts with string keys stand for
+themselves. Everything else is an object with the key "$", which names its type:
 
     {"$": "tuple", "items": [...]}                   also set, frozenset, torch.Size, deque (with "maxlen")
     {"$": "dict", "items": [[key, value], ...]}      a dict with other keys; also OrderedDict, defaultdict, Counter
@@ -10,18 +10,23 @@ themselves; everything else is an object with the key "$", which says what it is
     {"$": "numpy", "name": ..., "dtype": "<f8", "shape": [...]}     and numpy.scalar
     {"$": "bytes", "base64": "..."}                  also bytearray; torch.dtype and torch.device have a "name"
 
-Tensors are named by their place ("layer.weight" at the top, "state/0/exp_avg" below), so that the tensors of a model's
-state_dict bear the model's own names. Dtypes that not every safetensors release knows are kept as real pairs (complex)
-or as bytes. A dense tensor in another memory order (channels_last) gets that order back. Values, types, order and bits
-come back exactly. Devices, `requires_grad` and the sharing of memory do not: decoded tensors are plain, on the host.
+A tensor is named by its path ("layer.weight" at the top, "state/0/exp_avg" below), so that the tensors of a model's
+state_dict keep the model's names. Dtypes that some safetensors release does not know are stored as real pairs (complex)
+or as bytes. The memory order of a dense tensor (channels_last) is restored. Values, types, order and bits come back
+exactly. Devices, `requires_grad` and shared memory do not: decoded tensors are plain, on the host.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import datetime
+import enum
 import json
 import math
+import pathlib
 import struct
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,14 +36,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.train.refusal import refusal, spell
 
 Json = Any  # None, bool, int, float, str, list or dict with string keys
 
 MARK = "$"
 DEEPEST = 100  # levels; the JSON of one level may nest three deep, and Python's recursion limit is 1,000
 
-_NATIVE_DTYPES = {  # what every safetensors release since 0.4 reads back by itself
+_NATIVE_DTYPES = {  # which every safetensors release since 0.4 reads back by itself
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
@@ -49,12 +53,12 @@ _FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, dict, float, int, l
 
 
 def encode(tree: Any, what: str = "the state") -> tuple[Json, dict[str, Tensor]]:
-    """`tree` as (document, tensors); `decode` reverses it.
+    """`tree` as (document, tensors). `decode` reverses it.
 
-    The tensors are detached, but share their memory with `tree` wherever they can: they may lie on any device, be
-    non-contiguous and overlap. `what` opens error messages ("tracked 'ema'").
+    The tensors are detached and share memory with `tree` where they can: they may be on any device, non-contiguous, and
+    overlap. what: the first words of error messages ("tracked 'ema'").
 
-    Raises CheckpointError, naming the place in the tree and the remedy, for anything that has no exact plain form:
+    Raises CheckpointError, with the path in the tree and the remedy, for anything that has no exact plain form:
     functions, classes, modules, objects, namedtuples, sparse tensors, subclasses of the types above.
     """
     encoder = _Encoder(what)
@@ -62,7 +66,7 @@ def encode(tree: Any, what: str = "the state") -> tuple[Json, dict[str, Tensor]]
 
 
 def decode(document: Json, tensors: Mapping[str, Tensor], what: str = "the state") -> Any:
-    """The tree of a document. It takes over `tensors`: most come back as they are, not as copies.
+    """The tree of a document. Most of `tensors` are in it as they are, not as copies.
 
     Raises CheckpointError for a document that `encode` did not write, and for a tensor that is missing.
     """
@@ -76,13 +80,13 @@ def decode(document: Json, tensors: Mapping[str, Tensor], what: str = "the state
 
 
 class _Encoder:
-    """One walk over one tree. `path` is the keys and indices from the root to the value at hand."""
+    """Encodes one tree. path: the keys and indices from the root to a value."""
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.tensors: dict[str, Tensor] = {}
-        self._open: set[int] = set()  # ids of the containers that the walk is in: a cycle meets one of them again
-        self._hashed = 0  # > 0 inside dict keys and set members, where a tensor means its identity, not its values
+        self._open: set[int] = set()  # ids of the containers that are being encoded; a cycle meets one of them again
+        self._hashed = 0  # > 0 in dict keys and set members, where a tensor counts by identity and not by value
 
     def node(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
@@ -102,7 +106,7 @@ class _Encoder:
             return {MARK: "numpy.scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
         if kind in _SIMPLE:
             return {MARK: _NAMES[kind], **_SIMPLE[kind](value)}
-        raise self._refuse(path, *refusal(value))
+        raise self._refuse(path, *_refusal(value))
 
     def _container(self, value: Any, path: tuple[Any, ...]) -> Json:
         if id(value) in self._open:
@@ -126,7 +130,7 @@ class _Encoder:
             if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
                 raise self._refuse(path, "a defaultdict of a function", f"Known factories: {', '.join(_FACTORIES)}.")
             node["default"] = None if factory is None else factory.__name__
-        # A module's state_dict carries the version of each layer's format there, and load_state_dict looks at it.
+        # There a module's state_dict has the version of each layer's format, which load_state_dict reads.
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             node["metadata"] = self.node(value._metadata, (*path, "_metadata"))
         return node
@@ -134,7 +138,7 @@ class _Encoder:
     def _sequence(self, value: Iterable[Any], path: tuple[Any, ...]) -> Json:
         kind = type(value)
         if kind is set or kind is frozenset:
-            # In one order, whatever the hashes: equal states give equal files.
+            # Sorted, since hashes differ from process to process: equal states give equal files.
             items = sorted((self._key(item, (*path, item)) for item in value), key=json.dumps)
         else:
             items = [self.node(item, (*path, index)) for index, item in enumerate(value)]
@@ -154,7 +158,7 @@ class _Encoder:
 
     def _tensor(self, value: Tensor, path: tuple[Any, ...]) -> Json:
         if self._hashed or value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-            raise self._refuse(path, *refusal(value, hashed=self._hashed > 0))
+            raise self._refuse(path, *_refusal(value, hashed=self._hashed > 0))
         value = value.detach()
         node: dict[str, Json] = {MARK: "tensor"}
         if strides := _permuted_strides(value):
@@ -165,7 +169,7 @@ class _Encoder:
         elif value.dtype not in _NATIVE_DTYPES:
             node.update(dtype=_dtype_name(value.dtype), shape=list(value.shape))
             value = value.contiguous().reshape(-1).view(torch.uint8)
-        node["name"] = self._keep(value, path)
+        node["name"] = self._add_tensor(value, path)
         return node
 
     def _array(self, value: np.ndarray[Any, Any], path: tuple[Any, ...]) -> Json:
@@ -174,26 +178,26 @@ class _Encoder:
             plain = value if value.flags.c_contiguous and value.flags.writeable else value.copy(order="C")
         else:
             plain = np.frombuffer(bytearray(value.tobytes()), np.uint8)
-        node["name"] = self._keep(torch.from_numpy(plain), path)
+        node["name"] = self._add_tensor(torch.from_numpy(plain), path)
         return node
 
-    def _keep(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """Files `tensor` under a name made of its path, which safetensors and UTF-8 can hold."""
+    def _add_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
+        """Returns the tensor's name, made of its path so that safetensors and UTF-8 can hold it."""
         place = "/".join(part if isinstance(part, str) else str(part) for part in path)
         place = place.encode("utf-8", "backslashreplace").decode()
         name, number = place, 1
-        while name in self.tensors or name == "__metadata__":  # the header of a safetensors file owns that one
+        while name in self.tensors or name == "__metadata__":  # which safetensors reserves
             number += 1
             name = f"{place}#{number}"
         self.tensors[name] = tensor
         return name
 
     def _refuse(self, path: tuple[Any, ...], described: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"{self.what}{spell(path)}: {described} cannot be saved. {remedy}")
+        return CheckpointError(f"{self.what}{_spell(path)}: {described} cannot be saved. {remedy}")
 
 
 def _permuted_strides(value: Tensor) -> list[int] | None:
-    """The strides of a dense tensor whose dims lie in another order in memory (channels_last), else None."""
+    """The strides of a dense tensor whose dimensions have another order in memory (channels_last), else None."""
     if value.is_contiguous():
         return None
     expected = 1
@@ -311,3 +315,69 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "numpy": _array,
     "numpy.scalar": lambda node, tensors: _scalar(node),
 }
+
+
+# --- what cannot be saved
+
+
+def _spell(path: tuple[Any, ...]) -> str:
+    """A path in a tree as Python writes it, " at decay.schedule[3]['a key']"; "" for the root."""
+    text = ""
+    for part in path:
+        plain = isinstance(part, str) and part.isidentifier()
+        text += f".{part}" if plain else f"[{_shorten(repr(part))}]"
+    return f" at {text.removeprefix('.')}" if text else ""
+
+
+def _refusal(value: Any, *, hashed: bool = False) -> tuple[str, str]:
+    """(what a value is that cannot be saved, what to save instead). hashed: it is a dict key or a member of a set."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, Tensor):
+        return _tensor_refusal(value, name, hashed)
+    if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
+        return "a function", "Save the numbers and names it is made from, and make it again in load_state_dict."
+    if isinstance(value, type):
+        return f"a class ({value.__qualname__})", "Save its name, and look the class up in load_state_dict."
+    if isinstance(value, enum.Enum):
+        return f"an enum member ({value})", "Save its .value."
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"a namedtuple ({name})", "Save tuple(value) or value._asdict()."
+    if isinstance(value, (pathlib.PurePath, datetime.date, datetime.time)):
+        plain = "str(value)" if isinstance(value, pathlib.PurePath) else "value.isoformat()"
+        return f"a {name}", f"Save {plain}."
+    if isinstance(value, torch.Generator):
+        return "a torch.Generator", "Save its get_state(), and set_state() it in load_state_dict."
+    if dataclasses.is_dataclass(value):
+        return f"a dataclass ({name})", "Save dataclasses.asdict(value)."
+    if callable(getattr(value, "state_dict", None)):
+        return f"a {name}", "It has a state of its own: save its state_dict(), and load that in load_state_dict."
+    for base in (dict, list, tuple, set, str, int, float):
+        if isinstance(value, base):
+            return f"a {name}, a subclass of {base.__name__},", f"Save {base.__name__}(value)."
+    return (
+        f"a {name}",
+        "Save what it is made of: None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, sets "
+        "and dicts of these.",
+    )
+
+
+def _tensor_refusal(value: Tensor, name: str, hashed: bool) -> tuple[str, str]:
+    if hashed:
+        return "a tensor as a dict key or set member", "Use its name, its index or its item() as the key."
+    if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
+        if hasattr(value, "full_tensor"):
+            return f"a {name}, one process's piece of a tensor,", "Save its full_tensor()."
+        return f"a {name}, a subclass of Tensor,", "Save value.as_subclass(Tensor), or the tensors inside it."
+    if value.is_meta:
+        return "a tensor on the meta device, which has no values,", "Give it values first (to_empty, then initialise)."
+    if value.is_quantized:
+        return "a quantized tensor", "Save its int_repr(), q_scale() and q_zero_point(), or its dequantize()."
+    return (
+        f"a tensor of layout {value.layout}",
+        "Save its to_dense(), or its indices and values as tensors of their own.",
+    )
+
+
+def _shorten(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

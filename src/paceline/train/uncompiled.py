@@ -1,7 +1,7 @@
-"""Calls that torch.compile is to leave alone, such as the collectives of a batch norm.
+"""Calls that torch.compile must not trace, such as the collectives of a batch norm.
 
-A module of its own, imported at the first such call: torch.compiler.disable imports torch._dynamo, which takes as long
-as torch itself. A script that makes an optimizer pays for that anyway; one that only predicts does not.
+This module is imported at the first such call, since torch.compiler.disable imports torch._dynamo, which takes as long
+as torch itself. A script that makes an optimizer imports that anyway; one that only predicts does not.
 """
 
 from __future__ import annotations
