@@ -3,7 +3,7 @@
 Phase 1, forward and backward on every device, as data_parallel does it (replica_set.py): the gradients come together on
   the first device, in the script's own model, where they can be clipped and looked at.
 Phase 2, step, in: gradients go to the CPU.
-Phase 3, step, update: the optimizer updates the masters there (masters.py); its state is there too.
+Phase 3, step, update: the optimizer updates the masters there (replicated.py); its state is there too.
 Phase 4, step, out: masters go to the first device, whose model then evaluates with them; from there to the others when
   the next global batch begins.
 
@@ -34,10 +34,9 @@ from paceline.strategies.base import Backward, ClosureStrategy, LoopStrategy, Te
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_devices import check_devices, devices_of
-from paceline.strategies.masters import in_place_of
 from paceline.strategies.optimizer_hooks import carried, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, Stamp, norms_of, stamp_of
-from paceline.strategies.replicated import load_replicated, replicated_state
+from paceline.strategies.replicated import in_place_of, load_replicated, replicated_state
 from paceline.world import World
 
 _HOST = torch.device("cpu")

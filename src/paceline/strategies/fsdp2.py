@@ -29,40 +29,34 @@ from paceline.comm.mesh import DATA, Mesh
 from paceline.errors import ModelError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import one_shard
-from paceline.strategies.fsdp_wrapping import enter_anywhere, layers_of, recompute
+from paceline.strategies.fsdp_wrapping import Sharding, gather_on_any_call, recompute
 from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.replicated import parameter_names
-from paceline.strategies.sliced_state import Masters, check_dense, load_sliced, sliced_state
+from paceline.strategies.pickling import PickleGuard
+from paceline.strategies.replicated import listed, parameter_names
+from paceline.strategies.sharded_state import Masters, check_dense, full_state, load_full_state
 from paceline.world import World
 
 
 class FSDP2(LoopStrategy):
-    """keep: parameters stay gathered between forward and backward (stage 2). The others: as in FSDP."""
+    """strategy: its name for messages."""
 
     def __init__(
         self,
         world: World,
         device: torch.device,
         mesh: Mesh,
-        *,
-        keep: bool,
-        wrap: str,
-        min_params: int,
-        checkpointing: bool,
-        mixed: torch.dtype | None,
-        offload: bool,
-        find_unused: bool,
+        sharding: Sharding,
+        strategy: str = "fsdp",
     ) -> None:
         self.world, self.device = world, device
         self.mesh = mesh
         self.plan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore(reduces_each=True)
-        self._keep, self._recompute, self._find_unused = keep, checkpointing, find_unused
-        self._layers = partial(layers_of, wrap=wrap, min_params=min_params)
+        self._sharding = sharding
         self._offload: OffloadPolicy = (
-            CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy()
         )
-        self._mixed = mixed
+        self._pickle_guard = PickleGuard(strategy)
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[Tensor, str] = {}
@@ -95,6 +89,7 @@ class FSDP2(LoopStrategy):
         self._names = parameter_names(models)
         retire(moved)
         self._expected, self._flags = {}, ()
+        self._pickle_guard.install(models)
 
     def _shard(self, model: nn.Module) -> dict[Tensor, Tensor]:
         """Slices a model layer by layer, so that it never lies whole on the device. Returns old -> new parameters."""
@@ -109,8 +104,8 @@ class FSDP2(LoopStrategy):
         for p in scalars:
             self._masters.add(p)
         done: set[Tensor] = set()
-        layers = self._layers(model)
-        if self._recompute:
+        layers, mixed = self._sharding.layers(model), self._sharding.mixed
+        if self._sharding.checkpointing:
             recompute(layers)
         for layer in [*layers, model]:
             own = [p for p in layer.parameters() if p not in done and p not in scalars]
@@ -123,11 +118,11 @@ class FSDP2(LoopStrategy):
             sharded: FSDPModule = fully_shard(
                 layer,
                 mesh=self._masters.mesh,
-                reshard_after_forward=False if self._keep else None,
+                reshard_after_forward=False if self._sharding.keep else None,
                 mp_policy=MixedPrecisionPolicy(
-                    self._mixed,
-                    torch.float32 if self._mixed else None,  # gradients are summed in it, and
-                    torch.float32 if self._mixed and layer is model else None,  # given back in it
+                    mixed,
+                    torch.float32 if mixed else None,  # gradients are summed in it, and
+                    torch.float32 if mixed and layer is model else None,  # given back in it
                 ),
                 offload_policy=self._offload,
                 ignored_params=scalars,
@@ -137,7 +132,7 @@ class FSDP2(LoopStrategy):
             sharded.set_force_sum_reduction_for_comms(True)
         state = sharded._get_fsdp_state()  # of the model itself, which came last
         state._lazy_init()  # with this model as the root, whichever of its modules is called first
-        enter_anywhere(model)
+        gather_on_any_call(model)
         self._states.append(state)
         for group in _groups(state):
             self._params += group.fsdp_params
@@ -233,7 +228,7 @@ class FSDP2(LoopStrategy):
     def _look(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
         if any(map(torch._C._will_engine_execute_node, self._direct)):
             raise UsageError(USED_OUTSIDE)
-        if key not in self._expected or self._find_unused:
+        if key not in self._expected or self._sharding.find_unused:
             everyone = collectives.gather_objects(mine)
             self._expected[key] = mine
             others = [other for other in everyone if other != mine]
@@ -242,7 +237,9 @@ class FSDP2(LoopStrategy):
         if others:
             rows = zip(self._trainable, mine, others[0], strict=True)
             differing = [self._names[p] for p, own, other in rows if own != other]
-            raise UnusedParameterError(_unlike_message(self.world.rank, key[1][0], differing, self._find_unused))
+            raise UnusedParameterError(
+                _unlike_message(self.world.rank, key[1][0], differing, self._sharding.find_unused)
+            )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._masters is not None
@@ -253,16 +250,17 @@ class FSDP2(LoopStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         self._free()
-        return sliced_state(self.models, self.optimizers, {} if self._masters is None else self._masters.of)
+        return full_state(self.models, self.optimizers, {} if self._masters is None else self._masters.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._free()
-        load_sliced(self.models, self.optimizers, {} if self._masters is None else self._masters.of, state)
+        load_full_state(self.models, self.optimizers, {} if self._masters is None else self._masters.of, state)
 
     def close(self) -> None:
         self._free()
         if self._masters is not None:
             self._masters.close()
+        self._pickle_guard.close()
         self._nodes, self._direct, self._trainable, self._flags = [], [], [], ()
 
 
@@ -328,7 +326,7 @@ def _unlike_message(rank: int, call: int, names: Sequence[str], compared: bool) 
     return (
         f"rank {rank}: backward call number {call + 1} of this step does not reach the parameters that "
         f"{'other ranks reach' if compared else 'it reached before, or that other ranks reach'}: "
-        f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Stages 2 and 3 of fsdp need the same on all "
+        f"{listed(names)}. Stages 2 and 3 of fsdp need the same on all "
         "ranks. Where it changes from step to step alike on all ranks, set strategy='fsdp:find_unused=true'; where it "
         "depends on the data, use strategy='ddp:find_unused=true'."
     )

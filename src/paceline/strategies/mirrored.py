@@ -44,7 +44,7 @@ from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_devices import check_devices, check_shards, devices_of
 from paceline.strategies.optimizer_hooks import Draws, follow_groups, optimizer_like, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, norms_of, on_device
-from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
+from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state
 from paceline.world import World
 
 REDUCTIONS = ("native", *REDUCERS)
@@ -291,7 +291,7 @@ class _Drift:
         names = [self.names.get(p, "?") for p, differs in zip(parameters, found.tolist(), strict=True) if differs]
         if names:
             raise ModelError(
-                f"the replicas have drifted apart in {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}: "
+                f"the replicas have drifted apart in {listed(names)}: "
                 "weights or gradients were written to past autograd, as by p.data.clamp_(...) or "
                 "p.grad.data.mul_(...), which reaches the first replica only; or an update is not a function of "
                 "weights, gradient and state. Write with torch.no_grad(): p.clamp_(...) in place of .data, which is "

@@ -59,9 +59,9 @@ from paceline.strategies.pipeline_cut import (
 )
 from paceline.strategies.pipeline_loss import Losses, Share, called_with, input_of, padded, terms_from, with_zeros
 from paceline.strategies.pipeline_stages import ByCalls, Waiting, seed
-from paceline.strategies.replicated import load_replicated, replicated_state
+from paceline.strategies.replicated import load_replicated, replicated_state, send_models
 from paceline.strategies.stage_parameters import StageParameters
-from paceline.strategies.unused_parameters import Reached
+from paceline.strategies.unused_parameters import UsedParameters
 from paceline.world import World
 
 SCHEDULES = ("gpipe", "1f1b", "naive")
@@ -110,7 +110,7 @@ class Pipeline(ClosureStrategy):
         self._units = Units([], [])
         self._owned: StageParameters | None = None
         self._stage: nn.Module = nn.Sequential()
-        self._reached = Reached("pipeline", world.rank)
+        self._used = UsedParameters("pipeline", world.rank)
         self._losses = Losses(mesh, device)
         self._waiting: Waiting | None = None
         self._by_calls: ByCalls | None = None
@@ -159,8 +159,7 @@ class Pipeline(ClosureStrategy):
         where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
         _check_buffers(model, self._parts_of(where))
         if self.balance == "cost" and not self.cut:  # the first micro-batch is needed
-            model.to(self.device)
-            collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+            send_models([model], self.device)
         else:
             self._take_stage(self._parts_of(where), send=True)
 
@@ -273,7 +272,7 @@ class Pipeline(ClosureStrategy):
         assert self._owned is not None
         self._owned.sum_tied()
         data = self.mesh.data
-        collectives.sum_all(self._reached.gradients(kind_of(work.call, work.inputs), self._owned.names, data), data)
+        collectives.sum_all(self._used.gradients(kind_of(work.call, work.inputs), self._owned.names, data), data)
         return self._losses.told(work.call, terms, count)
 
     def _pass(

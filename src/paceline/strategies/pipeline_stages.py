@@ -23,6 +23,7 @@ from paceline.strategies.base import Piece, Term, Work
 from paceline.strategies.pipeline_calls import Calls, Cut, Record, form_of
 from paceline.strategies.pipeline_cut import Units, boundaries
 from paceline.strategies.pipeline_loss import Losses, Share, on_one_stage
+from paceline.strategies.replicated import send_models
 from paceline.strategies.stage_parameters import StageParameters
 
 MOST_SCHEDULES = 4
@@ -41,8 +42,7 @@ class Waiting:
     def send(self, device: torch.device) -> None:
         """Takes rank 0's weights to the device, whole: someone needs the model before it is cut. Together on all."""
         if not self.sent:
-            self.model.to(device)
-            collectives.broadcast_tensors([*self.model.parameters(), *self.model.buffers()])
+            send_models([self.model], device)
             self.sent = True
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
-from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
-from paceline.strategies.unused_parameters import check_alike, named_state
+from paceline.strategies.replicated import load_replicated, named_state, parameter_names, replicated_state
+from paceline.strategies.unused_parameters import check_copies
 
 
 class StageParameters:
@@ -110,7 +110,7 @@ class StageParameters:
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        check_alike(named_state(self.names, self.optimizers), self._mesh.data, [], "at a checkpoint")
+        check_copies(named_state(self.names, self.optimizers), self._mesh.data, [], "at a checkpoint")
         self.make_whole()
         state = replicated_state([self._model], self.optimizers)
         for optimizer in state["optimizers"]:

@@ -9,7 +9,6 @@ Phase 3: one all-gather for some 25 MB puts the other ranks' slices into the par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,37 +17,27 @@ from torch import Tensor, nn
 from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh
 from paceline.strategies.ddp import DDP
-from paceline.strategies.fsdp_wrapping import layers_of, recompute
-from paceline.strategies.sliced_state import Masters, check_dense, load_sliced, sliced_state
+from paceline.strategies.fsdp_wrapping import Sharding, recompute
+from paceline.strategies.pickling import PickleGuard
+from paceline.strategies.sharded_state import Masters, check_dense, full_state, load_full_state
 from paceline.world import World
 
 
 class ZeRO1(DDP):
-    """wrap, min_params, checkpointing, find_unused: as in FSDP."""
+    """Each rank updates its slice."""
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        mesh: Mesh,
-        *,
-        wrap: str,
-        min_params: int,
-        checkpointing: bool,
-        find_unused: bool,
-    ) -> None:
-        super().__init__(world, device, find_unused=find_unused, gradient_as_bucket_view=True)
-        self.mesh = mesh
-        self._layers = partial(layers_of, wrap=wrap, min_params=min_params) if checkpointing else None
+    def __init__(self, world: World, device: torch.device, mesh: Mesh, sharding: Sharding) -> None:
+        super().__init__(world, device, find_unused=sharding.find_unused, gradient_as_bucket_view=True)
+        self.mesh, self._sharding = mesh, sharding
+        self._pickle_guard = PickleGuard("fsdp")
         self._masters: Masters | None = None
         self._known: list[torch.optim.Optimizer] = []
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_dense(models)
-        if self._layers is not None:
-            for model in models:
-                if not any(model is own for own in self.models):
-                    recompute(self._layers(model))
+        new = [model for model in models if not any(model is own for own in self.models)]
+        for model in new if self._sharding.checkpointing else ():
+            recompute(self._sharding.layers(model))
         super().setup(models, optimizers)
         if self._masters is None:
             self._masters = Masters(self.mesh.along(*self.mesh.sizes))
@@ -60,6 +49,7 @@ class ZeRO1(DDP):
         for optimizer in added:
             self._masters.serve(optimizer)
         self._known += added
+        self._pickle_guard.install()
 
     def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
         return False
@@ -70,13 +60,14 @@ class ZeRO1(DDP):
 
     def state_dict(self) -> dict[str, Any]:
         self._check_at_checkpoint()
-        return sliced_state(self.models, self.optimizers, self._of())
+        return full_state(self.models, self.optimizers, self._of())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_sliced(self.models, self.optimizers, self._of(), state)
+        load_full_state(self.models, self.optimizers, self._of(), state)
 
     def close(self) -> None:
         super().close()
+        self._pickle_guard.close()
         if self._masters is not None:
             self._masters.close()
 

@@ -1,6 +1,6 @@
 """What the stages of fsdp share: an update on slices, and state that is whole in a checkpoint and sliced in memory.
 
-A master (masters.py) is a DTensor whose memory is this rank's slice of the user's own parameter, so that it costs
+A master (replicated.py) is a DTensor whose memory is this rank's slice of the user's own parameter, so that it costs
 nothing: what an optimizer writes to it stands in the parameter. Its gradient is the same slice of the parameter's.
 Being a DTensor it has the whole parameter's shape and norm, so that an optimizer that looks at these (LAMB) makes the
 update that it would make of the whole. A 0-dim parameter is too small to slice: its master is the whole, on every rank
@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paceline.comm import dtensor
 from paceline.errors import ModelError, UsageError
-from paceline.strategies.masters import in_place_of
-from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
+from paceline.strategies.replicated import in_place_of, load_replicated, parameter_names, replicated_state
 
 
 class Masters:
@@ -63,7 +62,7 @@ class Masters:
         for parameter, master in self.of.items():
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
-        slice_state([(p, state) for p, state in optimizer.state.items() if dtensor.is_sharded(p)])
+        shard_optimizer_state([(p, state) for p, state in optimizer.state.items() if dtensor.is_sharded(p)])
 
     def update(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """The optimizer's step on slices. Returns the parameters of which other ranks hold rows that are newer."""
@@ -113,7 +112,7 @@ def _no_rule(optimizer: torch.optim.Optimizer, error: Exception) -> str:
     )
 
 
-def slice_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+def shard_optimizer_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
     """Pairs of a sharded parameter and its state: where that is whole it becomes slices, each in memory of its own.
 
     A tensor of the parameter's shape is sliced as the parameter is. One of another shape, such as Adafactor's row
@@ -131,7 +130,7 @@ def slice_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
                 state[key] = dtensor.sharded_like(p, value)
 
 
-def sliced_state(
+def full_state(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[Tensor, Tensor]
 ) -> dict[str, Any]:
     """The whole state by name; sharded tensors whole on rank 0, without memory on the others. Collective."""
@@ -150,7 +149,7 @@ def sliced_state(
     return {kind: [whole(part) for part in parts] for kind, parts in state.items()}
 
 
-def load_sliced(
+def load_full_state(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[Tensor, Tensor],
@@ -162,7 +161,7 @@ def load_sliced(
     optimizer_states = []
     for saved in state["optimizers"]:  # sliced first, so that no optimizer's state lies whole on the device
         copied = {name: dict(values) for name, values in saved["state"].items()}
-        slice_state([(owns[name], values) for name, values in copied.items() if name in owns])
+        shard_optimizer_state([(owns[name], values) for name, values in copied.items() if name in owns])
         optimizer_states.append({**saved, "state": copied})
     whole = {**state, "optimizers": optimizer_states}
     load_replicated(models, optimizers, whole, masters)
