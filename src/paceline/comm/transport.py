@@ -1,6 +1,6 @@
-"""What carries collectives: torch.distributed, or the channel of a run whose members come and go (channel.py).
+"""Carries collectives: by torch.distributed, or by the channel of a run whose members come and go (channel.py).
 
-`collectives.py` is what everyone calls, and this what it calls.
+Users call `collectives.py`, which calls this.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ def channel() -> Channel | None:
     return mesh.current().channel
 
 
-def enter(phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
-    """Tells a channel where the program is (Channel.enter)."""
+def enter_phase(phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+    """Channel.enter_phase, where there is a channel."""
     channel = mesh.current().channel
-    return True if channel is None else channel.enter(phase, meet, loader)
+    return True if channel is None else channel.enter_phase(phase, meet, loader)
 
 
 def hand_over_by(handover: Handover) -> None:
-    """Tells a channel, if there is one, who knows where the run is."""
+    """Sets what hands over the position of the run, where there is a channel."""
     channel = mesh.current().channel
     if channel is not None:
         channel.handover = handover
 
 
 def arrive() -> None:
-    """Where the run's epochs begin (Channel.arrive)."""
+    """Channel.arrive, where there is a channel."""
     channel = mesh.current().channel
     if channel is not None:
         channel.arrive()
 
 
 def arriving() -> bool:
-    """Whether this process has come to a run under way, and has not been let in yet."""
+    """Whether this process joins a run under way, and was not admitted yet."""
     channel = mesh.current().channel
     return channel is not None and channel.arriving
 
@@ -71,7 +71,7 @@ def rank_of(group: Group = None) -> int:
 
 
 def _native(group: Group) -> dist.ProcessGroup | None:
-    """As torch.distributed takes it. No call of a group of one comes here."""
+    """The group as torch.distributed takes it. ALONE never comes here: nothing travels in it."""
     assert not isinstance(group, mesh.OneProcess)
     return group
 
@@ -157,7 +157,7 @@ def barrier(device: torch.device) -> None:
 
 
 def _channel_of(group: Group) -> Channel | None:
-    """What carries a call to this group, where that is not torch.distributed."""
+    """The channel, where it carries calls to this group in place of torch.distributed."""
     return mesh.current().channel if group is None else None
 
 

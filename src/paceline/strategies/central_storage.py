@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.devices import buckets, flatten, unflatten
+from paceline.comm.collectives import buckets
+from paceline.comm.devices import flatten, unflatten
 from paceline.comm.mesh import Mesh
 from paceline.strategies.base import Backward, ClosureStrategy, LoopStrategy, Term, Work, backward_here
 from paceline.strategies.batch_plan import one_shard

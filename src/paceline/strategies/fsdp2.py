@@ -1,17 +1,17 @@
-"""Stages 2 and 3 of fsdp: parameters, gradients and optimizer state in slices, by torch's FSDP2 (`fully_shard`).
+"""Stages 2 and 3 of fsdp (ZeRO-2, ZeRO-3): parameters, gradients and optimizer state sharded, by torch's `fully_shard`.
 
 Phase 1, forward: before a layer computes, its parameters are all-gathered; after it they are freed (stage 3), or stay
   until the backward is over (stage 2).
 Phase 2, backward: parameters are gathered again where they were freed; a layer's gradients are reduce-scattered as
-  soon as they are there. When the backward returns, `.grad` of the user's parameters is this rank's slice of the sum
-  over all shards. Every micro-batch is reduced, so that no rank ever holds whole gradients of more than a layer or two.
-Phase 3, step: each rank updates its slices.
+  soon as they are there. When the backward returns, `.grad` of the user's parameters is this rank's part of the sum
+  over all data shards. Every micro-batch is reduced, so that no rank holds whole gradients of more than a layer or two.
+Phase 3, step: each rank updates its part.
 
-A layer here is an entry of a list of layers (see `layers_of`); what is in none travels together. Parameters become
-DTensors, of the whole shape, whose memory is the rank's slice; the user's optimizers are given these. 0-dim parameters,
-which cannot be sliced, stay whole on every rank, and are summed together at the end of a backward.
+A layer here is an entry of a list of layers (see `layers_of`); parameters outside of such layers travel together.
+Parameters become DTensors of the whole shape, and the user's optimizers are given these. 0-dim parameters cannot be
+sharded: they are replicated, and their gradients are all-reduced at the end of a backward.
 
-FSDP2 gathers when a wrapped module's forward is called. Here also when another method is, or a module inside one.
+torch's FSDP2 gathers when a wrapped module's forward is called. fsdp_wrapping.py gathers at other calls too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from paceline.comm import collectives, dtensor
-from paceline.comm.mesh import DATA, Mesh
+from paceline.comm.mesh import Mesh
 from paceline.errors import ModelError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import one_shard
@@ -60,22 +60,21 @@ class FSDP2(LoopStrategy):
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[Tensor, str] = {}
-        self._masters: Masters | None = None  # of 0-dim parameters
+        self._masters = Masters(mesh)  # of 0-dim parameters
         self._states: list[Any] = []  # FSDP2's of the models
         self._params: list[Any] = []  # FSDP2's of all parameters
-        self._held = False  # parameters stay gathered until the backward is over: their graph is differentiated twice
+        self._keep_gathered = False  # until the backward is over, since its graph is differentiated again
         self._expected: dict[tuple[bool, Kind, int], tuple[bool, ...]] = {}  # by kind of micro-batch, call and pass
         self._flags: tuple[bool, ...] = ()
         self._trainable: list[Tensor] = []
-        self._nodes: list[Any] = []  # where autograd adds to what stands for them, and
-        self._direct: list[Any] = []  # to the slices themselves
+        # autograd's nodes that accumulate their gradients: of the gathered parameters, and of the shards themselves
+        self._nodes: list[Any] = []
+        self._shard_nodes: list[Any] = []
 
     # --- taking charge
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_dense(models)
-        if self._masters is None:
-            self._masters = Masters(self.mesh.along(*(name for name in DATA if name in self.mesh.sizes)))
         self._free()
         moved: dict[Tensor, Tensor] = {}
         for model in models:
@@ -84,7 +83,7 @@ class FSDP2(LoopStrategy):
         for optimizer in optimizers:
             self._hand_over(optimizer, moved)
             if not any(optimizer is known for known in self.optimizers):
-                self._masters.serve(optimizer)
+                self._masters.register(optimizer)
         self.models, self.optimizers = list(models), list(optimizers)
         self._names = parameter_names(models)
         retire(moved)
@@ -92,8 +91,7 @@ class FSDP2(LoopStrategy):
         self._pickle_guard.install(models)
 
     def _shard(self, model: nn.Module) -> dict[Tensor, Tensor]:
-        """Slices a model layer by layer, so that it never lies whole on the device. Returns old -> new parameters."""
-        assert self._masters is not None
+        """Shards a model layer by layer, so that it is never whole on the device. Returns old -> new parameters."""
         _check_fresh(model)
         names = dict(model.named_parameters(remove_duplicate=False))
         scalars = {p for p in model.parameters() if not p.dim()}
@@ -141,21 +139,21 @@ class FSDP2(LoopStrategy):
         return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False) if names[name] is not p}
 
     def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
-        """In place of FSDP2's. A backward with create_graph=True, as for a gradient penalty, leaves a graph that will
-        need the parameters again: from then on nothing is freed until `backward` is over. A forward without gradients
-        frees all: `state_dict` frees what is gathered, and on one rank alone (`if run.main: model.state_dict()`) would
-        else leave the others with what that rank has to gather anew, for which it would wait for ever."""
+        """Replaces FSDP2's own reshard, in two cases. A backward with create_graph=True, as for a gradient penalty,
+        leaves a graph that needs the parameters again: they stay gathered until `backward` is over. A forward without
+        gradients frees all parameters: else a later `state_dict` on one rank alone (`if run.main: ...`) would free
+        them there only, and that rank would wait for ever when it gathers them anew."""
         if group._training_state.name == "FORWARD" and not torch.is_grad_enabled():
             group._to_sharded()
             return
         if group._training_state.name == "POST_BACKWARD" and torch.is_grad_enabled():
-            self._held = True
-        if not self._held:
+            self._keep_gathered = True
+        if not self._keep_gathered:
             reshard()
 
     def _free(self) -> None:
-        """All parameters in slices, whatever has been computed; gradients that are left are reduced."""
-        self._held = False
+        """Frees all gathered parameters, and reduces gradients that are left."""
+        self._keep_gathered = False
         for state in self._states:
             with torch.no_grad():
                 state._root_post_backward_final_callback()
@@ -176,7 +174,7 @@ class FSDP2(LoopStrategy):
             raise UsageError(USED_OUTSIDE)
         leaves = self.leaves()
         chosen = None if work.inputs is None else [leaves[p] for p in work.inputs if p in leaves]
-        scalars = [] if self._masters is None else list(self._masters.of)
+        scalars = list(self._masters.of)
         before = [p.grad for p in scalars]
         for p in scalars:
             p.grad = None
@@ -195,38 +193,39 @@ class FSDP2(LoopStrategy):
                 p.grad = earlier if p.grad is None else earlier.add_(p.grad)
 
     def leaves(self) -> dict[Tensor, Tensor]:
-        """The user's parameters, each with what stands for it in graphs; without those that no forward has used yet."""
+        """Each of the user's parameters -> the tensor that graphs have in its place, of those that a forward has
+        used."""
         leaves = {
             param.sharded_param: unsharded
             for param in self._params
             if (unsharded := getattr(param, "_unsharded_param", None)) is not None
         }
-        return leaves if self._masters is None else leaves | {p: p for p in self._masters.of}
+        return leaves | {p: p for p in self._masters.of}
 
     def _comparing(
         self, losses: Sequence[Tensor], key: tuple[bool, Kind, int], leaves: dict[Tensor, Tensor]
     ) -> list[Any]:
-        """Hooks at the losses that compare, before any gradient, the parameters that this backward reaches: with the
-        other ranks' the first time (or always), then with what they were then. Ranks that reduced unlike sets would
-        wait for each other for ever, or add up wrong gradients."""
+        """Hooks at the losses, which run before any gradient and compare the parameters that this backward uses: the
+        first time (or always) with the other ranks', later with those of the first time. Ranks that reduced different
+        sets would wait for each other for ever, or add up wrong gradients."""
         flags = tuple(leaf.requires_grad for leaf in leaves.values())
         if flags != self._flags:
             node = torch.autograd.graph.get_gradient_edge
             self._flags, self._expected = flags, {}
             self._trainable = [p for p, leaf in leaves.items() if leaf.requires_grad]
             self._nodes = [node(leaves[p]).node for p in self._trainable]
-            self._direct = [node(p).node for p in self._trainable if leaves[p] is not p and p.requires_grad]
-        looked: list[bool] = []
+            self._shard_nodes = [node(p).node for p in self._trainable if leaves[p] is not p and p.requires_grad]
+        compared: list[bool] = []
 
-        def look(_: Tensor) -> None:
-            if not looked:  # with several losses, only at the first that autograd comes to
-                looked.append(True)
-                self._look(key, tuple(map(torch._C._will_engine_execute_node, self._nodes)))
+        def compare(_: Tensor) -> None:
+            if not compared:  # with several losses, only at the first that autograd comes to
+                compared.append(True)
+                self._compare(key, tuple(map(torch._C._will_engine_execute_node, self._nodes)))
 
-        return [loss.register_hook(look) for loss in losses if loss.requires_grad]
+        return [loss.register_hook(compare) for loss in losses if loss.requires_grad]
 
-    def _look(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
-        if any(map(torch._C._will_engine_execute_node, self._direct)):
+    def _compare(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
+        if any(map(torch._C._will_engine_execute_node, self._shard_nodes)):
             raise UsageError(USED_OUTSIDE)
         if key not in self._expected or self._sharding.find_unused:
             everyone = collectives.gather_objects(mine)
@@ -242,7 +241,6 @@ class FSDP2(LoopStrategy):
             )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._masters is not None
         self._free()  # what a forward for evaluation has left gathered is older than what comes now
         self._masters.update(optimizer)
 
@@ -250,18 +248,17 @@ class FSDP2(LoopStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         self._free()
-        return full_state(self.models, self.optimizers, {} if self._masters is None else self._masters.of)
+        return full_state(self.models, self.optimizers, self._masters.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._free()
-        load_full_state(self.models, self.optimizers, {} if self._masters is None else self._masters.of, state)
+        load_full_state(self.models, self.optimizers, self._masters.of, state)
 
     def close(self) -> None:
         self._free()
-        if self._masters is not None:
-            self._masters.close()
+        self._masters.close()
         self._pickle_guard.close()
-        self._nodes, self._direct, self._trainable, self._flags = [], [], [], ()
+        self._nodes, self._shard_nodes, self._trainable, self._flags = [], [], [], ()
 
 
 def _groups(state: Any) -> Iterator[Any]:
@@ -270,7 +267,7 @@ def _groups(state: Any) -> Iterator[Any]:
 
 
 def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A state with whole tensors, as scripts load it, is taken in slices."""
+    """Lets a script load a state with whole tensors: shards them first."""
     for name, own in module.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)
         if not isinstance(value, Tensor) or dtensor.is_sharded(value) or not dtensor.is_sharded(own):
@@ -280,7 +277,8 @@ def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 
 class _Retired(nn.Parameter):
-    """A parameter as it was before `prepare`, which a script may still hold: to use it would do nothing, in silence."""
+    """A parameter from before `prepare` that a script may still hold. To use it would silently do nothing; it
+    raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

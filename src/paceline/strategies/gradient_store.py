@@ -75,10 +75,7 @@ class GradientStore:
 
     def any(self) -> bool:
         """Whether a parameter has a gradient."""
-        for p in self.parameters:  # noqa: SIM110  # in every step: a generator takes twice as long
-            if p.grad is not None:
-                return True
-        return False
+        return any_gradient(self.parameters)
 
     def any_left(self) -> bool:
         """Whether a gradient is there that is not zero. It reads them on the device."""

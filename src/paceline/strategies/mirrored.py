@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.devices import buckets, copy_tensors, flatten, sum_on_first, unflatten
+from paceline.comm.collectives import buckets
+from paceline.comm.devices import copy_tensors, flatten, sum_on_first, unflatten
 from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
 from paceline.comm.mesh import Mesh
 from paceline.comm.reducers import REDUCERS

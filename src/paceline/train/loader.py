@@ -166,7 +166,7 @@ class Loader:
     def _training(self) -> Generator[Any, None, None]:
         """An epoch counts when it was read to its end, or a step was made on it: to look at a first batch costs
         none. Where this process has joined others, a pass that they have behind them is empty."""
-        if not transport.enter("training", meet=True, loader=self.name):
+        if not transport.enter_phase("training", meet=True, loader=self.name):
             return
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
@@ -174,7 +174,7 @@ class Loader:
         try:
             request = None
             for request, batches in self._fetch(epoch, start):
-                transport.enter("training")
+                transport.enter_phase("training")
                 self._enter(request)
                 self.presented = self._present(request, batches)
                 if self.noise is None:
@@ -188,7 +188,7 @@ class Loader:
             if request is None and start == 0 and (self._plan.in_step or not self.steps):
                 raise SettingError(self._source.why_empty(self.name))
         finally:
-            transport.enter("between", loader=self.name)
+            transport.enter_phase("between", loader=self.name)
             if self.noise is not None:
                 self.noise.leave()
             if mine == self._iteration:  # and not one that was left behind, and is closed late
@@ -210,7 +210,7 @@ class Loader:
     def _evaluating(self) -> Generator[Any, None, None]:
         """Every pass is epoch 0, and leaves the generators as they were: training goes on undisturbed."""
         before = generators.get_state(self._device)
-        transport.enter("evaluating", meet=True)
+        transport.enter_phase("evaluating", meet=True)
         request, whole = None, False
         try:
             with nullcontext() if self.noise is None else self.noise.outside():
@@ -219,7 +219,7 @@ class Loader:
                     yield self._present(request, batches)
             whole = True
         finally:
-            transport.enter("between")
+            transport.enter_phase("between")
             self.current = None
             if not whole:
                 self._leave(request)

@@ -38,10 +38,10 @@ class Handover:
         stepper.by_hand = found.get("by_hand", 0)  # older checkpoints have none
         self._epochs.load_state_dict(found["epochs"])
 
-    def give(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         return {"counters": self.counters(), "state": self._state.place(), "more": self._give_more()}
 
-    def take(self, given: dict[str, Any]) -> None:
+    def restore(self, given: dict[str, Any]) -> None:
         self._state.put_place(given["state"])
         self.put_back(given["counters"])
         self._take_more(given["more"])
