@@ -59,8 +59,6 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
         self.mesh = Mesh(device, world.rank)
         self.plan = one_shard(1, 0) if self._replicas is None else self._replicas.plan
         self.store = GradientStore(replicas=() if self._replicas is None else self._replicas.copies)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._masters: dict[Tensor, Tensor] = {}
         self._shelves: list[_Shelf] = []
 

@@ -107,8 +107,6 @@ class DDP(LoopStrategy):
         self.bucket_mb, self.static_graph = bucket_mb, static_graph
         self.find_unused = find_unused
         self.store = GradientStore(aliased=gradient_as_bucket_view)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
         self._names: dict[Tensor, str] = {}
         self._flags: tuple[bool, ...] = ()  # requires_grad of each parameter

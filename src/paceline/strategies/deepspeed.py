@@ -69,8 +69,6 @@ class DeepSpeed(LoopStrategy):
         self.world, self.device = world, device
         self.mesh = Mesh(device, world.rank, {"shard": world.size})
         self.plan = one_shard(world.size, world.rank)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.store = GradientStore(reduces_each=True)
         self._engine: Any = None
         self._names: dict[Tensor, str] = {}

@@ -57,8 +57,6 @@ class FSDP2(LoopStrategy):
             CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy()
         )
         self._pickle_guard = PickleGuard(strategy)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._names: dict[Tensor, str] = {}
         self._masters = Masters(mesh)  # of 0-dim parameters
         self._states: list[Any] = []  # FSDP2's of the models

@@ -92,8 +92,6 @@ class Mirrored(ClosureStrategy):
         # Replicas on CPUs take turns in the replicas' team; where they hand tensors to each other they must not.
         apart = self.devices[0].type == "cpu" and sums is None
         self._team = ThreadTeam(len(self.devices)) if apart else self._replicas.team
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}
         self._hooks: list[Any] = []
         self._reduced = _Noted()

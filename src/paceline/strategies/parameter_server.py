@@ -94,8 +94,6 @@ class ParameterServer(LoopStrategy):
         if mode == "sync":
             self.plan = one_shard(len(self.workers), min(world.rank, len(self.workers) - 1))
         self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._remote = RemoteParameters(servers)
         self._buffers: list[Tensor] = []
         self._known: tuple[list[nn.Module], list[torch.optim.Optimizer], int] = ([], [], 0)

@@ -88,8 +88,6 @@ class PeriodicAveraging(LoopStrategy):
         self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
         self.plan = one_shard(world.size, world.rank, independent=True)
         self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
         self.steps: dict[Optimizer, int] = {}  # updates that each has made, or sat out; the same on all replicas
         self._fragments: dict[Optimizer, list[Fragment]] = {}
         self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values

@@ -81,8 +81,6 @@ class TensorParallel(LoopStrategy):
         self.mesh = Mesh(device, world.rank, {"replicate": world.size // size, "tensor": size})
         self.plan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
         self._names: dict[Tensor, str] = {}
         self._used = UsedParameters("tensor", world.rank)

@@ -88,7 +88,7 @@ class Accounts:
             if self._earlier == key and not self._store.any():
                 raise UsageError(CLEARED_BETWEEN)
             return
-        grads = self._store.take()
+        grads = self._store.pop()
         if grads is None:
             self._exact = self._exact and self._held != FINAL
         else:
@@ -96,7 +96,7 @@ class Accounts:
                 raise UsageError(DIRECT_BACKWARD)
             self._waiting[self._held] = grads
         if self._waiting:
-            self._store.put(self._waiting.pop(key, ()))
+            self._store.restore(self._waiting.pop(key, ()))
         self._held = key
 
     def note(self, key: Key) -> None:

@@ -73,7 +73,7 @@ class TreeAccounts:
 
     def _take(self, place: int) -> list[Tensor | None]:
         """The gradients of a replica of this process, which are then there no more."""
-        grads = self._store.take_from(place)
+        grads = self._store.pop_replica(place)
         if any(grad is not None and grad.layout != torch.strided for grad in grads):
             raise UsageError(
                 "reproducible: a parameter has a sparse gradient, as of nn.Embedding(sparse=True), whose entries are "
