@@ -169,7 +169,7 @@ def test_pipeline_takes_an_optional_argument_or_does_without() -> None:
                 run.step(optimizer)
             loss_fn(plain, list(images().tensors)).backward()
             plain_optimizer.step()
-            assert (run._strategy._by_calls is not None) == by_calls
+            assert (run._strategy._call_stages is not None) == by_calls
             same(whole(run), plain)
 
 

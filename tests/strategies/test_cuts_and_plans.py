@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import ModelError, UsageError
 from paceline.strategies import dtensor_context, pipeline_cut, tensor_plan
 from paceline.strategies.base import Term
-from paceline.strategies.pipeline_loss import Stand, terms_from
+from paceline.strategies.pipeline_loss import ModelStub, terms_from
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -139,7 +139,7 @@ def test_blocks_are_found() -> None:
 
 def test_a_closure_that_calls_the_model_twice_is_refused_in_a_pipeline() -> None:
     """One input goes through the stages: the second call would get the output of the first."""
-    model = Stand(torch.ones(2, 3))
+    model = ModelStub(torch.ones(2, 3))
     assert model(torch.zeros(2, 3)).sum() == 6
     with pytest.raises(UsageError, match=r"a second time.*torch\.cat"):
         model(torch.ones(2, 3))

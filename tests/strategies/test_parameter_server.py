@@ -26,8 +26,8 @@ from paceline.config import parse_strategy
 from paceline.errors import SettingError, WorldError
 from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
-from paceline.strategies.servers import joining
-from paceline.strategies.servers.dealing import Deals, Exchanges
+from paceline.strategies.servers import rejoining
+from paceline.strategies.servers.work_queue import Exchanges, PassQueue
 from paceline.train.randomness import permutation
 from paceline.world import World
 
@@ -59,27 +59,27 @@ def test_tensors_travel_bit_for_bit() -> None:
         assert torch.equal(found[str(i)].to_dense(), tensor.to_dense())
 
 
-def test_each_part_is_done_once_whoever_is_lost() -> None:
-    deals = Deals(first=1, steps=4, shards=2)
-    assert [deals.take(0), deals.take(1), deals.take(1)] == [(1, 0), (1, 1), (2, 0)]
-    deals.done(0, [(1, 0)])
-    deals.give_back(1)
-    deals.done(1, [(1, 1)])  # from a worker that was given up: it has been handed to another
-    assert [deals.take(0) for _ in range(5)] == [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
-    assert deals.take(0) is None
-    deals.give_back(0, [(3, 0)])
-    assert not deals.over
-    assert deals.take(2) == (3, 0)
-    deals.done(0, [(1, 1), (2, 0), (2, 1), (3, 1), (3, 0)])
-    assert not deals.over, "(3, 0) is worker 2's"
-    deals.done(2, [(3, 0)])
-    assert deals.over
+def test_each_chunk_is_done_once_whoever_is_lost() -> None:
+    queue = PassQueue(first=1, steps=4, shards=2)
+    assert [queue.hand_out(0), queue.hand_out(1), queue.hand_out(1)] == [(1, 0), (1, 1), (2, 0)]
+    queue.finish(0, [(1, 0)])
+    queue.give_back(1)
+    queue.finish(1, [(1, 1)])  # from a worker that was given up: it has been handed to another
+    assert [queue.hand_out(0) for _ in range(5)] == [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+    assert queue.hand_out(0) is None
+    queue.give_back(0, [(3, 0)])
+    assert not queue.over
+    assert queue.hand_out(2) == (3, 0)
+    queue.finish(0, [(1, 1), (2, 0), (2, 1), (3, 1), (3, 0)])
+    assert not queue.over, "(3, 0) is worker 2's"
+    queue.finish(2, [(3, 0)])
+    assert queue.over
 
 
 def test_an_exchange_is_complete_when_all_that_live_have_come() -> None:
     exchanges = Exchanges()
-    exchanges.came(5, 0, [b"a"])
-    exchanges.came(5, 2, [b"c"])
+    exchanges.add(5, 0, [b"a"])
+    exchanges.add(5, 2, [b"c"])
     assert exchanges.complete({0, 1, 2}) == []
     assert exchanges.complete({0, 1}) == []
     assert exchanges.complete({0}) == [(5, {0: [b"a"], 2: [b"c"]})], "one that died after it had come counts"
@@ -130,7 +130,7 @@ def test_either_side_notices_that_the_other_has_gone() -> None:
     lines[1].close()
     time.sleep(0.5)
     assert not isinstance(listening.receive(5), Gone)
-    listening.anew(1, known=True)
+    listening.reconnected(1, known=True)
     assert listening.receive(0.5) is None, "the end of its former connection is taken for its own"
     lines[1] = again
     listening.close()
@@ -253,8 +253,8 @@ def are_plain_pytorch(left: dict[int, Any]) -> None:
 
 
 def test_who_has_died_or_joined_is_told() -> None:
-    assert joining.news({1}, set()) == "the worker of rank 1 has died"
-    assert joining.news({2, 1}, {3}) == "the workers of ranks 1, 2 have died and the worker of rank 3 has joined"
+    assert rejoining.news({1}, set()) == "the worker of rank 1 has died"
+    assert rejoining.news({2, 1}, {3}) == "the workers of ranks 1, 2 have died and the worker of rank 3 has joined"
 
 
 COME_BACK = [("forward", 1, 2, 1), ("step", 1, 3, 1), ("backward", 0, 3, 2), ("step", 0, 2, 1), ("after", 2, 3, 1)]

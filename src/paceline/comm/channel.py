@@ -1,12 +1,11 @@
-"""What collectives go through where processes may come and go, in place of torch.distributed, whose groups cannot lose
-a member.
+"""Carries collectives where processes may come and go. The groups of torch.distributed cannot lose a member.
 
-The strategy that has a channel sets it on its mesh (`Mesh.channel`). A channel counts only members that live: those
-that took part in the last exchange. So all that live see the same members, and change their view at the same place in
-the program.
+The strategy that has a channel sets it on its mesh (`Mesh.channel`). Members are the processes that took part in the
+last exchange. So all live processes agree on who the members are, and membership changes at the same place in the
+program for all.
 
-A member may also come while the others are under way. It makes everything ready, and waits in `arrive`, which the run
-calls where its epochs begin, until the others let it in; one of them then hands over where the run is (Handover).
+A process may join while the others are under way. It prepares everything and waits in `arrive`, which the run calls
+where its epochs begin, until the others admit it. One of them then hands over the position of the run (Handover).
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ loader's pass."""
 
 
 class Handover(Protocol):
-    """Where a run is, beside what the channel's owner knows itself."""
+    """The position of a run, beside what the owner of the channel knows itself."""
 
-    def give(self) -> Any:
-        """Of this member, in the middle of its program; it can be pickled. Every member calls it."""
+    def capture(self) -> Any:
+        """This member's position in the program; it can be pickled. Every member calls it."""
 
-    def take(self, given: Any) -> None:
-        """This member goes on there."""
+    def restore(self, captured: Any) -> None:
+        """This member goes on from that position."""
 
 
 class Channel(ABC):
-    """The live members of a run, seen from one of them. handover: set by the run."""
+    """The live members of a run, seen from one of them."""
 
-    handover: Handover | None = None
+    handover: Handover | None = None  # set by the run
 
     @property
     @abstractmethod
@@ -43,34 +42,34 @@ class Channel(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This one's place among them, from 0; it may fall when others go."""
+        """The index of this member, from 0; it becomes smaller when earlier members die."""
 
     @abstractmethod
     def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
-        """Every member's bytes, in rank order. `parts` are the pieces of this one's. Raises WorldError, naming the
-        rank, where a member has gone and its part cannot be done without."""
+        """Every member's bytes, in rank order. parts: this member's bytes, in pieces. Raises WorldError with the rank
+        of a member that has died and whose bytes are needed."""
 
     @abstractmethod
-    def enter(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
-        """Where the program is from now on. meet: all members come here together, and those that have gone are left out
-        from then on. loader: the training loader whose pass begins or ends here. False, for one that came meanwhile:
-        the others have this pass behind them."""
+    def enter_phase(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+        """The program begins this phase. meet: all members call it together, and dead ones are no members from then on.
+        loader: the training loader whose pass begins or ends here. Returns False in a member that has joined since,
+        where the others have made this pass already."""
 
     def arrive(self) -> None:
-        """Where the run's epochs begin: a member that comes while the others are under way is let in here."""
+        """Called where the run's epochs begin. A process that joins is admitted here."""
         return None
 
     @property
     def arriving(self) -> bool:
-        """Whether this member has come, and has not been let in yet."""
+        """Whether this process joins, and was not admitted yet."""
         return False
 
     @abstractmethod
     def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
-        """Adds pairs to a store that all members share, and, with `take`, empties it and returns what was in it. For
-        members that are not in step: nobody waits for anybody."""
+        """Adds pairs to a store that all members share. With `take` it empties the store and returns what was in it.
+        Nobody waits for anybody: for members that are not in step."""
 
     @property
     @abstractmethod
     def in_step(self) -> bool:
-        """Whether all members make the same steps together, so that they may exchange in a training batch."""
+        """Whether all members make the same steps together. Only then may they exchange in a training batch."""

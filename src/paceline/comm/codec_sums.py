@@ -1,6 +1,6 @@
 """Sums over all replicas, as codecs need them: by the backend's own collectives, or by a reducer over an endpoint.
 
-Between processes both are in a process group of their own, so that they may run in another thread while the main one
+Between processes both have a process group of their own, so that they may run in another thread while the main thread
 is in a collective.
 """
 
@@ -47,8 +47,8 @@ class NativeSums:
         return transport.all_gather(sent, self.group).to(flat.device).view(self.size, -1)
 
     def add_rounded(self, flat: Tensor, rounding: Rounding, scale: Tensor | None) -> Tensor:
-        """Each replica adds up one piece: what a ring sends, 2 (n - 1) / n of the 16-bit values. It rounds what it
-        sends of the other pieces, and in its own the sum."""
+        """Each replica adds up one n-th. It rounds the other pieces before it sends them, and its own sum. Like a ring
+        each sends 2 (n - 1) / n of the 16-bit values."""
         n, rank, length = self.size, collectives.rank_of(self.group), -(-flat.numel() // self.size)
         pieces = torch.nn.functional.pad(flat, (0, n * length - flat.numel())).view(n, length)
 
@@ -66,7 +66,7 @@ class NativeSums:
         return kept.view(-1)[: flat.numel()]
 
     def to_each(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Piece i, flat, to replica i; from each its piece for this one, of so many elements."""
+        """All-to-all: sends flat piece i to replica i, and receives from replica i a piece of `lengths[i]` elements."""
         some = [piece for piece in pieces if piece.numel()]
         flat = some[0] if len(some) == 1 else torch.cat(list(pieces))
         sent = flat.view(torch.uint8).to(collectives.device_of(self.group, flat.device))
@@ -90,7 +90,7 @@ class ReducerSums:
         self._reduce(flat, self._endpoint)
 
     def gather(self, flat: Tensor) -> Tensor:
-        """The second phase of a ring: each one's goes around once."""
+        """The second phase of a ring: each replica's tensor goes around once."""
         rank, n = self._endpoint.rank, self.size
         rows = flat.new_empty(n, flat.numel())
         rows[rank] = flat
@@ -108,15 +108,15 @@ class ReducerSums:
 
 @dataclass
 class _RoundedEndpoint:
-    """An endpoint whose messages are rounded. Whoever sends a part of `flat` has the rounded values himself from there
-    on, and keeps the difference: a partial sum that goes on to the next replica, or a finished one that goes to all.
-    What was rounded once is not changed by rounding it again, so that all replicas end with the same bits."""
+    """An endpoint whose messages are rounded. A replica that sends a part of `flat`, be it a partial sum or a finished
+    one, goes on with the rounded values, and books the difference. Rounding twice is rounding once, so that all
+    replicas end with the same bits."""
 
     whole: Endpoint
     rounding: Rounding
-    scale: Tensor | None
-    flat: Tensor
-    kept: Tensor
+    scale: Tensor | None  # for fp16
+    flat: Tensor  # the tensor that is reduced
+    kept: Tensor  # like flat: what this replica has rounded off
 
     @property
     def rank(self) -> int:

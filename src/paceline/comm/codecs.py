@@ -117,7 +117,7 @@ class PowerSGD(Codec):
         rank = min(self.rank, rows, columns)
         if rank * (rows + columns) < rows * columns:
             generator = torch.Generator().manual_seed(seed)
-            with torch._C.DisableTorchFunction():  # as in digests.py
+            with torch._C.DisableTorchFunction():  # as in collectives._digest_weights
                 state["q"] = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(like)
         return state
 

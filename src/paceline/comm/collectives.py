@@ -1,4 +1,4 @@
-"""Communication between processes: what everyone calls. (torch.distributed itself is called here and in transport.py.)
+"""Communication between processes: the functions that all other code calls. transport.py calls torch.distributed.
 
 All processes call a function here in the same order. In a world of one only the communication is left out.
 
@@ -14,7 +14,7 @@ Three facts about the backends shape this file:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import fork_safety, transport
-from paceline.comm.digests import digest
 from paceline.comm.mesh import Group, current, replicas_here
 from paceline.comm.transport import rank_of as rank_of
 from paceline.comm.transport import size_of as size_of
@@ -71,8 +70,8 @@ def device_of(group: Group = None, like: torch.device | None = None) -> torch.de
 
 
 def check_everywhere() -> None:
-    """Raises UsageError in a computation that not all members of the run make, such as one replica of several in a
-    process: a sum over all of them would be silently wrong, or wait for ever."""
+    """Raises UsageError in a computation that not all members of the run make, such as one of several replicas in a
+    process: a sum over all members would be silently wrong, or wait for ever."""
     if not (current().everywhere and replicas_here().everywhere):
         raise UsageError(
             "run.gather, run.sum, run.mean or run.ratio (or another sum over all processes) was called in the loss "
@@ -82,8 +81,7 @@ def check_everywhere() -> None:
 
 
 def data_group() -> Group:
-    """The processes of the open run that have other examples, over which numbers of examples are added and joined.
-    Raises UsageError in a computation that not all of them make."""
+    """The data-parallel group of the open run. Raises UsageError in a computation that not all members make."""
     check_everywhere()
     return current().data
 
@@ -154,7 +152,7 @@ def differentiable(total: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 class _Head(NamedTuple):
-    """What a rank tells about its tensor before it sends it."""
+    """What a rank sends of its tensor first."""
 
     dtype: torch.dtype
     needs_gradient: bool
@@ -281,7 +279,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0, group: Group = No
     listed = [tensor.detach() for tensor in tensors]
     if size_of(group) == 1 or not _agree([(str(tensor.dtype), tuple(tensor.shape)) for tensor in listed], group):
         return
-    for bucket in buckets(listed):
+    for bucket in _filled(listed):
         first = bucket[0]
         parts = [_as_bytes(tensor) for tensor in bucket]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -292,36 +290,44 @@ def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0, group: Group = No
             tensor.copy_(part.view(tensor.shape))
 
 
-def buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Tensors of one dtype and device together, in order, until a bucket holds BUCKET_BYTES; without empty ones."""
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    held: dict[tuple[torch.dtype, torch.device], int] = {}
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
+def buckets(tensors: Sequence[Tensor], most_bytes: int | None = None) -> Iterator[list[int]]:
+    """Positions of tensors of one dtype and device, in order, that have `most_bytes` (default: BUCKET_BYTES) together,
+    or of one tensor that has more."""
+    most = BUCKET_BYTES if most_bytes is None else most_bytes
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for position, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device)
-        filling.setdefault(kind, []).append(tensor)
-        held[kind] = held.get(kind, 0) + tensor.nbytes
-        if held[kind] >= BUCKET_BYTES:
-            del held[kind]
+        if kind in filling and sizes[kind] + tensor.nbytes > most:
             yield filling.pop(kind)
+            sizes[kind] = 0
+        filling.setdefault(kind, []).append(position)
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
     yield from filling.values()
 
 
+def _filled(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Buckets of tensors, without those that have no elements."""
+    listed = [tensor.detach() for tensor in tensors if tensor.numel()]
+    for positions in buckets(listed):
+        yield [listed[position] for position in positions]
+
+
 def sum_all(tensors: Sequence[Tensor], group: Group = None) -> None:
-    """Replaces each tensor by the sum of all ranks', about 25 MB at a time, each on its way while the next is joined.
+    """Replaces each tensor by the sum of all ranks', in buckets of about 25 MB. A bucket travels while the next is
+    joined.
 
     All ranks have tensors of the same shapes and dtypes.
     """
     if size_of(group) == 1:
         return
-    flying = []
-    for bucket in buckets(tensors):
-        joined = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        flying.append((bucket, all_reduce(joined, group=group, async_op=True)))
-    for bucket, pending in flying:
+    sent = []
+    for bucket in _filled(tensors):
+        joined = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        sent.append((bucket, all_reduce(joined, group=group, async_op=True)))
+    for bucket, pending in sent:
         parts = pending.wait().split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_([t.detach() for t in bucket], [p.view(t.shape) for p, t in zip(parts, bucket)])
+        torch._foreach_copy_(bucket, [part.view(t.shape) for part, t in zip(parts, bucket)])
 
 
 def barrier() -> None:
@@ -331,6 +337,30 @@ def barrier() -> None:
 
 
 # ---- do the ranks agree? ----
+
+_DIGEST_CHUNK = 2**18
+_DIGEST_MULTIPLIER = 6364136223846793005  # Knuth's MMIX multiplier: odd, so that no chunk's bits are lost
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """() int64 on the tensor's device: a hash of its bits, in row-major order. Not meant against malice.
+
+    Each chunk's words are weighted by fixed random odd 64-bit numbers and added modulo 2**64, the chunks by Horner's
+    rule: one changed word always changes the result, several do with probability 1 - 2**-63 or so.
+    """
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    words = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(word)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    weights = _digest_weights(min(words.numel(), _DIGEST_CHUNK)).to(tensor.device)
+    for chunk in words.split(_DIGEST_CHUNK):
+        total = total * _DIGEST_MULTIPLIER + (weights[: chunk.numel()] * chunk).sum()
+    return total
+
+
+def _digest_weights(count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
+    with torch._C.DisableTorchFunction():  # with noise="example" a mode would take these for noise of the batch
+        return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
 
 
 def digest_mismatch(named_tensors: Iterable[tuple[str, Tensor]], group: Group = None) -> list[str]:
@@ -356,10 +386,10 @@ def _agree(items: list[Any], group: Group) -> bool:
         lists = gather_objects(items, group)
         counts = ", ".join(f"rank {rank}: {len(own)}" for rank, own in enumerate(lists))
         first = next((at for at in range(min(map(len, lists))) if any(own[at] != lists[0][at] for own in lists)), None)
-        seen = "" if first is None else "; ".join(f"rank {rank}: {own[first]}" for rank, own in enumerate(lists))
+        shown = "" if first is None else "; ".join(f"rank {rank}: {own[first]}" for rank, own in enumerate(lists))
         raise UsageError(
             f"The ranks do not hold the same tensors (how many: {counts}). "
-            + (f"The first that differs is number {first}: {seen}. " if seen else "")
+            + (f"The first that differs is number {first}: {shown}. " if shown else "")
             + "Build the model in the same way on every rank."
         )
     return bool(items)

@@ -1,10 +1,10 @@
-"""Between the devices of one process: many tensors at once.
+"""Copies and sums between the devices of one process, of many tensors at once.
 
-A copy for each parameter costs a launch, and between accelerators two events, each. So tensors of one dtype are laid
-side by side on the device that has them, about `BUCKET_BYTES` at a time; each such bucket travels as one, and is taken
-apart where it arrives. Between accelerators a copy is enqueued on the current streams of both: the host waits for
-nothing, and what follows on either device comes after it. Where both are one device (logical devices on a CPU) nothing
-is laid side by side.
+One copy for each parameter would cost a launch each, and between accelerators two events. So tensors of one dtype are
+flattened into buckets of about 25 MB on the device that has them. A bucket travels as one tensor, and is split where it
+arrives. Between accelerators a copy is enqueued on the current streams of both: the host waits for nothing, and what is
+enqueued later on either device runs after it. Where both are one device (logical devices on a CPU) nothing is
+flattened.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from paceline.comm.collectives import BUCKET_BYTES
+from paceline.comm.collectives import buckets
 
 
 @torch.no_grad()
@@ -44,20 +44,6 @@ def sum_on_first(flats: Sequence[Tensor]) -> None:
         first.add_(_sent(other, first.device))
     for other in others:
         other.copy_(first, non_blocking=other.device.type != "cpu")
-
-
-def buckets(tensors: Sequence[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
-    """Positions of tensors of one dtype, in order, that have `most_bytes` together, or one that has more."""
-    filling: dict[torch.dtype, list[int]] = {}
-    held: dict[torch.dtype, int] = {}
-    for i, tensor in enumerate(tensors):
-        kind = tensor.dtype
-        if kind in filling and held[kind] + tensor.nbytes > most_bytes:
-            yield filling.pop(kind)
-            held[kind] = 0
-        filling.setdefault(kind, []).append(i)
-        held[kind] = held.get(kind, 0) + tensor.nbytes
-    yield from filling.values()
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

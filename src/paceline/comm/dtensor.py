@@ -87,7 +87,9 @@ def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
     size, rank = size_of(group), rank_of(group)
     if size == 1:
         return
-    for bucket in buckets(tensor.detach() for tensor in tensors):
+    listed = [tensor.detach() for tensor in tensors if tensor.numel()]
+    for positions in buckets(listed):
+        bucket = [listed[position] for position in positions]
         each = [-(-t.size(0) // size) * t[0].numel() for t in bucket]  # elements, padded to the most of a rank
         width = sum(each)
         sent = bucket[0].new_empty(width)

@@ -1,11 +1,11 @@
 """Endpoints for the reducers (comm/reducers.py): between processes, and between threads of one process.
 
-Between processes what is handed over travels as bytes, point to point, in a process group of its own: it never mixes
-with a collective that another thread of the same process is in.
+Between processes tensors travel as bytes, point to point, in a process group of their own. So they never mix with a
+collective of another thread of the process.
 
-Between threads a tensor is laid into a box for its receiver, who copies it onto its own device; the giver waits until
-that is done, as it may overwrite the tensor then. On an accelerator nothing waits but streams: the receiver's for the
-giver's work so far, and then the giver's for the copy.
+Between threads the sender puts a tensor into the receiver's box, and the receiver copies it onto its own device. The
+sender waits for the copy, since it may overwrite the tensor afterwards. On an accelerator only streams wait: the
+receiver's for the sender's work so far, then the sender's for the copy.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class _Parcel:
     """A tensor on its way to another thread."""
 
     tensor: Tensor
-    ready: torch.Event | None  # when what the giver had enqueued is done; None on a CPU
+    ready: torch.Event | None  # when the sender's enqueued work is done; None on a CPU
     copied: torch.Event | None = None  # when the receiver's copy is done
-    taken: bool = False
+    received: bool = False
 
 
 @dataclass
 class _Boxes:
-    """What the threads share, guarded by `changed`: parcels in order, for each (giver, receiver)."""
+    """What the threads share, guarded by `changed`: for each (sender, receiver) its parcels, in order."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: dict[tuple[int, int], deque[_Parcel]] = field(default_factory=lambda: defaultdict(deque))
@@ -92,9 +92,9 @@ class ThreadEndpoint:
                 self._boxes.waiting[self.rank, to].append(parcel)
                 self._boxes.changed.notify_all()
         if into is not None and into.numel():
-            self._take(into, source)
+            self._receive(into, source)
         if parcel is not None:
-            self._wait_for(lambda: parcel.taken)
+            self._wait_for(lambda: parcel.received)
             _after(parcel.copied, parcel.tensor.device)
 
     def abandon(self) -> None:
@@ -103,17 +103,17 @@ class ThreadEndpoint:
             self._boxes.failed = True
             self._boxes.changed.notify_all()
 
-    def _take(self, into: Tensor, source: int) -> None:
+    def _receive(self, into: Tensor, source: int) -> None:
         box = source, self.rank
         self._wait_for(lambda: bool(self._boxes.waiting[box]))
-        parcel = self._boxes.waiting[box].popleft()  # nobody else takes from it
-        # torch copies between devices on the giver's device, on the stream that is current for it in this thread.
+        parcel = self._boxes.waiting[box].popleft()  # no other thread receives from this box
+        # torch copies between devices on the sender's device, on the stream that is current for it in this thread.
         _after(parcel.ready, parcel.tensor.device)
         _after(parcel.ready, into.device)
         into.copy_(parcel.tensor)
         parcel.copied = _mark(into.device) or _mark(parcel.tensor.device)
         with self._boxes.changed:
-            parcel.taken = True
+            parcel.received = True
             self._boxes.changed.notify_all()
 
     def _wait_for(self, happened: Callable[[], bool]) -> None:

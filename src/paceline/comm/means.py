@@ -1,4 +1,4 @@
-"""Means over the processes, for replicas that train apart and come together now and then."""
+"""Weighted means over the processes, for independent replicas that are averaged now and then."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from paceline.comm import collectives
 
 LEAST = 2.0**-64
-"""What a weight of 0 counts as: no sum of floating-point numbers sees it beside a weight of 1, and where all weights
-are 0 the plain mean remains."""
+"""Replaces a weight of 0: beside a weight of 1 it changes no floating-point sum, and where all weights are 0 the result
+is the plain mean."""
 
 
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float | Tensor]) -> list[Tensor]:

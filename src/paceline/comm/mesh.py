@@ -14,11 +14,12 @@ machine:
               replicate 0:      rank 0     rank 1
               replicate 1:      rank 2     rank 3
 
-A mesh answers by purpose: `data` (who has other examples), `gradient` (over whom a gradient is summed) and `model` (who
-has other parameters of the same replica). It is torch's DeviceMesh, made when a group of it is first asked for.
+A mesh has groups by purpose: `data`, the data-parallel group; `gradient`, over which gradients are summed; and `model`,
+the model-parallel group, whose processes have other parameters of the same replica. torch's DeviceMesh is made when a
+group of it is first needed.
 
-The mesh of the run that is open is the one thing here that is found without being handed over (`current`): layers that
-stand in a user's model need it, and so does what concerns the whole run, whose members may come and go (`channel`).
+The mesh of the open run is the only ambient object (`current`). Layers in a user's model have no argument for it, and
+neither have calls that concern all members of a run whose members may come and go (`channel`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class OneProcess:
 
 
 ALONE = OneProcess()
-"""A group of this process alone, in which nothing travels."""
+"""The group of this process alone, in which nothing travels."""
 
 Group = dist.ProcessGroup | OneProcess | None
 """Processes that make a collective call together. None: all members of the run."""
@@ -60,7 +61,7 @@ _made: dict[tuple[Any, ...], Any] = {}
 
 
 def check_size(size: int, world: int | None, setting: str) -> None:
-    """Raises SettingError where so many processes (None: not known) cannot be cut into groups of `size`."""
+    """Raises SettingError where `world` processes (None: not known) cannot be cut into groups of `size`."""
     if world is None and size < 2:
         raise SettingError(f"{setting}={size}: it must divide the number of processes, and be at least 2.")
     if world is None or (size >= 2 and world % size == 0):
@@ -74,10 +75,10 @@ def check_size(size: int, world: int | None, setting: str) -> None:
 
 
 class Replicas(ABC):
-    """The replicas that compute one global batch together, seen from one of them, for whatever needs a sum over them in
-    the middle of a forward (comm/replicas.py has the kinds). All call it equally often and in the same order."""
+    """The replicas that compute one global batch together, seen from one of them. Layers use it for sums in the middle
+    of a forward; all replicas call it equally often and in the same order. comm/replicas.py lists the kinds."""
 
-    everywhere = True  # whether all members of the run compute this, so that one may ask for something of all of them
+    everywhere = True  # whether all members of the run compute this; else calls over all members are refused
 
     @property
     @abstractmethod
@@ -87,7 +88,7 @@ class Replicas(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Which one this is, from 0."""
+        """The index of this replica, from 0."""
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
@@ -122,8 +123,8 @@ class ReplicaThread(threading.Thread):
 class Mesh:
     """The mesh of a run, seen from one process.
 
-    sizes: of each dimension, whose product is the number of processes. independent: whether replicas train apart, so
-    that a gradient is this process's alone.
+    sizes: of the dimensions; their product is the number of processes. independent: whether replicas are independent,
+    so that gradients are not summed over processes.
     """
 
     def __init__(
@@ -131,10 +132,9 @@ class Mesh:
     ) -> None:
         self.sizes = dict(sizes or {"replicate": 1})
         self.device, self.rank, self.independent = device, rank, independent
-        # Where members may come and go: what carries calls that concern all of them.
-        self.channel: Channel | None = None
-        self.replicas: Replicas = OneReplica()  # that compute a batch together, seen from outside of replicas' threads
-        self.everywhere = True  # whether all members compute this now, and not one stage alone
+        self.channel: Channel | None = None  # carries calls to all members, where members may come and go
+        self.replicas: Replicas = OneReplica()  # that compute a batch together, as threads that are no replica's see it
+        self.everywhere = True  # whether all members run the current code, and not one stage alone
         place, self.coordinates = rank, dict[str, int]()
         for name in reversed(self.sizes):
             place, self.coordinates[name] = divmod(place, self.sizes[name])
@@ -147,7 +147,7 @@ class Mesh:
         return self.sizes.get(name, 1)
 
     def coordinate(self, name: str) -> int:
-        """This process's place along a dimension, from 0."""
+        """This process's coordinate along a dimension, from 0."""
         return self.coordinates.get(name, 0)
 
     @property
@@ -157,7 +157,7 @@ class Mesh:
 
     @property
     def shard(self) -> int:
-        """Which of them is this process's."""
+        """The shard of this process."""
         place = 0
         for name in self.sizes:
             if name in DATA:
@@ -165,14 +165,14 @@ class Mesh:
         return place
 
     def at(self, **coordinates: int) -> int:
-        """The rank of the process that has these coordinates, and otherwise this one's."""
+        """The rank of the process with these coordinates and, along all other dimensions, this process's."""
         place = 0
         for name, size in self.sizes.items():
             place = place * size + coordinates.get(name, self.coordinates[name])
         return place
 
     def group(self, name: str) -> Group:
-        """The processes along one dimension, on which this one is."""
+        """The group of this process along one dimension."""
         return self._over((name,))
 
     def along(self, *names: str) -> DeviceMesh:
@@ -181,7 +181,7 @@ class Mesh:
         return whole if tuple(self.sizes) == names else whole[names if len(names) > 1 else names[0]]
 
     def _over(self, names: tuple[str, ...]) -> Group:
-        """The processes that differ from this one along these dimensions only."""
+        """The group of the processes that differ from this one along these dimensions only."""
         chosen = tuple(name for name in self.sizes if name in names)
         if prod(self.sizes[name] for name in chosen) == 1:
             return ALONE
@@ -241,11 +241,11 @@ def replicas_here() -> Replicas:
 
 
 def use(mesh: Mesh | None) -> None:
-    """From now on this is the mesh of the open run; with None none is open."""
+    """Sets the mesh of the open run; None: no run is open."""
     global _open
     _open = _outside if mesh is None else mesh
 
 
 def forget() -> None:
-    """The process group is about to be destroyed, and the groups of all meshes with it."""
+    """Forgets the groups of all meshes, since the process group is about to be destroyed."""
     _made.clear()

@@ -1,11 +1,10 @@
 """Reducers: algorithms that add a tensor up over replicas, in place, each written once.
 
-They see the other replicas only through an `Endpoint`, which lets a replica hand a tensor to one of them and take one
-from another at the same time. There are two: between processes (comm/endpoints.py) and between threads of one process
-(there too). So a reducer does not know whether it runs on several machines or on several devices of one.
+A replica reaches the others only through an `Endpoint`, by which it sends a tensor to one of them and receives one from
+another at the same time. comm/endpoints.py has two: between processes, and between threads of one process. So a reducer
+does not know whether it runs on several machines or on several devices of one.
 
-Whatever the order in which they add, every sum is finished on one replica and copied from there: all replicas end with
-the same bits.
+Every sum is finished on one replica and copied from there: all replicas end with the same bits.
 
 n replicas, B bytes:
   ring             n pieces travel around a ring, twice.       Each sends 2 (n - 1) / n B, in 2 (n - 1) turns.
@@ -36,13 +35,13 @@ class Endpoint(Protocol):
 
     @property
     def machines(self) -> Sequence[Sequence[int]]:
-        """The ranks, each once, grouped by what is near: a machine, a socket, a switch."""
+        """All ranks in groups that are near each other: a machine, a socket, a switch."""
 
     def exchange(self, send: Tensor | None, to: int, into: Tensor | None, source: int) -> None:
-        """Hands `send` to replica `to`, and fills `into` with what replica `source` hands to this one, both at once.
+        """Sends `send` to replica `to`, and receives `into` from replica `source`, both at once.
 
-        Either may be None. The tensors are contiguous and as long as the other side says. When it returns, both may be
-        used and overwritten (on an accelerator: by what is enqueued from here on).
+        Either may be None. The tensors are contiguous and have the length that the other side passes. Both may be used
+        and overwritten afterwards (on an accelerator: by what is enqueued from here on).
         """
 
 
@@ -97,7 +96,7 @@ REDUCERS: dict[str, Reducer] = {"ring": ring, "hierarchical": hierarchical, "red
 
 
 def _reduce(flat: Tensor, endpoint: Endpoint, ranks: Sequence[int]) -> None:
-    """The sum over these replicas, on the first of them. What the others hold afterwards is no result."""
+    """The sum over these replicas, on the first of them. The others' tensors are partial sums afterwards."""
     if flat.numel() == 0:
         return
     mine, step = ranks.index(endpoint.rank), 1

@@ -1,9 +1,9 @@
 """The replicas that compute one global batch together.
 
-    OneReplica        nothing to add (mesh.py)
+    OneReplica        a single one (mesh.py)
     ProcessReplicas   one replica in each process of a group
     ThreadReplicas    several replicas in this process, each on a thread (threads.py)
-    ShardReplicas     likewise, which are shards of a reproducible run beside those of other processes (tree_sums.py)
+    ShardReplicas     the same, where each computes a shard of a reproducible run, also over processes (tree_sums.py)
 
 A layer asks `replicas_here()` and calls `sum`.
 """

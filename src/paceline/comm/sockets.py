@@ -1,11 +1,11 @@
-"""ZeroMQ sockets between processes of one run: encrypted, open to known keys only, and telling who has gone.
+"""ZeroMQ sockets between processes of one run: encrypted, open to known keys only, and reporting lost peers.
 
-    Listening   a server's socket, to which many peers talk
+    Listening   a server's socket, to which many peers connect
     Line        a peer's socket to one server
 
-Both use CURVE (libzmq's elliptic-curve encryption): a server takes only peers whose public key it was given. ZeroMQ's
-own heartbeats run in its own threads, whatever Python does; together with the end of a TCP connection, which follows a
-kill at once, they say when the other side has gone.
+Both use CURVE (libzmq's elliptic-curve encryption): a server accepts only peers whose public key it was given. A lost
+peer is noticed in two ways: its TCP connection ends, at once when it is killed; or its heartbeats stop, which ZeroMQ
+sends in threads of its own, whatever Python does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.errors import WorldError
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
-"""A peer that has been silent for so long, its heartbeats too, has gone."""
+"""A peer that has sent nothing for so long, no heartbeats either, is lost."""
 
 _LINGER_MS = 2000  # for the last message when a socket is closed
 
@@ -49,22 +49,14 @@ def address_towards(host: str | None, port: int | None) -> str:
         return str(probe.getsockname()[0])
 
 
-def _heartbeats(own: Any) -> None:
-    own.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
-    own.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000))
-    own.setsockopt(zmq.SNDHWM, 0)
-    own.setsockopt(zmq.RCVHWM, 0)
-    own.setsockopt(zmq.LINGER, _LINGER_MS)
-
-
 class Gone(NamedTuple):
-    """What `Listening.receive` says of a peer whose connection has ended."""
+    """What `Listening.receive` returns when a peer's connection has ended."""
 
     peer: int
 
 
 class _Known:
-    """Which keys are let in."""
+    """Which public keys may connect."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self._keys = set(keys)
@@ -73,41 +65,70 @@ class _Known:
         return bytes(key) in self._keys
 
 
-class Listening:
-    """A server's socket, bound to a free port of `host`. `endpoint` is where to connect to."""
+class _Socket:
+    """What both kinds share: a context of its own, encryption, heartbeats, and events when a connection ends."""
+
+    def __init__(self, kind: int, keys: Keys) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_SECONDS * 1000))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000))
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit to the messages that wait
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _wait(self, deadline: float) -> bool:
+        """Returns when there may be a message or an event; False after the deadline."""
+        left = deadline - time.monotonic()
+        if left > 0:
+            self._poller.poll(int(left * 1000) + 1)
+        return left > 0
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+
+class Listening(_Socket):
+    """A server's socket, bound to a free port of `host`."""
 
     def __init__(self, host: str) -> None:
         self.keys = new_keys()
-        self._context = zmq.Context()
+        super().__init__(zmq.ROUTER, self.keys)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", credentials_provider=_Known(()))  # nobody, until `admit`
-        self._socket = self._context.socket(zmq.ROUTER)
+        self.admit(())  # nobody yet
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may come again, in another connection
-        _heartbeats(self._socket)
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = self.keys
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"  # where peers connect to
         self._peers: dict[int, int] = {}  # file descriptor of a connection -> peer
-        self._latest = -1  # connection of the message that came last
-        self._over: dict[int, int] = {}  # how many ends of a connection to pass over: another has its number now
+        self._latest = -1  # connection of the last message
+        # File descriptor -> how many ends of a connection to ignore: another connection has its number now.
+        self._stale_ends: dict[int, int] = {}
 
     def admit(self, keys: Iterable[bytes]) -> None:
-        """From now on peers with these public keys, and no others, are let in."""
+        """From now on peers with these public keys, and no others, may connect."""
         self._authenticator.configure_curve_callback("*", credentials_provider=_Known(keys))
 
-    def anew(self, peer: int, known: bool) -> None:
-        """The message that came last is a peer's first over another connection. known: the end of the one before has
-        not been told, and is not to be told any more."""
-        before = [c for c, p in self._peers.items() if p == peer and c != self._latest]
-        for connection in before:
+    def reconnected(self, peer: int, known: bool) -> None:
+        """The last message is a peer's first over another connection. known: the end of its former connection was not
+        reported, and must not be reported any more."""
+        former = [c for c, p in self._peers.items() if p == peer and c != self._latest]
+        for connection in former:
             del self._peers[connection]
-        if known and not before:
-            self._over[self._latest] = self._over.get(self._latest, 0) + 1
+        if known and not former:
+            self._stale_ends[self._latest] = self._stale_ends.get(self._latest, 0) + 1
 
     def receive(self, seconds: float) -> tuple[int, list[Any]] | Gone | None:
-        """(peer, its message), or that one has gone; None where nothing came for so long."""
+        """(peer, its message), or a peer that is lost; None where nothing came for so long."""
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(zmq.Again):
@@ -116,60 +137,44 @@ class Listening:
                 self._peers[self._latest] = peer
                 return peer, frames
             if self._monitor.poll(0):
-                # What it had sent before has been read: it is in the queue before the event.
+                # All that this peer had sent was read: its messages are in the queue before the event.
                 connection = recv_monitor_message(self._monitor)["value"]
-                if self._over.get(connection):
-                    self._over[connection] -= 1
+                if self._stale_ends.get(connection):
+                    self._stale_ends[connection] -= 1
                 elif connection in self._peers:
                     return Gone(self._peers.pop(connection))
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0:
+            elif not self._wait(deadline):
                 return None
-            poller = zmq.Poller()
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._monitor, zmq.POLLIN)
-            poller.poll(int(left * 1000) + 1)
 
     def send(self, peer: int, frames: Sequence[Any]) -> None:
-        """To a peer that has gone nothing is sent."""
+        """To a lost peer nothing is sent."""
         self._socket.send_multipart([str(peer).encode(), *frames], copy=False)
 
     def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
         self._authenticator.stop()
-        self._context.term()
+        super().close()
 
 
-class Line:
+class Line(_Socket):
     """A peer's socket to one server. `name` is what an error calls the server."""
 
     def __init__(self, endpoint: str, server_key: bytes, keys: Keys, peer: int, name: str) -> None:
+        super().__init__(zmq.DEALER, keys)
         self.name = name
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        _heartbeats(self._socket)
         self._socket.identity = str(peer).encode()
         self._socket.curve_serverkey = server_key
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
 
     def send(self, frames: Sequence[Any]) -> None:
-        """The memory of the frames must not change before the answer has come. Raises WorldError where the server has
-        gone or lets this process not in."""
+        """The memory of the frames must not change before the answer has come. Raises WorldError where the server is
+        lost or does not admit this process."""
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)  # there is no limit to what may wait
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             raise WorldError(f"{self.name} has gone, or does not know this process's key.") from None
 
     def receive(self, seconds: float) -> list[Any] | None:
-        """The next message; None where none came for so long. Raises WorldError where the server has gone."""
+        """The next message; None where none came for so long. Raises WorldError where the server is lost."""
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(zmq.Again):
@@ -179,13 +184,5 @@ class Line:
                     f"{self.name} has gone: its connection ended. See what that process said, and start the run again: "
                     "a script that calls run.restore goes on from its last checkpoint."
                 )
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if not self._wait(deadline):
                 return None
-            self._poller.poll(int(left * 1000) + 1)
-
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._context.term()

@@ -1,14 +1,13 @@
 """Several replicas in one process: threads that compute one global batch together and meet at each sum.
 
-A replica lays its tensor down and waits; the last to come adds all of them in the order of the replicas, and each takes
-a copy. With `take_turns` only the replica that holds the baton runs:
+At a sum each replica deposits its tensor and waits. The last one adds all tensors in the order of the replicas, and
+each replica gets a copy. With `take_turns` only the replica that holds the baton runs:
 
     replica 0 runs to its first sum and hands the baton to 1, ... the last one adds, hands it to 0, which goes on
 
-This is for replicas that share the CPU, whose default random generator belongs to the process and not to the thread:
-with the baton, the state of the generators (and Python's and NumPy's) is put away for the one who stops and brought
-back for the one who goes on, so each replica draws its own stream as if it were a process. Several replicas on one GPU
-take turns for the same reason.
+This is for replicas that share a device, since the default generators (torch's, Python's, NumPy's) belong to the
+process and not to the thread. With the baton the generators' state is saved for the replica that stops, and restored
+for the one that goes on. So each replica draws its own random numbers, as if it were a process.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ T = TypeVar("T")
 class ThreadReplicas(Replicas):
     """One replica of a `ThreadTeam`, which makes these.
 
-    On CUDA autograd has one thread a device, which would wait for itself where several replicas of a device meet in a
-    backward: each then runs its own within `torch.autograd.set_multithreading_enabled(False)`.
+    On CUDA autograd has one thread for each device. Where several replicas of a device meet in a backward, that thread
+    would wait for itself: each must run its backward within `torch.autograd.set_multithreading_enabled(False)`.
     """
 
     everywhere = False
@@ -65,7 +64,7 @@ def _add(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Nobody(Replicas):
-    """Stands as the default while a team runs: a thread that is no replica's must not compute as if it were alone."""
+    """The default while a team runs: a thread that belongs to no replica must not compute as if it were alone."""
 
     def _refuse(self) -> UsageError:
         return UsageError(
@@ -105,16 +104,16 @@ class Meeting:
 
     def begin(self) -> None:
         self.error = None
-        self._deposits: dict[int, Tensor] = {}  # of this round, by replica
-        self._total: Tensor | None = None
-        self._round = 0
-        self._left = 0
-        self._turn = 0
+        self._deposits: dict[int, Tensor] = {}  # tensors of this round, by replica
+        self._total: Tensor | None = None  # of the last complete round
+        self._round = 0  # complete rounds
+        self._left = 0  # replicas that have finished
+        self._turn = 0  # the replica that holds the baton
         begun = {device: generators.get_state(device) for device in set(self._devices)} if self.take_turns else {}
         self._generator_states = [begun.get(device, {}) for device in self._devices]
 
     def end(self) -> BaseException | None:
-        """What failed first, if anything. The caller goes on with the generators as replica 0 left them."""
+        """Returns the first error, if any. The caller goes on with the generators as replica 0 left them."""
         if self.take_turns:
             generators.set_state(self._generator_states[0], self._devices[0])
         error, self.error = self.error, None
@@ -126,7 +125,7 @@ class Meeting:
             self._wait(rank, self._round)
 
     def meet(self, rank: int, tensor: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """A copy of what `combine` makes of all replicas' tensors, in their order. The last to come calls it."""
+        """A copy of `combine(all replicas' tensors, in their order)`, which the last replica to come calls."""
         with self._changed:
             self._check(rank)
             awaited = self._round + 1
@@ -137,7 +136,7 @@ class Meeting:
                 self._round = awaited
             self._pass_on(rank)
             self._wait(rank, awaited)
-            # The next round is complete only when all have come to it, with their copies of this one: it still stands.
+            # The next round completes only when all replicas have copied this round's total.
             assert self._total is not None
             return self._total.to(tensor.device, copy=True)
 
@@ -149,7 +148,7 @@ class Meeting:
             self._pass_on(rank)
 
     def abandon(self, error: BaseException) -> None:
-        """Let everyone who waits, or comes later, raise. The first error is kept."""
+        """Lets every replica that waits, or comes later, raise. Keeps the first error."""
         with self._changed:
             self._fail(error)
 
@@ -182,14 +181,14 @@ class Meeting:
         return by_rank
 
     def _pass_on(self, rank: int) -> None:
-        """Give up the baton. The round is complete or the next in order is due: either way that is rank + 1."""
+        """Hands the baton to rank + 1, whether this round is complete or not."""
         if self.take_turns:
             self._generator_states[rank] = generators.get_state(self._devices[rank])
             self._turn = (rank + 1) % self.size
         self._changed.notify_all()
 
     def _wait(self, rank: int, awaited: int) -> None:
-        """Wait for the round and for the baton, and take it up."""
+        """Waits for the round and for the baton."""
 
         def may_run() -> bool:
             return self._round >= awaited and (not self.take_turns or self._turn == rank)
@@ -202,17 +201,17 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class _Surroundings:
-    """The parts of a thread's state that a computation depends on and that a new thread would not have."""
+class _ThreadState:
+    """The state of a thread that a computation depends on and that a new thread does not have."""
 
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    grad: bool  # gradients are enabled
+    inference: bool  # inference mode
+    autocast: tuple[tuple[str, torch.dtype], ...]  # (device type, dtype) of those that are enabled
     autocast_cache: bool
-    threads: int
+    threads: int  # of torch's operations on the CPU
 
     @classmethod
-    def here(cls) -> _Surroundings:
+    def here(cls) -> _ThreadState:
         return cls(
             threads=torch.get_num_threads(),
             grad=torch.is_grad_enabled(),
@@ -226,7 +225,7 @@ class _Surroundings:
         )
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -242,7 +241,7 @@ Task = Callable[[], None]
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
-    """What a thread of a team does until it gets None. It holds no reference to the team."""
+    """Runs tasks until it gets None. Holds no reference to the team."""
     while (task := tasks.get()) is not None:
         task()
         del task  # or the last batch would live until the next task
@@ -256,10 +255,10 @@ def _stop(queues: Sequence[queue.SimpleQueue[Task | None]]) -> None:
 class ThreadTeam:
     """Threads that compute as replicas of one global batch. They are started once, and end with `close`.
 
-    `replicas[i]` is what `replicas_here()` gives in thread i. `take_turns`: only one runs at any time (see the module's
-    docstring); needed where replicas share a device, or what they draw on the host must be the same in every run. On
-    several GPUs what is launched still overlaps, as long as nobody waits for a result. devices: of each replica, where
-    it has a generator that is to be kept too. member: makes a replica for the thread of that number.
+    `replicas_here()` is `replicas[i]` in thread i. take_turns: one replica runs at a time (see the module's docstring).
+    This is needed where replicas share a device, or where their draws on the host must be the same in every run. On
+    several GPUs launched work still overlaps, as long as nobody waits for a result. devices: of the replicas, where
+    their generators are saved and restored too. member: makes the replica of a thread.
     """
 
     def __init__(
@@ -287,11 +286,11 @@ class ThreadTeam:
         self._finalizer = weakref.finalize(self, _stop, self._queues)
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Call function i in thread i, where `replicas_here()` is replica i, and return what they return.
+        """Calls function i in thread i, where `replicas_here()` is replica i. Returns what they return.
 
-        The threads see the caller's grad mode, inference mode, autocast and context variables. When one raises, the
+        The threads have the caller's grad mode, inference mode, autocast and context variables. When one raises, the
         others raise at their next sum, and the first error is raised here. With `take_turns` every replica begins with
-        the states that the generators have here, and they are left as replica 0 leaves them.
+        the caller's generator states, and the caller goes on with those of replica 0.
         """
         if len(functions) != self.size:
             raise UsageError(
@@ -303,12 +302,12 @@ class ThreadTeam:
             raise UsageError("ThreadTeam.run was called while the team is running, perhaps by one of its replicas.")
         results: dict[int, T] = {}
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        surroundings = _Surroundings.here()
+        state = _ThreadState.here()
         self._meeting.begin()
         with mesh.current().computing(_Nobody()):
             for rank, function in enumerate(functions):
                 context = contextvars.copy_context()
-                one = functools.partial(self._one, rank, function, surroundings, results, done)
+                one = functools.partial(self._one, rank, function, state, results, done)
                 self._queues[rank].put(functools.partial(context.run, one))
             interruption = self._wait_for_all(done)
         failure = self._meeting.end()
@@ -325,12 +324,12 @@ class ThreadTeam:
         self,
         rank: int,
         function: Callable[[], T],
-        surroundings: _Surroundings,
+        state: _ThreadState,
         results: dict[int, T],
         done: queue.SimpleQueue[None],
     ) -> None:
         try:
-            with surroundings.entered():
+            with state.applied():
                 self._meeting.enter(rank)
                 results[rank] = function()
                 self._meeting.leave(rank)
@@ -340,7 +339,7 @@ class ThreadTeam:
             done.put(None)
 
     def _wait_for_all(self, done: queue.SimpleQueue[None]) -> BaseException | None:
-        """None, or what interrupted the waiting (Ctrl-C): then the replicas have been stopped at their next sum."""
+        """None, or what interrupted the wait (Ctrl-C): the replicas then stop at their next sum."""
         left = self.size
         try:
             while left:
@@ -355,7 +354,7 @@ class ThreadTeam:
         return None
 
     def close(self) -> None:
-        """End the threads and wait for them. May be called again."""
+        """Ends the threads and waits for them. May be called again."""
         self._finalizer()
         for thread in self._threads:
             thread.join()

@@ -1,6 +1,6 @@
-"""What carries collectives: torch.distributed, or the channel of a run whose members come and go (channel.py).
+"""Carries collectives: by torch.distributed, or by the channel of a run whose members come and go (channel.py).
 
-`collectives.py` is what everyone calls, and this what it calls.
+Users call `collectives.py`, which calls this.
 """
 
 from __future__ import annotations
@@ -26,35 +26,33 @@ def channel() -> Channel | None:
     return mesh.current().channel
 
 
-def enter(phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
-    """Tells a channel where the program is (Channel.enter)."""
+def enter_phase(phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+    """Channel.enter_phase, where there is a channel."""
     channel = mesh.current().channel
-    return True if channel is None else channel.enter(phase, meet, loader)
+    return True if channel is None else channel.enter_phase(phase, meet, loader)
 
 
 def hand_over_by(handover: Handover) -> None:
-    """Tells a channel, if there is one, who knows where the run is."""
-    channel = mesh.current().channel
-    if channel is not None:
+    """Sets what hands over the position of the run, where there is a channel."""
+    if (channel := mesh.current().channel) is not None:
         channel.handover = handover
 
 
 def arrive() -> None:
-    """Where the run's epochs begin (Channel.arrive)."""
-    channel = mesh.current().channel
-    if channel is not None:
+    """Channel.arrive, where there is a channel."""
+    if (channel := mesh.current().channel) is not None:
         channel.arrive()
 
 
 def arriving() -> bool:
-    """Whether this process has come to a run under way, and has not been let in yet."""
+    """Whether this process joins a run under way, and was not admitted yet."""
     channel = mesh.current().channel
     return channel is not None and channel.arriving
 
 
 def size_of(group: Group = None) -> int:
     """How many processes the group has; 1 where no process group was made."""
-    if group is None and (channel := mesh.current().channel) is not None:
+    if (channel := _channel_of(group)) is not None:
         return channel.size
     if group is ALONE or not dist.is_available() or not dist.is_initialized():
         return 1
@@ -63,7 +61,7 @@ def size_of(group: Group = None) -> int:
 
 def rank_of(group: Group = None) -> int:
     """This process's number in the group; 0 where no process group was made."""
-    if group is None and (channel := mesh.current().channel) is not None:
+    if (channel := _channel_of(group)) is not None:
         return channel.rank
     if group is ALONE or not dist.is_available() or not dist.is_initialized():
         return 0
@@ -71,22 +69,21 @@ def rank_of(group: Group = None) -> int:
 
 
 def _native(group: Group) -> dist.ProcessGroup | None:
-    """As torch.distributed takes it. No call of a group of one comes here."""
+    """The group as torch.distributed takes it. ALONE never comes here: nothing travels in it."""
     assert not isinstance(group, mesh.OneProcess)
     return group
 
 
 def backends_of(group: Group = None) -> str:
     """Which backend serves which device, such as "cpu:gloo,cuda:nccl"; a channel sends from the CPU."""
-    if group is None and mesh.current().channel is not None:
+    if _channel_of(group) is not None:
         return "cpu:channel"
     return str(dist.get_backend_config(_native(group)))
 
 
 def all_reduce(tensor: Tensor, op: Any, group: Group) -> dist.Work | None:
     """In place. Through a channel all members' tensors are added in rank order, and it is done at once."""
-    channel = _channel_of(group)
-    if channel is None:
+    if (channel := _channel_of(group)) is None:
         return dist.all_reduce(tensor, op, group=_native(group), async_op=True)
     rows = _rows(channel, tensor)
     total = rows[0].view(tensor.shape)
@@ -98,8 +95,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Group) -> dist.Work | None:
 
 def gather(tensor: Tensor, group: Group) -> list[Tensor]:
     """All processes' 1-d tensors of one size, in rank order."""
-    channel = _channel_of(group)
-    if channel is not None:
+    if (channel := _channel_of(group)) is not None:
         return _rows(channel, tensor)
     rows = [torch.empty_like(tensor) for _ in range(size_of(group))]
     dist.all_gather(rows, tensor, group=_native(group))
@@ -118,8 +114,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
     """All processes' objects, in rank order."""
-    channel = _channel_of(group)
-    if channel is not None:
+    if (channel := _channel_of(group)) is not None:
         return [pickle.loads(memory) for memory in channel.exchange([pickle.dumps(obj)])]
     objects: list[Any] = [None] * size_of(group)
     dist.all_gather_object(objects, obj, group=_native(group))
@@ -128,8 +123,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
 
 def broadcast_object(obj: Any, src: int, device: torch.device, group: Group) -> Any:
     """The object of rank `src` of the world."""
-    channel = _channel_of(group)
-    if channel is not None:
+    if (channel := _channel_of(group)) is not None:
         return pickle.loads(channel.exchange([pickle.dumps(obj)] if channel.rank == src else [])[src])
     box = [obj]
     dist.broadcast_object_list(box, src=src, device=device, group=_native(group))
@@ -138,8 +132,7 @@ def broadcast_object(obj: Any, src: int, device: torch.device, group: Group) -> 
 
 def broadcast(tensor: Tensor, src: int, group: Group) -> None:
     """In place, from rank `src` of the world; a 1-d tensor of bytes."""
-    channel = _channel_of(group)
-    if channel is not None:
+    if (channel := _channel_of(group)) is not None:
         memory = channel.exchange(wire.slices(wire.bytes_of(tensor)) if channel.rank == src else [])[src]
         tensor.copy_(wire.tensor_of(memory, tensor.dtype))
         return
@@ -149,15 +142,14 @@ def broadcast(tensor: Tensor, src: int, group: Group) -> None:
 
 def barrier(device: torch.device) -> None:
     """Returns when every member of the run has come here."""
-    channel = mesh.current().channel
-    if channel is not None:
+    if (channel := mesh.current().channel) is not None:
         channel.exchange()
     else:
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def _channel_of(group: Group) -> Channel | None:
-    """What carries a call to this group, where that is not torch.distributed."""
+    """The channel, where it carries calls to this group in place of torch.distributed."""
     return mesh.current().channel if group is None else None
 
 

@@ -154,7 +154,9 @@ class TreeSums:
         """The sums of what is in the layout, and what there is on any process."""
         found: list[Tensor | None] = [None] * len(like)
         union = list(mine)
-        for number, places in enumerate(_messages(layout, like)):
+        sent = [place for place, there in enumerate(layout) if there]
+        for number, bucket in enumerate(collectives.buckets([like[place] for place in sent], MESSAGE_BYTES)):
+            places = [sent[position] for position in bucket]
             some = like[places[0]]
             flats = {node: _flat([held[i] for i in places], [like[i] for i in places]) for node, held in tree.held}
             said = torch.tensor([] if number else mine, dtype=some.dtype, device=some.device)
@@ -254,22 +256,6 @@ class ShardReplicas(ThreadReplicas):
 
     def _flat(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         return dict(zip(self._sums.mine, (tensor.reshape(-1) for tensor in tensors), strict=True))
-
-
-def _messages(layout: Sequence[bool], like: Sequence[Tensor]) -> list[list[int]]:
-    """The places of what travels together: of one dtype and device, and no more than memory should be taken for."""
-    found: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
-    for place, (sent, p) in enumerate(zip(layout, like, strict=True)):
-        if not sent:
-            continue
-        kind = p.dtype, p.device
-        room[kind] = room.get(kind, 0) - p.nbytes
-        if room[kind] < 0:
-            found.setdefault(kind, []).append([])
-            room[kind] = MESSAGE_BYTES - p.nbytes
-        found[kind][-1].append(place)
-    return [places for messages in found.values() for places in messages]
 
 
 def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:

@@ -197,7 +197,7 @@ class Monitor:
                 write = not self._recorded or steps // every != self._steps // every
                 self._send(write, steps, loader.fetched_at, ends=True)
                 self._steps = steps
-            transport.enter("between", meet=True)  # all have sent, also where they are not in step
+            transport.enter_phase("between", meet=True)  # all have sent, also where they are not in step
             self._receive()
         if loader is not self._loader:
             return

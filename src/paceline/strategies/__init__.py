@@ -1,15 +1,16 @@
-"""Strategies by name. Options are arguments of the class, read from text or taken as they are.
+"""Strategies by name. A factory, which is a class or a function, makes each; its keyword arguments are the options.
 
-Beside its class a strategy's module has a function `check(size, *, option, ...)`, which raises SettingError for what
-cannot work with so many processes (None: not known), before there are any. The class begins with it.
+Beside the factory a strategy's module has a function `check(size, *, option, ...)`, which the factory calls first. It
+raises SettingError for what cannot work with so many processes (None: not known), before any process starts.
 
-With `reproducible=V` the strategies `single` and `ddp` become one that is not in the table (reproducible.py). One that
-can add in that order on several devices of one process has an argument `sums`.
+With `reproducible=V` the strategies `single` and `ddp` are replaced by one that is not in the table (reproducible.py).
+A factory has an argument `sums` where the strategy can add in that order on several devices of one process.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -24,11 +25,13 @@ from paceline.world import World
 
 __all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "check", "default", "make"]
 
+Factory = Callable[..., Strategy]
+
 STRATEGIES = {
     "single": "paceline.strategies.single:Single",
     "ddp": "paceline.strategies.ddp:DDP",
     "data_parallel": "paceline.strategies.data_parallel:DataParallel",
-    "fsdp": "paceline.strategies.fsdp:FSDP",
+    "fsdp": "paceline.strategies.fsdp:fsdp",
     "deepspeed": "paceline.strategies.deepspeed:DeepSpeed",
     "mirrored": "paceline.strategies.mirrored:Mirrored",
     "central_storage": "paceline.strategies.central_storage:CentralStorage",
@@ -41,8 +44,8 @@ STRATEGIES = {
 }
 
 _REPRODUCIBLE = "paceline.strategies.reproducible:Reproducible"
-_PLACE = ("world", "device", "sums")  # of the classes' arguments those that are no options
-_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_NO_OPTIONS = ("world", "device", "sums")  # arguments of factories
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
@@ -61,36 +64,31 @@ def make(spec: StrategySpec | None, world: World, device: torch.device, reproduc
     if reproducible is not None:
         _check_reproducible(spec, world.size, reproducible)
     spec = spec or default(world.size)
-    _, cls = _find(spec)
+    _, factory = _find(spec)
     if reproducible is None:
-        return cls(world, device, **_options(spec, cls))
-    if _adds_in_order(cls):
-        of_devices: Any = cls
-        spread: Strategy = of_devices(world, device, TreeSums(reproducible), **_options(spec, cls))
-        return spread
-    module, _ = _load(_REPRODUCIBLE)
-    found: Strategy = module.Reproducible(world, device, shards=reproducible)
-    return found
+        return factory(world, device, **_options(spec, factory))
+    if _adds_in_order(factory):
+        return factory(world, device, TreeSums(reproducible), **_options(spec, factory))
+    return _load(_REPRODUCIBLE)[1](world, device, shards=reproducible)
 
 
 def check(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> None:
-    """Raises SettingError, as `make` would, for what can be seen before any process starts: an unknown name or option,
-    a value that it cannot have, a number of processes (None: not known) that it cannot work with. spec: None where it
-    is not known."""
+    """Raises SettingError, as `make` would, for an unknown name or option, a value that an option cannot have, or a
+    number of processes (None: not known) that the strategy cannot work with. spec: None where it is not known."""
     if reproducible is not None:
         _check_reproducible(spec, size, reproducible)
     if spec is None:
         return
-    module, cls = _find(spec)
-    defaults = {key: p.default for key, p in inspect.signature(cls).parameters.items() if key not in _PLACE}
+    module, factory = _find(spec)
+    defaults = {key: p.default for key, p in inspect.signature(factory).parameters.items() if key not in _NO_OPTIONS}
     taken = inspect.signature(module.check).parameters
-    options = {**defaults, **_options(spec, cls)}
-    if _adds_in_order(cls):
+    options = {**defaults, **_options(spec, factory)}
+    if _adds_in_order(factory):
         options["shards"] = reproducible
     module.check(size, **{key: value for key, value in options.items() if key in taken})
 
 
-def _find(spec: StrategySpec) -> tuple[ModuleType, type[Strategy]]:
+def _find(spec: StrategySpec) -> tuple[ModuleType, Factory]:
     if spec.name not in STRATEGIES:
         raise SettingError(_unknown(spec.name))
     return _load(STRATEGIES[spec.name])
@@ -111,7 +109,7 @@ def _unknown(name: str) -> str:
     )
 
 
-def _load(place: str) -> tuple[ModuleType, type[Strategy]]:
+def _load(place: str) -> tuple[ModuleType, Factory]:
     path, _, name = place.partition(":")
     module = import_module(path)
     return module, getattr(module, name)
@@ -119,8 +117,8 @@ def _load(place: str) -> tuple[ModuleType, type[Strategy]]:
 
 def _check_reproducible(spec: StrategySpec | None, size: int | None, shards: int) -> None:
     if spec is not None:
-        _, cls = _find(spec)  # a misspelt name is told first
-        if _adds_in_order(cls):  # and looks at V itself
+        _, factory = _find(spec)  # a misspelt name is told first
+        if _adds_in_order(factory):  # its own check is told of V
             return
         if spec.name not in ("single", "ddp") or spec.options:
             raise SettingError(
@@ -134,14 +132,14 @@ def _check_reproducible(spec: StrategySpec | None, size: int | None, shards: int
     module.check(size, shards=shards)
 
 
-def _adds_in_order(cls: type[Strategy]) -> bool:
-    return "sums" in inspect.signature(cls).parameters
+def _adds_in_order(factory: Factory) -> bool:
+    return "sums" in inspect.signature(factory).parameters
 
 
-def _options(spec: StrategySpec, cls: type[Strategy]) -> dict[str, Any]:
-    parameters = inspect.signature(cls).parameters
-    known = [name for name in parameters if name not in _PLACE]
-    hints = get_type_hints(cls.__init__)
+def _options(spec: StrategySpec, factory: Factory) -> dict[str, Any]:
+    parameters = inspect.signature(factory).parameters
+    known = [name for name in parameters if name not in _NO_OPTIONS]
+    hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     options = {}
     for key, value in spec.options.items():
         if key not in known:
@@ -151,11 +149,11 @@ def _options(spec: StrategySpec, cls: type[Strategy]) -> dict[str, Any]:
 
 
 def _read(strategy: str, key: str, value: Any, kind: Any) -> Any:
-    if kind not in _WANTED:  # a name, or what stands for one; the strategy itself looks at it
+    if kind not in _WANTED:  # text or another object, which the strategy itself checks
         return value
     try:
         if isinstance(value, str):
-            return _TRUTH[value.lower()] if kind is bool else kind(value)
+            return _BOOLEANS[value.lower()] if kind is bool else kind(value)
         if isinstance(value, bool) == (kind is bool) and isinstance(value, (int, kind)):
             return value
     except (KeyError, ValueError):

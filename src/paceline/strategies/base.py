@@ -1,13 +1,13 @@
 """What every strategy is: where model state lives, and how gradients are combined. Nothing else.
 
 A strategy is a mesh (comm/mesh.py), a plan (batch_plan.py), a gradient store (gradient_store.py) and a few methods. It
-is a LoopStrategy, for which the step runs the user's code and hands over losses; or a ClosureStrategy, which runs the
-user's closure itself, on several replicas or stages. Phases of one global batch, as the step drives them:
+is a LoopStrategy, which is given losses, since the step runs the user's code; or a ClosureStrategy, which runs the
+user's closure itself, on several replicas or stages. The phases of one global batch, which the step drives:
 
   1. for each micro-batch, `backward` or `forward_backward`; the last one completes the reduction, so that the store
      holds the sum over all shards;
-  2. `finish`, once before an update: whatever must be complete for it;
-  3. `step`, the update itself.
+  2. `finish`, once, before the updates: gradients become final;
+  3. `step`, one update of one optimizer.
 
 Weights. Losses reach a strategy with the weight that makes their plain sum over all shards and micro-batches the mean
 over the global batch. A strategy whose engine averages instead of adding undoes that by scaling the weight.
@@ -52,18 +52,21 @@ class Term:
     # number in the global batch.
     count: Weight | None
 
+    def detached(self) -> Term:
+        return Term(self.value.detach(), self.count)
+
 
 Weights = list[list[Weight | None]]
 """For each piece, a weight for each of its terms; None leaves the term out of this pass."""
 
 Kind = tuple[int, int | None]
-"""Which backward call of a step one is: its number in the micro-batch, and the identity of the first parameter that it
-is to touch (None: it may touch all). Calls of one kind are to reach the same parameters in every step. A penalty that a
-GAN's loop adds in every fourth step moves the numbers of the calls after it, but not the optimizers that they name."""
+"""Identifies a backward call of a step: its number in the micro-batch, and the identity of the first parameter that it
+may change (None: it may change all). Calls of one kind must use the same parameters in every step. The number alone is
+not enough: a penalty that a GAN's loop adds in every fourth step shifts the numbers of the calls after it."""
 
 
 def kind_of(call: int, inputs: Sequence[Tensor] | None) -> Kind:
-    """The kind of the backward call of this number, which is to touch these parameters only (None: all)."""
+    """The kind of the backward call of this number, which may change these parameters only (None: all)."""
     return call, id(inputs[0]) if inputs else None
 
 
@@ -72,10 +75,10 @@ class Backward(NamedTuple):
 
     losses: Sequence[Tensor]  # scalars
     weights: Sequence[Weight]
-    final: bool  # whether it is of the last micro-batch, and completes the reduction
+    final: bool  # whether this is the last micro-batch, whose backward completes the reduction
     kind: Kind
-    number: int = 0  # of this pass in its call, which makes several where a loss has several denominators
-    inputs: Sequence[Tensor] | None = None  # the only parameters to touch (None: all)
+    number: int = 0  # of this pass; a call makes several where a loss has several denominators
+    inputs: Sequence[Tensor] | None = None  # the only parameters to change (None: all)
     retain_graph: bool = False  # whether another pass over the same graphs follows
 
 
@@ -84,35 +87,37 @@ class Work(NamedTuple):
 
     model: Any  # what the closure is called with: a model, or a tuple, list or dict of models
     pieces: Sequence[Piece]
-    compute: Callable[[Any, Piece, torch.device], list[Term]]  # runs the closure there
-    # For each backward pass that the terms of each piece need: its weights, and whether the graph must be kept. It is
-    # called once, between the forwards and the backwards, may communicate, and must be exhausted.
+    compute: Callable[[Any, Piece, torch.device], list[Term]]  # runs the closure on a device
+    # (terms of each piece) -> for each backward pass its weights, and whether the graph must be kept. Called once,
+    # between the forwards and the backwards. It may communicate; its iterator must be exhausted.
     passes: Callable[[list[list[Term]]], Iterator[tuple[Weights, bool]]]
-    autocast: Callable[[], AbstractContextManager[Any]]  # the run's precision, for what runs outside of the closure
-    final: bool  # whether it is the last micro-batch of the global batch, whose backward completes the reduction
+    autocast: Callable[[], AbstractContextManager[Any]]  # the run's precision, for code outside of the closure
+    final: bool  # whether this is the last micro-batch, whose backward completes the reduction
     call: int  # number of the backward call in this micro-batch
-    inputs: Sequence[Tensor] | None  # the only parameters to touch (None: all)
+    inputs: Sequence[Tensor] | None  # the only parameters to change (None: all)
     total: int  # examples in the whole global batch
 
 
 class Strategy(ABC):
-    """What both kinds share. The constructor's arguments are the world, the device, and options."""
+    """What both kinds share. The arguments of a constructor are the world, the device, and options."""
 
     mesh: Mesh
-    plan: BatchPlan  # another one when processes are lost or come
+    plan: BatchPlan  # replaced by another one when processes are lost or join
     store: GradientStore
-    device: torch.device  # on which the user's own models are
+    device: torch.device  # where the user's own models are
+    models: Sequence[nn.Module] = ()  # as `setup` was given them
+    optimizers: Sequence[torch.optim.Optimizer] = ()
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
-        """Options are further keyword arguments. Raises SettingError for a world that it cannot work in."""
+        """Options are further keyword arguments. Raises SettingError for a world that the strategy cannot work in."""
 
     @abstractmethod
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Takes charge of these models and optimizers, alike on every replica. Called again when some are added."""
+        """Prepares models and optimizers, the same on every replica. Called again, with all, when some are added."""
 
     def finish(self) -> None:
-        """The global batch is complete: called before its updates. Gradients are final when it returns."""
+        """Called before the updates of a complete global batch. Gradients are final when it returns."""
         return None
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -120,37 +125,37 @@ class Strategy(ABC):
         optimizer.step()
 
     def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
-        """One update of an optimizer that evaluates loss and gradient itself, several times. False, with nothing done,
-        where that would not be exact."""
+        """One update of an optimizer that evaluates loss and gradient itself, several times. Where that would not be
+        exact, does nothing and returns False."""
         return False
 
     def explain(self, error: Exception) -> Exception | None:
-        """What to raise in place of an error of the user's forward, a backward or an update, where this strategy knows
-        what it means."""
+        """A better error to raise in place of one of the user's forward, a backward or an update; None: there is
+        none."""
         return None
 
     def completed(self, optimizer: torch.optim.Optimizer, updated: bool) -> int:
-        """How many steps, as large as a global batch, all processes together have made since the last call. updated:
-        whether `step` was called since."""
+        """The number of steps, as large as a global batch, that all processes together have made since the last call.
+        updated: whether `step` was called since."""
         return int(updated)
 
     def synchronize(self) -> None:
-        """Makes the models of independent replicas one, before somebody looks at them. Collective."""
+        """Makes the models of independent replicas equal, before an evaluation or a checkpoint. Collective."""
         return None
 
     def synchronized(self) -> bool:
-        """Whether the models of all replicas are the same now. Asks nobody."""
+        """Whether the models of all replicas are equal now. Communicates nothing."""
         return True
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`; under further keys
-        what is a strategy's own, which others ignore. Collective. Ranks other than 0 may be given tensors without
-        memory (device "meta")."""
+        """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`. Further keys are
+        the strategy's own; others ignore them. Collective. Ranks other than 0 may get tensors without memory (on
+        "meta")."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` of any strategy returned, the same on every process. Collective."""
+        """Loads what `state_dict` of any strategy returned, the same on every process. Collective."""
 
     def close(self) -> None:
         """Releases threads, hooks and buffers."""
@@ -158,12 +163,12 @@ class Strategy(ABC):
 
 
 class LoopStrategy(Strategy):
-    """A strategy to which losses are handed. The step runs the user's closure, or the user their loop."""
+    """A strategy that is given losses: the step runs the user's closure, or the user runs a loop."""
 
     @abstractmethod
     def backward(self, work: Backward) -> None:
-        """Adds the gradients of weight x loss, summed over all shards when `final` (or always, where the store says
-        so)."""
+        """Adds the gradients of weight x loss. They are summed over all shards when `work.final`; always, where the
+        store has `reduces_each`."""
 
 
 class ClosureStrategy(Strategy):
@@ -171,7 +176,7 @@ class ClosureStrategy(Strategy):
 
     @abstractmethod
     def forward_backward(self, work: Work) -> list[list[Term]]:
-        """Runs the closure on every piece, and its backward. Returns the terms, detached, of each piece."""
+        """Runs the closure and its backward on every piece. Returns the detached terms of each piece."""
 
 
 _backward = torch.autograd.backward  # as it is before a run watches direct calls of it (train/guards.py)

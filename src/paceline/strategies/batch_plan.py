@@ -9,8 +9,8 @@ A global batch is cut into `shards` shards, and each shard into micro-batches, e
     AllMicroBatches     all micro-batches of a shard in one yield: a pipeline
     WorkQueue           chunks of global batches, handed out as processes come free
 
-A plan never changes. When processes are lost or come, the strategy sets a new one, and loaders begin the global batch
-at hand once more.
+A plan never changes. When processes are lost or join, the strategy sets a new plan, and loaders begin the open global
+batch anew.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     micro: int
     indices: tuple[int, ...]  # of the examples in the data set
     start: int = 0  # the place of the first example in the global batch
-    visits: tuple[int, ...] = ()  # which of its visits each is, where an epoch may have an example several times
+    visits: tuple[int, ...] = ()  # the visit of each example, where an epoch may have an example several times
 
 
 class Request(NamedTuple):
@@ -51,12 +51,12 @@ class Request(NamedTuple):
     epoch: int
     step: int
     micro: int  # the number of this yield in its global batch
-    micros: int  # yields of this global batch on this process
+    micros: int  # how many yields this global batch has on this process
     total: int  # examples in the whole global batch
     first: int  # index of its first example, from which a zero-length batch gets its form
     parts: tuple[Part, ...]
     probe: Any = None  # train.agreement.Probe, on the last yield of a global batch that the processes compare
-    mean_over: int = 0  # examples that the gradient on this process is a mean over
+    mean_over: int = 0  # how many examples this process's gradient is a mean over
     whole: tuple[int, ...] = ()  # indices of the whole global batch, where collate is handed all of it
     micro_batches: int = 1  # of each shard
     examples: int = 0  # in this yield
@@ -69,8 +69,8 @@ class Request(NamedTuple):
 
 
 def cut(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Bounds of part `part` when `count` things are cut into `parts` as evenly as possible, in order. What is left over
-    goes to the first parts, so that rank 0, whose numbers are shown, has an example whenever there is one."""
+    """(start, end) of part `part` of `count` things that are cut into `parts` as evenly as possible, in order. The
+    first parts are the larger ones, so that rank 0, whose numbers are shown, has an example whenever there is one."""
     size, left = divmod(count, parts)
     start = part * size + min(part, left)
     return start, start + size + (part < left)
@@ -103,19 +103,19 @@ class BatchPlan(ABC):
 
     @abstractmethod
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
-        """What each yield of a global batch holds. micro_batches: of each shard."""
+        """For each yield of a global batch, its pairs. micro_batches: how many each shard has."""
 
     def mean_over(self, total: int) -> int:
-        """How many of the `total` examples of a global batch the gradient on this process is a mean over."""
+        """How many of the `total` examples of a global batch this process's gradient is a mean over."""
         return total
 
     def micro_batches(self, total: int, micro_batch: int | None) -> int:
-        """Into how many micro-batches of at most `micro_batch` examples each shard is cut: enough for the largest."""
+        """How many micro-batches, of at most `micro_batch` examples, each shard has: as many as the largest needs."""
         largest = -(-total // self.shards)
         return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
 
     def count(self, sizes: Iterable[int], micro_batch: int | None) -> int:
-        """How many yields global batches of these sizes are. TypeError where that is not known."""
+        """How many yields global batches of these sizes have. Raises TypeError where that is not known."""
         return sum(len(self.yields(self.micro_batches(size, micro_batch))) for size in sizes)
 
     def requests(
@@ -164,7 +164,8 @@ class BatchPlan(ABC):
             )
 
     def fetch(self, data: Pass, probe: Callable[[Sequence[int]], Any], made: Made) -> Iterator[Fetched]:
-        """This process's part of a pass. made: turns requests into batches. probe: of a global batch."""
+        """This process's yields of a pass. made: turns requests into batches. probe: makes the probe of a global
+        batch."""
 
         def wanted() -> Iterator[Request]:
             due = data.probing
@@ -178,15 +179,15 @@ class BatchPlan(ABC):
         return made(wanted())
 
     def shifted(self) -> BatchPlan:
-        """This plan with the next process's shards, which a program whose model does not depend on the rank computes
-        as well (`paceline verify` asks)."""
+        """This plan with the next process's shards. `paceline verify` uses it to see whether a model depends on the
+        rank."""
         return replace(self, mine=tuple((shard + 1) % self.shards for shard in self.mine))
 
 
 @dataclass(frozen=True)
 class OneShard(BatchPlan):
-    """A process computes one shard, a micro-batch a yield. independent: its gradient is the mean over that shard alone,
-    since replicas train apart."""
+    """A process computes one shard, a micro-batch a yield. independent: the gradient is the mean over this shard alone,
+    since the replicas are independent."""
 
     independent: bool = False
 
@@ -217,14 +218,14 @@ class ShardsInSequence(BatchPlan):
 
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
         # A shard whose number is `shards` has no examples.
-        turns = [*self.mine, *[self.shards] * (self.sequential - len(self.mine))]
-        return [((shard, micro),) for shard in turns for micro in range(micro_batches)]
+        in_order = [*self.mine, *[self.shards] * (self.sequential - len(self.mine))]
+        return [((shard, micro),) for shard in in_order for micro in range(micro_batches)]
 
 
 @dataclass(frozen=True)
 class AllShards(BatchPlan):
-    """A yield holds a micro-batch of each of the process's shards; also where the process has one, so that a script is
-    the same on every process."""
+    """A yield holds a micro-batch of each of the process's shards. A process with a single shard yields bundles too, so
+    that a script is the same on every process."""
 
     bundled = True
 
@@ -263,13 +264,13 @@ class Queue(ABC):
 
     @abstractmethod
     def leave(self, loader: str, epoch: int) -> None:
-        """This process leaves the pass before its end; the chunks that it still has are for others."""
+        """This process leaves the pass before its end. The chunks that it still has are free."""
 
 
 @dataclass(frozen=True)
 class WorkQueue(BatchPlan):
-    """A global batch is cut into `shards` chunks, each of which is then a global batch of its own. queue: hands them
-    out. It is not known beforehand which chunks are this process's."""
+    """A global batch is cut into `shards` chunks, each of which is then a global batch of its own. The queue hands them
+    out, so that a process does not know beforehand which ones it computes."""
 
     queue: Queue | None  # None until the processes have met
 
@@ -282,12 +283,12 @@ class WorkQueue(BatchPlan):
         return 1 if micro_batch is None else max(1, -(-total // micro_batch))
 
     def fetch(self, data: Pass, probe: Callable[[Sequence[int]], Any], made: Made) -> Iterator[Fetched]:
-        """Where there is no chunk now it waits until one is given back, or all have been computed. What torch's loader
-        has fetched ahead is computed first."""
+        """Where no chunk is free it waits until one is given back, or all are computed. Batches that torch's loader has
+        fetched ahead are computed first."""
         assert self.queue is not None
         queue, key, batches = self.queue, (data.loader, data.epoch), list(data.batches())
         queue.begin(*key, data.start, len(batches))
-        whole = False
+        complete = False
         try:
             while (chunk := queue.next_chunk(*key, wait=True)) is not None:
                 for request, batch in made(self._chunks(queue, chunk, data, batches)):
@@ -297,9 +298,9 @@ class WorkQueue(BatchPlan):
                     yield request, batch
                     if request.final:
                         queue.finished(*key, computed)
-            whole = True
+            complete = True
         finally:
-            if not whole:
+            if not complete:
                 queue.leave(*key)
 
     def _chunks(
@@ -320,9 +321,9 @@ class WorkQueue(BatchPlan):
 
 def _visits(batch: Sequence[int], step: int) -> tuple[int, ...]:
     """For each example of a global batch a number that no other visit of this example in the epoch has."""
-    seen: dict[int, int] = {}
+    repeats: dict[int, int] = {}  # index -> its visits in this global batch, from 0
     found = []
     for index in map(int, batch):
-        seen[index] = seen.get(index, -1) + 1
-        found.append(step << 32 | seen[index])
+        repeats[index] = repeats.get(index, -1) + 1
+        found.append(step << 32 | repeats[index])
     return tuple(found)

@@ -3,7 +3,7 @@
 Phase 1, forward and backward on every device, as data_parallel does it (replica_set.py): the gradients come together on
   the first device, in the script's own model, where they can be clipped and looked at.
 Phase 2, step, in: gradients go to the CPU.
-Phase 3, step, update: the optimizer updates the masters there (masters.py); its state is there too.
+Phase 3, step, update: the optimizer updates the masters there (replicated.py); its state is there too.
 Phase 4, step, out: masters go to the first device, whose model then evaluates with them; from there to the others when
   the next global batch begins.
 
@@ -28,16 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.devices import buckets, flatten, unflatten
+from paceline.comm.collectives import buckets
+from paceline.comm.devices import flatten, unflatten
 from paceline.comm.mesh import Mesh
 from paceline.strategies.base import Backward, ClosureStrategy, LoopStrategy, Term, Work, backward_here
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_devices import check_devices, devices_of
-from paceline.strategies.masters import in_place_of
 from paceline.strategies.optimizer_hooks import carried, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, Stamp, norms_of, stamp_of
-from paceline.strategies.replicated import load_replicated, replicated_state
+from paceline.strategies.replicated import in_place_of, load_replicated, replicated_state
 from paceline.world import World
 
 _HOST = torch.device("cpu")
@@ -59,8 +59,6 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
         self.mesh = Mesh(device, world.rank)
         self.plan = one_shard(1, 0) if self._replicas is None else self._replicas.plan
         self.store = GradientStore(replicas=() if self._replicas is None else self._replicas.copies)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._masters: dict[Tensor, Tensor] = {}
         self._shelves: list[_Shelf] = []
 

@@ -51,8 +51,6 @@ class DataParallel(ClosureStrategy):
         self.device, self.plan = device, self._replicas.plan
         self.mesh = Mesh(device, world.rank)
         self.store = GradientStore(replicas=self._replicas.copies, sums=sums)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.models, self.optimizers = list(models), list(optimizers)

@@ -2,10 +2,10 @@
 
 Phase 1, forward: nothing of Paceline's runs. The user calls the model, or any of its methods, as often as needed.
 Phase 2, backward of all but the last micro-batch: autograd adds to `.grad`; nothing travels.
-Phase 3, backward of the last micro-batch: the reducer that was made for the parameters that this backward reaches is
-  armed. Autograd then runs; torch's C++ reducer all-reduces a bucket as soon as its gradients are there. When the
-  backward returns, `.grad` is the sum over all shards. (The first time hooks note which gradients come, and the reducer
-  is made and used when it is over.)
+Phase 3, backward of the last micro-batch: the strategy arms the reducer of the parameters that this backward uses, and
+  autograd runs. torch's C++ reducer all-reduces a bucket as soon as its gradients are there. When the backward returns,
+  `.grad` is the sum over all shards. (In the first such backward no reducer exists: hooks note the gradients that come,
+  and when it is over the reducer is made and used.)
 Phase 4, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`.
@@ -44,17 +44,22 @@ from paceline.errors import ModelError, SettingError, UnusedParameterError
 from paceline.strategies import ddp_hook
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import BatchPlan, one_shard
-from paceline.strategies.ddp_reducer import Reducer, fire
+from paceline.strategies.ddp_reducer import BucketReducer, accumulate
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import (
+    CHANGED_AT_START,
+    check_same_bits,
+    listed,
     load_replicated,
+    named_state,
     parameter_names,
     replicated_state,
+    send_models,
 )
 from paceline.world import World
 
-Reached = tuple[bool, ...]
-"""For each trainable parameter, whether a backward reaches it."""
+Used = tuple[bool, ...]
+"""For each trainable parameter, whether a backward gives it a gradient."""
 
 
 def check(
@@ -102,24 +107,17 @@ class DDP(LoopStrategy):
         self.bucket_mb, self.static_graph = bucket_mb, static_graph
         self.find_unused = find_unused
         self.store = GradientStore(aliased=gradient_as_bucket_view)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._sent: set[Tensor] = set()  # parameters and buffers that were made alike
+        self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
         self._names: dict[Tensor, str] = {}
-        self._flags: tuple[bool, ...] = ()
+        self._flags: tuple[bool, ...] = ()  # requires_grad of each parameter
         self.trainable: list[Tensor] = []
-        self._accumulators: list[Any] = []
-        self._reducers: dict[Reached, Reducer] = {}
-        self._expected: dict[Kind, Reached | None] = {}  # what a backward call reaches; None: compared every time
+        self._accumulators: list[Any] = []  # autograd's node that adds to `.grad`, of each trainable parameter
+        self._reducers: dict[Used, BucketReducer] = {}
+        self._expected: dict[Kind, Used | None] = {}  # the parameters of each call; None: compared every time
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        known, self._sent = self._sent, set()
         self.models, self.optimizers = list(models), list(optimizers)
-        for model in self.models:
-            model.to(self.device)
-            everything = [*model.parameters(), *model.buffers()]
-            collectives.broadcast_tensors([t for t in everything if t not in known])
-            self._sent.update(everything)
+        self._sent = send_models(models, self.device, self._sent)
         self._names = parameter_names(models)
         if self._reduction is not None:
             self._reduction.names = self._names
@@ -132,7 +130,7 @@ class DDP(LoopStrategy):
         if self.world.size == 1:
             backward_here(work, self._factor)
             if self._reduction is not None:
-                self._reduction.alone()
+                self._reduction.reduce_alone()
             return
         self._follow_requires_grad()
         run, call = partial(backward_here, work, self._factor), work.kind
@@ -150,22 +148,22 @@ class DDP(LoopStrategy):
             raise UnusedParameterError(self._changed_message(call, expected))
 
     def _backward_first(self, run: Callable[[], None], call: Kind) -> None:
-        """Runs without a reducer. What it reached is compared when it is over: so also parameters within a reentrant
-        checkpoint are seen, of which autograd does not know beforehand."""
-        with self._listening() as order:
+        """Runs without a reducer, and then compares the parameters that had a gradient. So parameters within a
+        reentrant checkpoint count too, of which autograd does not know beforehand."""
+        with self._recording_order() as order:
             run()
-        came = set(order)
-        reached = self._compare(call, tuple(p in came for p in self.trainable))
-        if any(reached):  # else everything that this loss depends on is frozen
-            self._first_time(reached, order)
+        graded = set(order)
+        used = self._compare(call, tuple(p in graded for p in self.trainable))
+        if any(used):  # else everything that this loss depends on is frozen
+            self._make_reducer(used, order)
 
     def _backward_compared(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
-        """What this backward reaches may differ between steps and ranks: a hook at its root, before any gradient,
-        looks it up and compares it with the other ranks'."""
-        found: list[Reached] = []
+        """The parameters may differ between steps and ranks: a hook at the root of the backward, before any gradient,
+        asks autograd for them and compares them with the other ranks'."""
+        found: list[Used] = []
         expected: list[Tensor] = []
 
-        def look(_: Tensor) -> None:
+        def compare(_: Tensor) -> None:
             if found:  # with several losses, only the first that autograd comes to
                 return
             mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
@@ -176,12 +174,12 @@ class DDP(LoopStrategy):
                 reducer.arm()
                 missing = [p for p, a, b in zip(self.trainable, mine, found[0], strict=True) if b and not a]
                 expected.extend(missing)
-                if missing:  # other ranks reach these: this rank adds zeros, so that its buckets fill up too
+                if missing:  # other ranks use these: this rank adds zeros, so that its buckets fill up too
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
-        hooks: list[Any] = [loss.register_hook(look) for loss in losses]
+        hooks: list[Any] = [loss.register_hook(compare) for loss in losses]
         try:
-            with self._listening() as order:
+            with self._recording_order() as order:
                 run()
         finally:
             for hook in hooks:
@@ -190,11 +188,11 @@ class DDP(LoopStrategy):
         if hidden:
             raise ModelError(self._hidden_message(hidden))
         if any(found[0]) and found[0] not in self._reducers:
-            self._first_time(found[0], order)
+            self._make_reducer(found[0], order)
 
     @contextmanager
-    def _listening(self) -> Iterator[list[Tensor]]:
-        """The trainable parameters whose gradients come, in that order."""
+    def _recording_order(self) -> Iterator[list[Tensor]]:
+        """The trainable parameters, in the order in which their gradients come within the block."""
         order: list[Tensor] = []
         hooks = [p.register_post_accumulate_grad_hook(order.append) for p in self.trainable]
         try:
@@ -203,16 +201,19 @@ class DDP(LoopStrategy):
             for hook in hooks:
                 hook.remove()
 
-    def _first_time(self, reached: Reached, order: Sequence[Tensor]) -> None:
-        """This set's first backward has run without a reducer, and has shown the order in which gradients come: the
-        reducer is laid out for it, and now reduces what that backward has left. So all steps have one layout, which
-        the bits of a sum over three ranks or more depend on, also the first one after a checkpoint is restored."""
+    def _make_reducer(self, used: Used, order: Sequence[Tensor]) -> None:
+        """Makes the reducer of this set of parameters, and reduces the gradients that its first backward has left.
+
+        That backward ran without a reducer and has shown the order in which gradients come. So all steps have one
+        bucket layout, also the first one after a checkpoint is restored. The bits of a sum over three ranks or more
+        depend on the layout.
+        """
         numbers = {p: i for i, p in enumerate(self.trainable)}
         ready = collectives.broadcast_object([numbers[p] for p in order])
-        ready += [i for i, used in enumerate(reached) if used and i not in set(ready)]
+        ready += [i for i, there in enumerate(used) if there and i not in set(ready)]
         parameters = [self.trainable[i] for i in ready]
         chosen = set(parameters)
-        self._reducers[reached] = reducer = Reducer(
+        self._reducers[used] = reducer = BucketReducer(
             self.models,
             parameters,
             [p for p in self.trainable if p not in chosen],
@@ -222,7 +223,7 @@ class DDP(LoopStrategy):
             static_graph=self.static_graph,
         )
         reducer.arm()
-        fire(parameters, [p.grad for p in parameters])
+        accumulate(parameters, [p.grad for p in parameters])
 
     def _follow_requires_grad(self) -> None:
         """Parameters may be frozen and unfrozen between steps, alike on all ranks: start anew when they are."""
@@ -234,7 +235,8 @@ class DDP(LoopStrategy):
         self.trainable = [p for p in self._names if p.requires_grad]
         self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.trainable]
 
-    def _compare(self, call: Kind, mine: Reached) -> Reached:
+    def _compare(self, call: Kind, mine: Used) -> Used:
+        """The parameters that this call uses on any rank. Collective."""
         first = call not in self._expected
         if first and not self._expected:
             self._check_at_start()
@@ -253,52 +255,37 @@ class DDP(LoopStrategy):
 
     def _check_alike(self, when: str, why: str) -> None:
         """Raises ModelError, on all ranks, where weights or optimizer state are not the same bits on all."""
-        named = [(name, p.detach()) for p, name in self._names.items()]
-        for number, optimizer in enumerate(self.optimizers):
-            for p, state in optimizer.state.items():
-                named += [
-                    (f"{key} of {self._names.get(p, '?')} in optimizer {number}", value)
-                    for key, value in sorted(state.items())
-                    if isinstance(value, Tensor) and not dtensor.is_sharded(value)
-                ]
-        differing = collectives.digest_mismatch(named)
-        if differing:
-            raise ModelError(
-                f"the weights differ between ranks {when}: {', '.join(differing[:5])}"
-                f"{' and more' if len(differing) > 5 else ''}. {why} ranks only: load weights and optimizer states on "
-                "every rank, or before `prepare`."
-            )
+        named = named_state(self._names, self.optimizers)
+        check_same_bits([(name, t) for name, t in named if not dtensor.is_sharded(t)], when, why)
 
-    def _unlike(self, everyone: Sequence[Reached]) -> str:
+    def _unlike(self, everyone: Sequence[Used]) -> str:
         names = [self._names[p] for p in self.trainable]
         return ", ".join(name for name, *used in zip(names, *everyone, strict=True) if any(used) and not all(used))
 
-    def _changed_message(self, call: Kind, expected: Reached) -> str:
+    def _changed_message(self, call: Kind, expected: Used) -> str:
         rows = [
             (self._names[p], before, p.grad is not None) for p, before in zip(self.trainable, expected, strict=True)
         ]
         lost = [name for name, before, now in rows if before and not now]
         new = [name for name, before, now in rows if now and not before]
         what = "; ".join(
-            f"{text}: {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}"
+            f"{text}: {listed(names)}"
             for text, names in (("no longer reached", lost), ("reached only now", new))
             if names
         )
         return (
             f"rank {self.world.rank}: backward call number {call[0] + 1} of this step reaches other parameters than it "
-            "did "
-            f"before ({what}), and the other ranks cannot know. If the path through the model depends on the data or "
-            "the step, set strategy='ddp:find_unused=true' (it compares the ranks at every backward); if several "
-            "losses "
-            "take turns, name the optimizer: run.backward(loss, optimizer=...)."
+            f"did before ({what}), and the other ranks cannot know. If the path through the model depends on the data "
+            "or the step, set strategy='ddp:find_unused=true' (it compares the ranks at every backward); if several "
+            "losses take turns, name the optimizer: run.backward(loss, optimizer=...)."
         )
 
     def _hidden_message(self, hidden: Collection[Tensor]) -> str:
         names = [self._names[p] for p in self.trainable if p in hidden]
         return (
-            f"a loss reached {', '.join(names[:5])}{' and more' if len(names) > 5 else ''} of which its graph "
-            "does not tell, as within torch.utils.checkpoint with use_reentrant=True: where ranks reach different "
-            "parameters they cannot be compared beforehand. Set use_reentrant=False."
+            f"a loss reached {listed(names)} of which its graph does not tell, as within torch.utils.checkpoint with "
+            "use_reentrant=True: where ranks reach different parameters they cannot be compared beforehand. Set "
+            "use_reentrant=False."
         )
 
     def _drop_reducers(self) -> None:
@@ -307,7 +294,7 @@ class DDP(LoopStrategy):
         self._reducers, self._expected = {}, {}
 
     def _check_at_start(self) -> None:
-        self._check_alike("before the first step", "`prepare` made them alike, so they were changed after it on some")
+        self._check_alike("before the first step", CHANGED_AT_START)
 
     def _check_at_checkpoint(self) -> None:
         self._check_alike(

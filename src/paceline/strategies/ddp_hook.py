@@ -1,23 +1,23 @@
-"""What stands in the place of torch's own all-reduce in ddp, where another reducer or a codec is chosen.
+"""torch's communication hook of ddp, where another reducer or a codec is chosen.
 
-For each bucket, as soon as torch's reducer says that its gradients are there:
+torch's reducer calls it for each bucket as soon as its gradients are there:
 
-Phase 1: what this replica kept of its earlier gradients (the residuals) is added to the bucket.
-Phase 2: reducer and codec turn it into the sum over all replicas (comm/reducers.py, comm/codecs.py).
-Phase 3: what was not sent this time becomes the new residual, when the last bucket is through; not so where the sum is
-  not finite anywhere: then this backward leaves all residuals as they were.
+Phase 1: the residuals, which are what this replica has not sent of earlier gradients, are added to the bucket.
+Phase 2: reducer and codec turn the bucket into the sum over all replicas (comm/reducers.py, comm/codecs.py).
+Phase 3: when the last bucket is reduced, what was not sent becomes the new residual. Where a sum is not finite all
+  residuals stay as they were.
 
 On a CPU this runs in a thread of its own, on an accelerator on a stream of its own, one bucket after the other, while
 autograd goes on with the backward.
 
-Residuals belong to parameters and not to buckets, whose layout may change. They are of the gradient's size, in float32
-where it has 16 bits; and once more while a backward runs. A loss scale (fp16) is taken out of them, since it may be
-another one at the next step.
+Residuals belong to parameters, since the layout of buckets may change. A residual has the gradient's size, in float32
+where the gradient has 16 bits; while a backward runs there are two of it. Residuals are divided by the loss scale of
+fp16, which may change from step to step.
 
-A checkpoint holds, by name, the sum of all replicas' residuals: what the updates so far lack of the sum of all
-gradients so far. When it is loaded each replica takes an equal part, so that nothing of it is lost on any number of
-processes. A run that goes on is then not the same to the last bit as one that was never stopped: rounding and top-k
-choose by what one replica holds (PowerSGD does not, being linear).
+A checkpoint holds, by name, the sum of all replicas' residuals: the difference between the sum of all gradients so far
+and what the updates so far have applied of it. Each replica loads an equal part, so that nothing is lost on any number
+of processes. A resumed run is not the same to the last bit as one that was never stopped: rounding and top-k choose by
+what one replica holds. (PowerSGD is linear, and does not.)
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def make(strategy: Strategy, reducer: str, codec: str, world: World, device: tor
 
 
 def load(reduction: Reduction | None, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-    """Takes what a checkpoint says of codecs, if anything."""
+    """Loads the residuals of a checkpoint. Where this run has no codec it warns that they are left out."""
     saved = state.get(KEY)
     if reduction is not None and reduction.codec is not None:
         reduction.load(saved or {"residual": {}, "q": {}}, names)
@@ -93,20 +93,19 @@ def load(reduction: Reduction | None, state: Mapping[str, Any], names: Mapping[T
 
 
 class Reduction:
-    """One reducer and one codec, for all buckets of all of a strategy's reducers.
-
-    names: the parameters'. idle: buckets are left as they are, without communication.
-    """
+    """One reducer and one codec, for all buckets of all of a strategy's bucket reducers."""
 
     def __init__(
         self, strategy: Strategy, reducer: str, codec: Codec | None, world: World, device: torch.device
     ) -> None:
-        self.codec, self.names, self.idle = codec, dict[Tensor, str](), False
+        self.codec = codec
+        self.names: dict[Tensor, str] = {}
+        self.idle = False  # whether buckets are left as they are, without communication
         self._strategy, self._world, self._device = strategy, world, device
         self._sums = codec_sums.make(reducer, world.node, device)
         self._states: dict[Tensor, State] = {}
-        self._next: list[tuple[State, State]] = []  # of this backward: states, and what they are to be
-        self._finite: list[Tensor] = []  # for each of its buckets, whether its sum is
+        self._next: list[tuple[State, State]] = []  # of this backward: states before, states after it
+        self._finite: list[Tensor] = []  # of this backward: for each bucket, whether its sum is finite
         self._worker = _Worker() if device.type == "cpu" else None
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
@@ -153,8 +152,8 @@ class Reduction:
             self._keep()
 
     @torch.no_grad()
-    def alone(self) -> None:
-        """The same for the only replica, without buckets or threads, when its backward is over."""
+    def reduce_alone(self) -> None:
+        """The same in a world of one, without buckets or threads, when the backward is over."""
         for p in self.names if self.codec is not None else ():
             if p.grad is not None:
                 laid = _laid_out(p, _real(p.grad))
@@ -213,8 +212,8 @@ class Reduction:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-        """An equal part of what was kept for each replica. Another codec's is taken too: it is gradient all the same,
-        which was not applied yet."""
+        """Loads an equal part of the residuals on each replica; also those of another codec, which are gradients that
+        were not applied yet too."""
         self._states = {}
         for p, name in names.items():
             if name not in saved["residual"]:

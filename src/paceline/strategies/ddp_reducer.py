@@ -1,4 +1,4 @@
-"""torch's C++ reducer, driven by the backward and not by a model's forward: what ddp.py arms."""
+"""torch's C++ reducer, which ddp.py arms at the root of a backward, and not in a model's forward."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import ModelError
 from paceline.strategies.ddp_hook import Reduction
 
-# torch 2.13 renamed the argument; all buffers are ignored by name too (_Together), so that neither name syncs them.
+# torch 2.13 renamed the argument; all buffers are ignored by name too (_AllModels), so that neither name syncs them.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
-def fire(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Gives each parameter this gradient (None: zeros) in this order, as a backward would, but for the user's hooks,
-    which have seen it or are not to see it."""
+def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Gives each parameter this gradient (None: zeros) in this order, as a backward would, without the user's hooks:
+    they have been called with it, or must not be."""
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = None
         with _without_hooks(p):
@@ -44,8 +44,8 @@ def _without_hooks(parameter: Tensor) -> Iterator[None]:
             hooks.update(entries)
 
 
-class _Together(nn.Module):
-    """All prepared models as one, which is what DistributedDataParallel wants to see."""
+class _AllModels(nn.Module):
+    """All prepared models as one module, which DistributedDataParallel needs."""
 
     def __init__(self, models: Sequence[nn.Module], reduced: set[Tensor]) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class _Together(nn.Module):
         self._ddp_params_and_buffers_to_ignore = ignored + [name for name, _ in self.named_buffers()]
 
 
-class Reducer:
-    """torch's C++ reducer over these parameters, in the order in which their gradients come; driven by the backward and
-    not by a forward. Made outside of a backward."""
+class BucketReducer:
+    """torch's C++ reducer over some parameters, in the order in which their gradients come. Made outside of a
+    backward."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Reducer:
         for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
             p.grad = None
         self._ddp = DistributedDataParallel(
-            _Together(models, set(ready)),
+            _AllModels(models, set(ready)),
             **_NO_BUFFERS,
             init_sync=False,
             bucket_cap_mb=bucket_mb,
@@ -93,7 +93,7 @@ class Reducer:
             self._ddp.register_comm_hook(None, lambda _, bucket: reduction.start(bucket))
         # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros.
         self.arm()
-        fire(ready, [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)])
+        accumulate(ready, [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)])
         if static_graph:  # which is recorded in its first backward, and reduced at its end
             self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
         self._ddp.reducer._rebuild_buckets()

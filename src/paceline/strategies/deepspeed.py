@@ -34,19 +34,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
 from paceline.errors import ModelError, SettingError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, LoopStrategy, as_gradient
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.deepspeed_config import merged
 from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.replicated import (
-    load_replicated,
-    parameter_names,
-    replicated_state,
-)
-from paceline.strategies.sliced_state import check_dense
+from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state, send_models
+from paceline.strategies.sharded_state import check_dense
 from paceline.world import World
 
 
@@ -74,8 +69,6 @@ class DeepSpeed(LoopStrategy):
         self.world, self.device = world, device
         self.mesh = Mesh(device, world.rank, {"shard": world.size})
         self.plan = one_shard(world.size, world.rank)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.store = GradientStore(reduces_each=True)
         self._engine: Any = None
         self._names: dict[Tensor, str] = {}
@@ -102,8 +95,7 @@ class DeepSpeed(LoopStrategy):
             return
         for model in models:
             _check_model(model)
-            model.to(self.device)
-            collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+        send_models(models, self.device)
         self._names = names
         if models and optimizers:
             self._begin(models[0], optimizers[0])
@@ -153,7 +145,7 @@ class DeepSpeed(LoopStrategy):
         thawed = [name for p, name in self._names.items() if p.requires_grad is not (p in self.store.places)]
         if thawed:
             raise UsageError(
-                f"strategy deepspeed: requires_grad of {', '.join(thawed[:5])} was changed after `prepare`, where "
+                f"strategy deepspeed: requires_grad of {listed(thawed)} was changed after `prepare`, where "
                 "DeepSpeed has sliced what is trained. Set it before run.prepare, or take strategy='fsdp'."
             )
 
@@ -166,12 +158,11 @@ class DeepSpeed(LoopStrategy):
         ]
         if missed:
             raise UnusedParameterError(
-                f"rank {self.world.rank}: a loss does not reach {', '.join(missed[:5])}"
-                f"{' and more' if len(missed) > 5 else ''}. DeepSpeed updates every parameter at every step, with a "
-                "gradient of zeros where there is none, so that weight decay and momentum would move these. Let one "
-                "backward reach all parameters (add up the losses), freeze the others before run.prepare "
-                "(requires_grad_(False)), or take strategy='fsdp'. (What is recomputed by torch.utils.checkpoint is "
-                "seen with use_reentrant=False.)"
+                f"rank {self.world.rank}: a loss does not reach {listed(missed)}. DeepSpeed updates every "
+                "parameter at every step, with a gradient of zeros where there is none, so that weight decay and "
+                "momentum would move these. Let one backward reach all parameters (add up the losses), freeze the "
+                "others before run.prepare (requires_grad_(False)), or take strategy='fsdp'. (What is recomputed by "
+                "torch.utils.checkpoint is seen with use_reentrant=False.)"
             )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -228,7 +219,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, names: dict[Tensor, str])
     left = [name for p, name in names.items() if p.requires_grad and not any(p is other for other in updated)]
     if left:
         raise ModelError(
-            f"strategy deepspeed: {', '.join(left[:5])} can be trained, but the optimizer does not have them. Give "
+            f"strategy deepspeed: {listed(left)} can be trained, but the optimizer does not have them. Give "
             "them to the optimizer, or freeze them before run.prepare (requires_grad_(False))."
         )
     if any(not any(p.requires_grad for p in group["params"]) for group in optimizer.param_groups):

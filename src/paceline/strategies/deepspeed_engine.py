@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.strategies.replicated import check_same_model, check_same_optimizer
+from paceline.strategies.replicated import check_same_model, check_same_optimizer, listed
 
 
 class Engine:
@@ -283,7 +283,7 @@ class Engine:
         written = [name for p, name in self.names.items() if p._version != self._versions[p]]
         if written:
             raise UsageError(
-                f"strategy deepspeed: the script wrote to {', '.join(written[:5])}, which in stage 3 is not what is "
+                f"strategy deepspeed: the script wrote to {listed(written)}, which in stage 3 is not what is "
                 "trained, but a place where a whole parameter comes by. Use strategy='deepspeed:stage=2', or write to "
                 "it before run.prepare."
             )

@@ -30,16 +30,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.comm.mesh import Mesh
 from paceline.errors import SettingError
-from paceline.strategies.base import Backward, LoopStrategy, backward_here
-from paceline.strategies.batch_plan import one_shard
-from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.local_sgd import check_whole, load_steps, say
-from paceline.strategies.periodic_averaging import Item, Part, PeriodicAveraging
-from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
+from paceline.strategies.periodic_averaging import Fragment, Item, PeriodicAveraging, check_whole
+from paceline.strategies.replicated import parameter_names
 from paceline.world import World
 
 
@@ -58,7 +53,7 @@ def check(size: int | None, *, every: int, outer_lr: float, outer_momentum: floa
         raise SettingError(f"strategy diloco: outer_momentum={outer_momentum!r}: from 0 to below 1 is needed.")
 
 
-class DiLoCo(LoopStrategy):
+class DiLoCo(PeriodicAveraging):
     """every: inner steps from one outer step to the next. outer_lr, outer_momentum: of the outer SGD. fragments: into
     how many the parameters are cut, which have their outer steps one after the other. average_state: average the inner
     optimizers' state too, with the last fragment."""
@@ -75,41 +70,28 @@ class DiLoCo(LoopStrategy):
         average_state: bool = False,
     ) -> None:
         check(world.size, every=every, outer_lr=outer_lr, outer_momentum=outer_momentum, fragments=fragments)
-        self.world, self.device = world, device
-        self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
-        self.plan = one_shard(world.size, world.rank, independent=True)
-        self.every, self.fragments, self.average_state = every, fragments, average_state
+        super().__init__(world, device, fragments=fragments)
+        self.every, self.average_state = every, average_state
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._apart = PeriodicAveraging(device, fragments)
         self._shared: dict[Tensor, Tensor] = {}  # parameter -> the shared weights, since its first training step
         self._outer: torch.optim.SGD | None = None  # over the shared weights
 
-    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if not self.models:
-            say(
-                self.world,
-                "strategy diloco changes the mathematics on purpose: every process trains its own weights on its own "
-                f"shards, batch norm included, and every {self.every} steps an outer optimizer moves the shared ones "
-                "by the mean of what they have learned.",
-            )
-        self.models, self.optimizers = list(models), list(optimizers)
-        self._apart.setup(models, optimizers)
-
-    def backward(self, work: Backward) -> None:
-        backward_here(work)
+    def announcement(self) -> str:
+        return (
+            "strategy diloco changes the mathematics on purpose: every process trains its own weights on its own "
+            f"shards, batch norm included, and every {self.every} steps an outer optimizer moves the shared ones "
+            "by the mean of what they have learned."
+        )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        parts = self._apart.follow(optimizer)
-        new = [p for part in parts for p in part.parameters if p.requires_grad and p not in self._shared]
+        fragments = self.fragments_of(optimizer)
+        new = [p for part in fragments for p in part.parameters if p.requires_grad and p not in self._shared]
         self._share({p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in new})
-        self._apart.update(optimizer, self.store.samples)
-        for number, part in enumerate(parts, start=1):
-            if (self._apart.steps[optimizer] - self.every * number // self.fragments) % self.every == 0:
+        self.update(optimizer)
+        for number, fragment in enumerate(fragments, start=1):
+            if (self.steps[optimizer] - self.every * number // self.fragments) % self.every == 0:
                 last = number == self.fragments
-                self._outer_step(part, [optimizer] if last and self.average_state else [], buffers=last)
+                self._outer_step(fragment, [optimizer] if last and self.average_state else [], buffers=last)
 
     def _share(self, shared: dict[Tensor, Tensor]) -> None:
         """Adds shared weights to those that the outer optimizer moves."""
@@ -124,16 +106,16 @@ class DiLoCo(LoopStrategy):
         momentum = self.outer_momentum
         return torch.optim.SGD(shared, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
-    def _outer_step(self, part: Part, states: Sequence[torch.optim.Optimizer], *, buffers: bool) -> None:
-        """One outer step of what has been trained of a fragment."""
-        trained = list(part.changed)
-        # What the replicas started from is the shared weights as the parameter's dtype has them.
+    def _outer_step(self, fragment: Fragment, states: Sequence[torch.optim.Optimizer], *, buffers: bool) -> None:
+        """One outer step of the parameters of a fragment that were trained."""
+        trained = list(fragment.changed)
+        # The replicas started from the shared weights as rounded to the parameter's dtype.
         bases = {p: self._shared[p].to(p.dtype).to(self._shared[p].dtype) for p in trained}
 
-        def take(item: Item, mean: Tensor) -> None:
+        def set_outer_gradient(item: Item, mean: Tensor) -> None:
             self._shared[item.tensor].grad = -mean
 
-        self._apart.average([part], take, bases, buffers=buffers, states=states)
+        self.average([fragment], set_outer_gradient, bases, buffers=buffers, states=states)
         if not trained or self._outer is None:
             return
         self._outer.step()
@@ -142,35 +124,22 @@ class DiLoCo(LoopStrategy):
                 p.copy_(self._shared[p])
                 self._shared[p].grad = None
 
-    def synchronize(self) -> None:
-        self._apart.synchronize()
-
-    def synchronized(self) -> bool:
-        return not self._apart.differ()
-
     def state_dict(self) -> dict[str, Any]:
-        """{"apart": {"steps": of each optimizer, "shared": weights by name, "momentum": outer momentum by name}} beside
-        what every strategy has. The replicas go on from it."""
-        self._apart.average(
-            [part for parts in self._apart.parts.values() for part in parts], buffers=True, states=self.optimizers
-        )
+        """In "apart" further {"shared": weights by name, "momentum": outer momentum by name}."""
+        whole = super().state_dict()
         names = parameter_names(self.models)
         state = self._outer.state if self._outer is not None else {}
         momentum = {p: state.get(shared, {}).get("momentum_buffer") for p, shared in self._shared.items()}
-        apart = {
-            "steps": [self._apart.steps[optimizer] for optimizer in self.optimizers],
-            "shared": {names[p]: shared for p, shared in self._shared.items()},
-            "momentum": {names[p]: buffer for p, buffer in momentum.items() if buffer is not None},
-        }
-        return {**replicated_state(self.models, self.optimizers), "apart": apart}
+        whole["apart"]["shared"] = {names[p]: shared for p, shared in self._shared.items()}
+        whole["apart"]["momentum"] = {names[p]: buffer for p, buffer in momentum.items() if buffer is not None}
+        return whole
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_replicated(self.models, self.optimizers, state)
-        load_steps(self._apart, self.optimizers, state)
+        super().load_state_dict(state)
         apart = state.get("apart", {})
         by_name = {name: p for p, name in parameter_names(self.models).items()}
-        kept = {by_name[name]: shared for name, shared in apart.get("shared", {}).items() if name in by_name}
-        self._shared = {p: shared.to(p.device, copy=True) for p, shared in kept.items()}
+        known = {by_name[name]: shared for name, shared in apart.get("shared", {}).items() if name in by_name}
+        self._shared = {p: shared.to(p.device, copy=True) for p, shared in known.items()}
         self._outer = self._make_outer(list(self._shared.values())) if self._shared else None
         for name, buffer in apart.get("momentum", {}).items():
             if self._outer is not None and by_name.get(name) in self._shared:

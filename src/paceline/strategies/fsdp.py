@@ -24,18 +24,14 @@ torch's ZeroRedundancyOptimizer, which places whole tensors: with few large ones
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from paceline.comm.mesh import Mesh
 from paceline.errors import SettingError, suggest
-from paceline.strategies.base import Backward, LoopStrategy
+from paceline.strategies.base import LoopStrategy
 from paceline.strategies.fsdp2 import FSDP2
-from paceline.strategies.pickling import NoPickles
+from paceline.strategies.fsdp_wrapping import Sharding
 from paceline.strategies.zero1 import ZeRO1
 from paceline.world import World
 
@@ -94,8 +90,20 @@ def check_replicas(replicate: int, size: int | None, strategy: str) -> None:
     )
 
 
-class FSDP(LoopStrategy):
-    """stage: 1, 2 or 3.
+def fsdp(
+    world: World,
+    device: torch.device,
+    *,
+    stage: int = 3,
+    wrap: str = "auto",
+    min_params: int = 2**16,
+    checkpointing: bool = False,
+    mixed: str = "none",
+    offload: bool = False,
+    find_unused: bool = False,
+    replicate: int = 1,
+) -> LoopStrategy:
+    """The strategy of a ZeRO stage: 1, 2 or 3.
 
     wrap: the layers that travel together, and that checkpointing recomputes: "auto" (entries of lists of layers),
     "none", or names of classes joined by "+". min_params: smaller layers travel with what surrounds them.
@@ -106,60 +114,14 @@ class FSDP(LoopStrategy):
     replicate: how many replicas there are, each in slices over the other processes (HSDP): with a replica on each
     machine, what is gathered and scattered stays on it, and between machines only gradients travel.
     """
-
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        *,
-        stage: int = 3,
-        wrap: str = "auto",
-        min_params: int = 2**16,
-        checkpointing: bool = False,
-        mixed: str = "none",
-        offload: bool = False,
-        find_unused: bool = False,
-        replicate: int = 1,
-    ) -> None:
-        check(world.size, stage=stage, min_params=min_params, mixed=mixed, offload=offload, replicate=replicate)
-        if mixed != "none" and world.rank == 0:
-            warnings.warn(
-                f"strategy fsdp: mixed={mixed} computes in {mixed}, so that the model is near to that of other "
-                "strategies, and not the same.",
-                stacklevel=2,
-            )
-        layers = {"wrap": wrap, "min_params": min_params, "checkpointing": checkpointing}
-        options: dict[str, Any] = {**layers, "find_unused": find_unused}
-        sizes = {"replicate": replicate, "shard": world.size // replicate}
-        self.mesh = Mesh(device, world.rank, sizes if replicate > 1 else {"shard": world.size})
-        self._inner: LoopStrategy = (
-            ZeRO1(world, device, self.mesh, **options)
-            if stage == 1
-            else FSDP2(world, device, self.mesh, keep=stage == 2, mixed=MIXED[mixed], offload=offload, **options)
+    check(world.size, stage=stage, min_params=min_params, mixed=mixed, offload=offload, replicate=replicate)
+    if mixed != "none" and world.rank == 0:
+        warnings.warn(
+            f"strategy fsdp: mixed={mixed} computes in {mixed}, so that the model is near to that of other "
+            "strategies, and not the same.",
+            stacklevel=2,
         )
-        self._no_pickles = NoPickles("fsdp")
-        self.plan = self._inner.plan
-        self.store = self._inner.store
-
-    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._inner.setup(models, optimizers)
-        self._no_pickles.guard(m for model in models for m in model.modules() if isinstance(m, FSDPModule))
-
-    def explain(self, error: Exception) -> Exception | None:
-        return self._inner.explain(error)
-
-    def backward(self, work: Backward) -> None:
-        self._inner.backward(work)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._inner.step(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
-
-    def close(self) -> None:
-        self._inner.close()
-        self._no_pickles.close()
+    sizes = {"replicate": replicate, "shard": world.size // replicate}
+    mesh = Mesh(device, world.rank, sizes if replicate > 1 else {"shard": world.size})
+    sharding = Sharding(wrap, min_params, checkpointing, find_unused, MIXED[mixed], offload, keep=stage == 2)
+    return ZeRO1(world, device, mesh, sharding) if stage == 1 else FSDP2(world, device, mesh, sharding)

@@ -1,17 +1,17 @@
-"""Stages 2 and 3 of fsdp: parameters, gradients and optimizer state in slices, by torch's FSDP2 (`fully_shard`).
+"""Stages 2 and 3 of fsdp (ZeRO-2, ZeRO-3): parameters, gradients and optimizer state sharded, by torch's `fully_shard`.
 
 Phase 1, forward: before a layer computes, its parameters are all-gathered; after it they are freed (stage 3), or stay
   until the backward is over (stage 2).
 Phase 2, backward: parameters are gathered again where they were freed; a layer's gradients are reduce-scattered as
-  soon as they are there. When the backward returns, `.grad` of the user's parameters is this rank's slice of the sum
-  over all shards. Every micro-batch is reduced, so that no rank ever holds whole gradients of more than a layer or two.
-Phase 3, step: each rank updates its slices.
+  soon as they are there. When the backward returns, `.grad` of the user's parameters is this rank's part of the sum
+  over all data shards. Every micro-batch is reduced, so that no rank holds whole gradients of more than a layer or two.
+Phase 3, step: each rank updates its part.
 
-A layer here is an entry of a list of layers (see `layers_of`); what is in none travels together. Parameters become
-DTensors, of the whole shape, whose memory is the rank's slice; the user's optimizers are given these. 0-dim parameters,
-which cannot be sliced, stay whole on every rank, and are summed together at the end of a backward.
+A layer here is an entry of a list of layers (see `layers_of`); parameters outside of such layers travel together.
+Parameters become DTensors of the whole shape, and the user's optimizers are given these. 0-dim parameters cannot be
+sharded: they are replicated, and their gradients are all-reduced at the end of a backward.
 
-FSDP2 gathers when a wrapped module's forward is called. Here also when another method is, or a module inside one.
+torch's FSDP2 gathers when a wrapped module's forward is called. fsdp_wrapping.py gathers at other calls too.
 """
 
 from __future__ import annotations
@@ -25,63 +25,54 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from paceline.comm import collectives, dtensor
-from paceline.comm.mesh import DATA, Mesh
+from paceline.comm.mesh import Mesh
 from paceline.errors import ModelError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import one_shard
-from paceline.strategies.fsdp_wrapping import enter_anywhere, layers_of, recompute
+from paceline.strategies.fsdp_wrapping import Sharding, gather_on_any_call, recompute
 from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.replicated import parameter_names
-from paceline.strategies.sliced_state import Masters, check_dense, load_sliced, sliced_state
+from paceline.strategies.pickling import PickleGuard
+from paceline.strategies.replicated import listed, parameter_names
+from paceline.strategies.sharded_state import Masters, check_dense, full_state, load_full_state
 from paceline.world import World
 
 
 class FSDP2(LoopStrategy):
-    """keep: parameters stay gathered between forward and backward (stage 2). The others: as in FSDP."""
+    """strategy: its name for messages."""
 
     def __init__(
         self,
         world: World,
         device: torch.device,
         mesh: Mesh,
-        *,
-        keep: bool,
-        wrap: str,
-        min_params: int,
-        checkpointing: bool,
-        mixed: torch.dtype | None,
-        offload: bool,
-        find_unused: bool,
+        sharding: Sharding,
+        strategy: str = "fsdp",
     ) -> None:
         self.world, self.device = world, device
         self.mesh = mesh
         self.plan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore(reduces_each=True)
-        self._keep, self._recompute, self._find_unused = keep, checkpointing, find_unused
-        self._layers = partial(layers_of, wrap=wrap, min_params=min_params)
+        self._sharding = sharding
         self._offload: OffloadPolicy = (
-            CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy()
         )
-        self._mixed = mixed
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self._pickle_guard = PickleGuard(strategy)
         self._names: dict[Tensor, str] = {}
-        self._masters: Masters | None = None  # of 0-dim parameters
+        self._masters = Masters(mesh)  # of 0-dim parameters
         self._states: list[Any] = []  # FSDP2's of the models
         self._params: list[Any] = []  # FSDP2's of all parameters
-        self._held = False  # parameters stay gathered until the backward is over: their graph is differentiated twice
+        self._keep_gathered = False  # until the backward is over, since its graph is differentiated again
         self._expected: dict[tuple[bool, Kind, int], tuple[bool, ...]] = {}  # by kind of micro-batch, call and pass
         self._flags: tuple[bool, ...] = ()
         self._trainable: list[Tensor] = []
-        self._nodes: list[Any] = []  # where autograd adds to what stands for them, and
-        self._direct: list[Any] = []  # to the slices themselves
+        # autograd's nodes that accumulate their gradients: of the gathered parameters, and of the shards themselves
+        self._nodes: list[Any] = []
+        self._shard_nodes: list[Any] = []
 
     # --- taking charge
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_dense(models)
-        if self._masters is None:
-            self._masters = Masters(self.mesh.along(*(name for name in DATA if name in self.mesh.sizes)))
         self._free()
         moved: dict[Tensor, Tensor] = {}
         for model in models:
@@ -90,15 +81,15 @@ class FSDP2(LoopStrategy):
         for optimizer in optimizers:
             self._hand_over(optimizer, moved)
             if not any(optimizer is known for known in self.optimizers):
-                self._masters.serve(optimizer)
+                self._masters.register(optimizer)
         self.models, self.optimizers = list(models), list(optimizers)
         self._names = parameter_names(models)
         retire(moved)
         self._expected, self._flags = {}, ()
+        self._pickle_guard.install(models)
 
     def _shard(self, model: nn.Module) -> dict[Tensor, Tensor]:
-        """Slices a model layer by layer, so that it never lies whole on the device. Returns old -> new parameters."""
-        assert self._masters is not None
+        """Shards a model layer by layer, so that it is never whole on the device. Returns old -> new parameters."""
         _check_fresh(model)
         names = dict(model.named_parameters(remove_duplicate=False))
         scalars = {p for p in model.parameters() if not p.dim()}
@@ -109,8 +100,8 @@ class FSDP2(LoopStrategy):
         for p in scalars:
             self._masters.add(p)
         done: set[Tensor] = set()
-        layers = self._layers(model)
-        if self._recompute:
+        layers, mixed = self._sharding.layers(model), self._sharding.mixed
+        if self._sharding.checkpointing:
             recompute(layers)
         for layer in [*layers, model]:
             own = [p for p in layer.parameters() if p not in done and p not in scalars]
@@ -123,11 +114,11 @@ class FSDP2(LoopStrategy):
             sharded: FSDPModule = fully_shard(
                 layer,
                 mesh=self._masters.mesh,
-                reshard_after_forward=False if self._keep else None,
+                reshard_after_forward=False if self._sharding.keep else None,
                 mp_policy=MixedPrecisionPolicy(
-                    self._mixed,
-                    torch.float32 if self._mixed else None,  # gradients are summed in it, and
-                    torch.float32 if self._mixed and layer is model else None,  # given back in it
+                    mixed,
+                    torch.float32 if mixed else None,  # gradients are summed in it, and
+                    torch.float32 if mixed and layer is model else None,  # given back in it
                 ),
                 offload_policy=self._offload,
                 ignored_params=scalars,
@@ -137,7 +128,7 @@ class FSDP2(LoopStrategy):
             sharded.set_force_sum_reduction_for_comms(True)
         state = sharded._get_fsdp_state()  # of the model itself, which came last
         state._lazy_init()  # with this model as the root, whichever of its modules is called first
-        enter_anywhere(model)
+        gather_on_any_call(model)
         self._states.append(state)
         for group in _groups(state):
             self._params += group.fsdp_params
@@ -146,21 +137,21 @@ class FSDP2(LoopStrategy):
         return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False) if names[name] is not p}
 
     def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
-        """In place of FSDP2's. A backward with create_graph=True, as for a gradient penalty, leaves a graph that will
-        need the parameters again: from then on nothing is freed until `backward` is over. A forward without gradients
-        frees all: `state_dict` frees what is gathered, and on one rank alone (`if run.main: model.state_dict()`) would
-        else leave the others with what that rank has to gather anew, for which it would wait for ever."""
+        """Replaces FSDP2's own reshard, in two cases. A backward with create_graph=True, as for a gradient penalty,
+        leaves a graph that needs the parameters again: they stay gathered until `backward` is over. A forward without
+        gradients frees all parameters: else a later `state_dict` on one rank alone (`if run.main: ...`) would free
+        them there only, and that rank would wait for ever when it gathers them anew."""
         if group._training_state.name == "FORWARD" and not torch.is_grad_enabled():
             group._to_sharded()
             return
         if group._training_state.name == "POST_BACKWARD" and torch.is_grad_enabled():
-            self._held = True
-        if not self._held:
+            self._keep_gathered = True
+        if not self._keep_gathered:
             reshard()
 
     def _free(self) -> None:
-        """All parameters in slices, whatever has been computed; gradients that are left are reduced."""
-        self._held = False
+        """Frees all gathered parameters, and reduces gradients that are left."""
+        self._keep_gathered = False
         for state in self._states:
             with torch.no_grad():
                 state._root_post_backward_final_callback()
@@ -181,7 +172,7 @@ class FSDP2(LoopStrategy):
             raise UsageError(USED_OUTSIDE)
         leaves = self.leaves()
         chosen = None if work.inputs is None else [leaves[p] for p in work.inputs if p in leaves]
-        scalars = [] if self._masters is None else list(self._masters.of)
+        scalars = list(self._masters.of)
         before = [p.grad for p in scalars]
         for p in scalars:
             p.grad = None
@@ -200,40 +191,41 @@ class FSDP2(LoopStrategy):
                 p.grad = earlier if p.grad is None else earlier.add_(p.grad)
 
     def leaves(self) -> dict[Tensor, Tensor]:
-        """The user's parameters, each with what stands for it in graphs; without those that no forward has used yet."""
+        """Each of the user's parameters -> the tensor that graphs have in its place, of those that a forward has
+        used."""
         leaves = {
             param.sharded_param: unsharded
             for param in self._params
             if (unsharded := getattr(param, "_unsharded_param", None)) is not None
         }
-        return leaves if self._masters is None else leaves | {p: p for p in self._masters.of}
+        return leaves | {p: p for p in self._masters.of}
 
     def _comparing(
         self, losses: Sequence[Tensor], key: tuple[bool, Kind, int], leaves: dict[Tensor, Tensor]
     ) -> list[Any]:
-        """Hooks at the losses that compare, before any gradient, the parameters that this backward reaches: with the
-        other ranks' the first time (or always), then with what they were then. Ranks that reduced unlike sets would
-        wait for each other for ever, or add up wrong gradients."""
+        """Hooks at the losses, which run before any gradient and compare the parameters that this backward uses: the
+        first time (or always) with the other ranks', later with those of the first time. Ranks that reduced different
+        sets would wait for each other for ever, or add up wrong gradients."""
         flags = tuple(leaf.requires_grad for leaf in leaves.values())
         if flags != self._flags:
             node = torch.autograd.graph.get_gradient_edge
             self._flags, self._expected = flags, {}
             self._trainable = [p for p, leaf in leaves.items() if leaf.requires_grad]
             self._nodes = [node(leaves[p]).node for p in self._trainable]
-            self._direct = [node(p).node for p in self._trainable if leaves[p] is not p and p.requires_grad]
-        looked: list[bool] = []
+            self._shard_nodes = [node(p).node for p in self._trainable if leaves[p] is not p and p.requires_grad]
+        compared: list[bool] = []
 
-        def look(_: Tensor) -> None:
-            if not looked:  # with several losses, only at the first that autograd comes to
-                looked.append(True)
-                self._look(key, tuple(map(torch._C._will_engine_execute_node, self._nodes)))
+        def compare(_: Tensor) -> None:
+            if not compared:  # with several losses, only at the first that autograd comes to
+                compared.append(True)
+                self._compare(key, tuple(map(torch._C._will_engine_execute_node, self._nodes)))
 
-        return [loss.register_hook(look) for loss in losses if loss.requires_grad]
+        return [loss.register_hook(compare) for loss in losses if loss.requires_grad]
 
-    def _look(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
-        if any(map(torch._C._will_engine_execute_node, self._direct)):
+    def _compare(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
+        if any(map(torch._C._will_engine_execute_node, self._shard_nodes)):
             raise UsageError(USED_OUTSIDE)
-        if key not in self._expected or self._find_unused:
+        if key not in self._expected or self._sharding.find_unused:
             everyone = collectives.gather_objects(mine)
             self._expected[key] = mine
             others = [other for other in everyone if other != mine]
@@ -242,10 +234,11 @@ class FSDP2(LoopStrategy):
         if others:
             rows = zip(self._trainable, mine, others[0], strict=True)
             differing = [self._names[p] for p, own, other in rows if own != other]
-            raise UnusedParameterError(_unlike_message(self.world.rank, key[1][0], differing, self._find_unused))
+            raise UnusedParameterError(
+                _unlike_message(self.world.rank, key[1][0], differing, self._sharding.find_unused)
+            )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._masters is not None
         self._free()  # what a forward for evaluation has left gathered is older than what comes now
         self._masters.update(optimizer)
 
@@ -253,17 +246,17 @@ class FSDP2(LoopStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         self._free()
-        return sliced_state(self.models, self.optimizers, {} if self._masters is None else self._masters.of)
+        return full_state(self.models, self.optimizers, self._masters.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._free()
-        load_sliced(self.models, self.optimizers, {} if self._masters is None else self._masters.of, state)
+        load_full_state(self.models, self.optimizers, self._masters.of, state)
 
     def close(self) -> None:
         self._free()
-        if self._masters is not None:
-            self._masters.close()
-        self._nodes, self._direct, self._trainable, self._flags = [], [], [], ()
+        self._masters.close()
+        self._pickle_guard.close()
+        self._nodes, self._shard_nodes, self._trainable, self._flags = [], [], [], ()
 
 
 def _groups(state: Any) -> Iterator[Any]:
@@ -272,7 +265,7 @@ def _groups(state: Any) -> Iterator[Any]:
 
 
 def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A state with whole tensors, as scripts load it, is taken in slices."""
+    """Lets a script load a state with whole tensors: shards them first."""
     for name, own in module.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)
         if not isinstance(value, Tensor) or dtensor.is_sharded(value) or not dtensor.is_sharded(own):
@@ -282,7 +275,8 @@ def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 
 
 class _Retired(nn.Parameter):
-    """A parameter as it was before `prepare`, which a script may still hold: to use it would do nothing, in silence."""
+    """A parameter from before `prepare` that a script may still hold. To use it would silently do nothing; it
+    raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -328,7 +322,7 @@ def _unlike_message(rank: int, call: int, names: Sequence[str], compared: bool) 
     return (
         f"rank {rank}: backward call number {call + 1} of this step does not reach the parameters that "
         f"{'other ranks reach' if compared else 'it reached before, or that other ranks reach'}: "
-        f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}. Stages 2 and 3 of fsdp need the same on all "
+        f"{listed(names)}. Stages 2 and 3 of fsdp need the same on all "
         "ranks. Where it changes from step to step alike on all ranks, set strategy='fsdp:find_unused=true'; where it "
         "depends on the data, use strategy='ddp:find_unused=true'."
     )

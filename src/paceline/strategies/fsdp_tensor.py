@@ -23,21 +23,19 @@ DeviceMesh): the inner dimension cuts first, and what it has cut is sliced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh
 from paceline.errors import SettingError
 from paceline.strategies import fsdp, tensor
-from paceline.strategies.base import Backward, LoopStrategy
+from paceline.strategies.base import Backward
 from paceline.strategies.fsdp2 import FSDP2
-from paceline.strategies.pickling import NoPickles
-from paceline.strategies.tensor_cut import LayerCuts, explained, replace
+from paceline.strategies.fsdp_wrapping import Sharding
+from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut, replace
 from paceline.world import World
 
 
@@ -74,7 +72,7 @@ def check(
     return patterns
 
 
-class FSDPTensor(LoopStrategy):
+class FSDPTensor(FSDP2):
     """size: devices that share the parts of a layer; plan: which layers are cut and how, as of tensor. The others: as
     of fsdp, with stages 2 and 3."""
 
@@ -105,67 +103,36 @@ class FSDPTensor(LoopStrategy):
             replicate=replicate,
         )
         sizes = {"replicate": replicate, "shard": world.size // size // replicate, "tensor": size}
-        self.mesh = Mesh(device, world.rank, {name: n for name, n in sizes.items() if n > 1 or name != "replicate"})
-        self.device = device
-        self._cuts = LayerCuts(self.mesh, device, patterns)
-        self._inner = FSDP2(
-            world,
-            device,
-            self.mesh,
-            keep=stage == 2,
-            wrap=wrap,
-            min_params=min_params,
-            checkpointing=checkpointing,
-            mixed=fsdp.MIXED[mixed],
-            offload=offload,
-            find_unused=find_unused,
-        )
-        self.plan, self.store = self._inner.plan, self._inner.store
-        self._no_pickles = NoPickles("fsdp+tensor")
+        mesh = Mesh(device, world.rank, {name: n for name, n in sizes.items() if n > 1 or name != "replicate"})
+        dtype = fsdp.MIXED[mixed]
+        sharding = Sharding(wrap, min_params, checkpointing, find_unused, dtype, offload, keep=stage == 2)
+        super().__init__(world, device, mesh, sharding, "fsdp+tensor")
+        self._cuts = LayerCuts(mesh, device, patterns)
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         replaced = self._cuts.cut(models)
         for optimizer in optimizers:
             replace(optimizer, replaced)
-        self._inner.setup(models, optimizers)
-        self._no_pickles.guard(m for model in models for m in model.modules() if isinstance(m, FSDPModule))
+        super().setup(models, optimizers)
 
     def backward(self, work: Backward) -> None:
-        self._cuts.place_gradients(self._inner.leaves().values())
+        self._cuts.place_gradients(self.leaves().values())
         whole = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in work.losses]
-        self._inner.backward(work._replace(losses=whole))
+        super().backward(work._replace(losses=whole))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Phase 3."""
-        graded = [p.grad for p in self.store.parameters if p.grad is not None and not _is_cut(p)]
+        graded = [p.grad for p in self.store.parameters if p.grad is not None and not is_cut(p)]
         grads = [dtensor.local(grad) for grad in graded]
         collectives.sum_all(grads, self.mesh.group("tensor"))
         if grads:
             torch._foreach_mul_(grads, 1 / self.mesh.size("tensor"))
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._inner.step(optimizer)
-
     def explain(self, error: Exception) -> Exception | None:
         found = explained(error, "Leave the layers before and after it out of the plan, or gather.")
-        return found or self._inner.explain(error)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
+        return found or super().explain(error)
 
     def close(self) -> None:
-        self._inner.close()
+        super().close()
         self._cuts.close()
-        self._no_pickles.close()
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    """Whether the processes along `tensor` have other parts of it."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return "tensor" in names and not parameter.placements[names.index("tensor")].is_replicate()

@@ -1,4 +1,4 @@
-"""What fsdp takes for a layer, and every door by which a script comes into a model whose parameters are in slices.
+"""FSDP wrapping: which layers fsdp shards one by one, and every way in which user code can call into a sharded model.
 
 FSDP2 gathers the parameters of a module when the forward of that module is called. Scripts also call other methods of a
 model, or a layer of it directly (`model.features(x)`, `model.head(x)`): each such call, unless it comes from within a
@@ -9,14 +9,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError, SettingError
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the parameters of models are sharded; options of fsdp, except for `keep`."""
+
+    wrap: str  # which layers travel together
+    min_params: int  # layers with fewer parameters travel with what surrounds them
+    checkpointing: bool  # whether layers are computed again in the backward
+    find_unused: bool  # whether the parameters that a loss uses may differ between steps
+    mixed: torch.dtype | None = None  # stages 2 and 3 gather parameters, and compute, in it
+    offload: bool = False  # stages 2 and 3: whether shards lie on the CPU
+    keep: bool = False  # whether parameters stay gathered between forward and backward: stage 2
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        return layers_of(model, self.wrap, self.min_params)
+
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -91,13 +110,13 @@ def recompute(layers: Sequence[nn.Module]) -> None:
         checkpoint(layer)
 
 
-def enter_anywhere(model: nn.Module) -> None:
-    """Lets every module of a sharded model, and every public method of its layers and its own, be called from anywhere.
-    Once for each model."""
-    _enter(model, None)
+def gather_on_any_call(model: nn.Module) -> None:
+    """Lets user code call every module of a sharded model, and every public method of the model and its layers: each
+    such call gathers the parameters. Once for each model."""
+    _wrap_calls(model, None)
 
 
-def _enter(module: nn.Module, state: Any) -> None:
+def _wrap_calls(module: nn.Module, state: Any) -> None:
     if isinstance(module, FSDPModule):
         state = module._get_fsdp_state()
         vars(module)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
@@ -106,18 +125,18 @@ def _enter(module: nn.Module, state: Any) -> None:
     elif type(module).forward is not nn.Module.forward and any(True for _ in module.parameters()):
         module.forward = _as_forward(module, state, module.forward)
     for child in module.children():
-        _enter(child, state)
+        _wrap_calls(child, state)
 
 
 def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def entered(*args: Any, **kwargs: Any) -> Any:
+    def gathering(*args: Any, **kwargs: Any) -> Any:
         if state._training_state.name != "IDLE":  # within a forward of that module, or its recomputation
             return method(*args, **kwargs)
         args, kwargs = state._pre_forward(module, args, kwargs)
         return state._post_forward(module, args, method(*args, **kwargs))
 
-    return entered
+    return gathering
 
 
 def _no_copy(_: Any) -> Any:

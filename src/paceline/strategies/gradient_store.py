@@ -1,14 +1,14 @@
-"""Where the gradients of the open global batch lie, and what is done to them there.
+"""Where the gradients of the open global batch lie, and the operations on them there.
 
-A gradient of the user's parameter p lies in `.grad` of its place. That is p itself; or, where a strategy says so:
+The gradient of a user's parameter p lies in `.grad` of its place. The place is p itself, or what a strategy says:
 
-    places      another tensor, which holds this process's part of the gradient (an engine's slices)
-    replicas    also the copies of p on further devices of this process: what is done to p's gradient is done to theirs
+    places      another tensor, which holds this process's part of the gradient (an engine's shards)
+    replicas    also the copies of p on further devices of this process; each operation treats their gradients as p's
     DTensors    p or its place is cut over processes, and `.grad` with it
-    sums        each shard's gradient is a leaf of a tree, which is completed after the last shard (comm/tree_sums.py)
+    sums        each data shard's gradient is a leaf of a tree, complete after the last shard (comm/tree_sums.py)
 
-What is done to each element is done to the part that is here. What is a property of all elements, their norm or whether
-they are finite, is then made alike over the processes that hold the other parts.
+An operation on each element works on the local part. A property of all elements, such as their norm or whether they are
+finite, is then reduced over the processes that hold the other parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Groups = tuple[Group, ...]
 
 
 class GradientStore:
-    """Made by a strategy; the step works on it and knows nothing else of where gradients are."""
+    """A strategy makes it. The step uses it, and knows nothing else of where gradients are."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class GradientStore:
         # For each further replica of this process: the user's parameter -> its copy. Mutated in place, never rebound.
         self.replicas = replicas
         self.places: dict[Tensor, Tensor] = {}  # the user's parameter -> its place, where that is not itself
-        self.others = others  # processes whose gradients are of other parameters
-        self.aliased = aliased  # whether the next backward writes to the memory of a gradient (DDP's bucket views)
-        self.reduces_each = reduces_each  # whether every micro-batch is summed over the processes, not the last alone
-        self.sums = sums  # adds up the shards of a reproducible run in one order
-        self.loss_scale = 1.0  # fp16: a factor of all weights of this global batch
-        self.samples: Factor = 0.0  # examples, or tokens, that the gradient of this process is a mean over
+        self.others = others  # the model-parallel group: processes that have gradients of other parameters
+        self.aliased = aliased  # whether gradients alias buckets, to which the next backward writes
+        self.reduces_each = reduces_each  # whether every micro-batch is reduced over the processes, not the last alone
+        self.sums = sums  # of a reproducible run: adds up its shards in one order
+        self.loss_scale = 1.0  # of fp16: a factor of all loss weights of this global batch
+        self.samples: Factor = 0.0  # how many examples, or tokens, this process's gradient is a mean over
         self.parameters: list[Tensor] = []  # the places of all prepared parameters
 
     def follow(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """These are the prepared parameters. Returns their names, also as those of their places."""
+        """Sets the prepared parameters. Returns the names of parameters and of their places."""
         self.parameters = self.of(names)
         return {**names, **dict(zip(self.parameters, names.values(), strict=True))}
 
@@ -75,18 +75,15 @@ class GradientStore:
 
     def any(self) -> bool:
         """Whether a parameter has a gradient."""
-        for p in self.parameters:  # noqa: SIM110  # in every step: a generator takes twice as long
-            if p.grad is not None:
-                return True
-        return False
+        return any_gradient(self.parameters)
 
     def any_left(self) -> bool:
-        """Whether a gradient is there that is not zero. It reads them on the device."""
+        """Whether a gradient is not zero. Waits for the device."""
         grads = [p.grad for p in self.parameters if p.grad is not None]
         return any(bool(dtensor.local(grad).any()) for grad in grads)
 
-    def take(self) -> Grads | None:
-        """The gradients, which are then here no more; None where there are none."""
+    def pop(self) -> Grads | None:
+        """Takes all gradients out and returns them; None where there are none."""
         everywhere = self.everywhere()
         if not any_gradient(everywhere):
             return None
@@ -95,13 +92,13 @@ class GradientStore:
             p.grad = None
         return grads
 
-    def put(self, grads: Iterable[Tensor | None]) -> None:
-        """Puts these back where `take` took them. There are none now."""
+    def restore(self, grads: Iterable[Tensor | None]) -> None:
+        """Puts gradients that `pop` has returned back into their places, which have none now."""
         for p, grad in zip(self.everywhere(), grads, strict=False):
             p.grad = grad
 
     def add(self, grads: Grads) -> None:
-        """Adds these to what is there, in place."""
+        """Adds these to the gradients, in place."""
         both: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for p, grad in zip(self.everywhere(), grads, strict=False):
             if p.grad is None:
@@ -113,9 +110,9 @@ class GradientStore:
         for sums, addends in both.values():  # tensors of several devices would be added one by one
             torch._foreach_add_(list(map(dtensor.local, sums)), list(map(dtensor.local, addends)))
 
-    def take_from(self, replica: int) -> Grads:
-        """The gradients of one replica of this process, which are then there no more. None for a parameter that has
-        left the model (retied, say) and has no copy."""
+    def pop_replica(self, replica: int) -> Grads:
+        """Takes the gradients of one replica of this process out and returns them. None for a parameter that has left
+        the model (retied, say) and has no copy."""
         owners: Sequence[Tensor | None] = self.parameters
         if replica:
             copies = self.replicas[replica - 1]
@@ -133,9 +130,8 @@ class GradientStore:
     # --- before and after an update
 
     def found_inf(self, places: Sequence[Tensor], flag: Tensor) -> Tensor:
-        """A 0-dim tensor: not zero where an element of a gradient of these places is not finite, on any process that
-        holds a part of them. flag: () float32, which is zero before, on the device; it may be what is returned. Waits
-        for nothing."""
+        """(): not zero where an element of these places' gradients is not finite, on any process that holds a part of
+        them. flag: () float32 on the device, zero; may be written to and returned. Waits for nothing."""
         grads = [p.grad for p in places if p.grad is not None]
         one = _one(flag.device)
         if self.others is ALONE and _plain(grads, flag.device):
@@ -152,8 +148,8 @@ class GradientStore:
         return self._on_any_process(flag, grads)
 
     def norm(self, places: Sequence[Tensor], device: torch.device) -> Tensor:
-        """(): the 2-norm of the gradients of these places together, over all processes that hold parts of them; not
-        finite as soon as one element is not. device: where it is computed on a process that has none."""
+        """(): the 2-norm of these places' gradients together, over all processes that hold parts of them. It is not
+        finite where one element is not. device: where a process without gradients computes."""
         by_groups = self._by_groups([p.grad for p in places if p.grad is not None])
         if by_groups.keys() == {()}:
             return _norm(by_groups[()])
@@ -183,17 +179,17 @@ class GradientStore:
                     copies[p].grad = None
 
     def _by_groups(self, grads: Sequence[Tensor]) -> dict[_Groups, list[Tensor]]:
-        """The parts of all gradients that are here, by the groups of processes that hold the other parts."""
+        """The local parts of the gradients, by the groups of processes that hold the other parts."""
         if self.others is ALONE and not dtensor.any_sharded(grads):  # nearly always
             return {(): list(grads)}
-        apart: _Groups = () if self.others is ALONE else (self.others,)
-        found: dict[_Groups, list[Tensor]] = {apart: []} if apart else {}
+        others: _Groups = () if self.others is ALONE else (self.others,)
+        found: dict[_Groups, list[Tensor]] = {others: []} if others else {}
         for grad, part in zip(grads, _local(grads), strict=True):
-            found.setdefault(_groups_of(grad) or apart, []).append(part)
+            found.setdefault(_groups_of(grad) or others, []).append(part)
         return found
 
     def _on_any_process(self, flag: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        """In place: the greatest flag of all processes that hold a part of one of these gradients."""
+        """Reduces the flag, in place, to the greatest of all processes that hold a part of one of these gradients."""
         if self.others is ALONE and not dtensor.any_sharded(grads):
             return flag
         for group in dict.fromkeys(group for groups in self._by_groups(grads) for group in groups):
@@ -237,8 +233,8 @@ def _one(device: torch.device) -> Tensor:
 
 
 def _plain(grads: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether they are what nearly all gradients are: at least one, whole, dense and real, on this device. One look at
-    each, since this runs between an all-reduce and its update, where nothing hides it."""
+    """Whether they are as nearly all gradients: at least one, and all whole, dense and real, on this device. One loop,
+    since this runs between an all-reduce and its update, where nothing overlaps with it."""
     for g in grads:
         if type(g) is not Tensor or g.device != device or g.layout is not torch.strided or g.is_complex():
             return False
@@ -246,12 +242,12 @@ def _plain(grads: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def _local(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each gradient, or its part that is here, which shares its memory."""
+    """Each gradient, or its local part, which shares its memory."""
     return list(map(dtensor.local, grads)) if dtensor.any_sharded(grads) else grads
 
 
 def _groups_of(grad: Tensor) -> _Groups:
-    """Over which processes a gradient is cut; empty where it is whole here."""
+    """The groups over which a gradient is cut; empty where it is whole."""
     if not dtensor.is_sharded(grad):
         return ()
     mesh, placements = grad.device_mesh, grad.placements  # type: ignore[attr-defined]
@@ -269,7 +265,7 @@ def _norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def _clip(places: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """torch.nn.utils.clip_grads_with_norm_, also where a process holds parts."""
+    """torch.nn.utils.clip_grads_with_norm_, also of local parts."""
     if not any(dtensor.is_sharded(p.grad) for p in places):
         torch.nn.utils.clip_grads_with_norm_(places, max_norm, norm)
         return

@@ -26,20 +26,9 @@ costs twice the bytes with SGD and three times with Adam. (Yu et al. 2019, arXiv
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import nn
 
-from paceline.comm.mesh import Mesh
-from paceline.errors import SettingError
-from paceline.strategies.base import Backward, LoopStrategy, backward_here
-from paceline.strategies.batch_plan import one_shard
-from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.periodic_averaging import PeriodicAveraging
-from paceline.strategies.replicated import load_replicated, replicated_state
+from paceline.strategies.periodic_averaging import PeriodicAveraging, check_whole
 from paceline.world import World
 
 
@@ -49,7 +38,7 @@ def check(size: int | None, *, every: int, warmup: int) -> None:
     check_whole("local_sgd", "warmup", warmup, 0)
 
 
-class LocalSGD(LoopStrategy):
+class LocalSGD(PeriodicAveraging):
     """every: steps of an optimizer from one averaging of its weights to the next. warmup: steps that average gradients
     first. average_state: average the optimizers' state (momentum) with the weights."""
 
@@ -63,76 +52,28 @@ class LocalSGD(LoopStrategy):
         average_state: bool = False,
     ) -> None:
         check(world.size, every=every, warmup=warmup)
-        self.world, self.device = world, device
-        self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
-        self.plan = one_shard(world.size, world.rank, independent=True)
+        super().__init__(world, device)
         self.every, self.warmup, self.average_state = every, warmup, average_state
-        self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._apart = PeriodicAveraging(device)
 
-    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if not self.models and self.world.size > 1:
-            first = f" after {self.warmup} steps that average gradients" if self.warmup else ""
-            say(
-                self.world,
-                f"strategy local_sgd changes the mathematics on purpose:{first} every process trains its own weights "
-                f"on its own shards, batch norm included, and they are averaged every {self.every} steps. (With "
-                "every=1 and plain SGD, without batch norm, it is the same.)",
-            )
-        self.models, self.optimizers = list(models), list(optimizers)
-        self._apart.setup(models, optimizers)
-
-    def backward(self, work: Backward) -> None:
-        backward_here(work)
+    def announcement(self) -> str:
+        if self.world.size == 1:
+            return ""
+        first = f" after {self.warmup} steps that average gradients" if self.warmup else ""
+        return (
+            f"strategy local_sgd changes the mathematics on purpose:{first} every process trains its own weights on "
+            f"its own shards, batch norm included, and they are averaged every {self.every} steps. (With every=1 and "
+            "plain SGD, without batch norm, it is the same.)"
+        )
 
     def finish(self) -> None:
-        warm = [optimizer for optimizer in self.optimizers if self._apart.steps[optimizer] < self.warmup]
+        warm = [optimizer for optimizer in self.optimizers if self.steps[optimizer] < self.warmup]
         if warm:
-            self._apart.average_gradients(warm, self.store.samples)
+            self.average_gradients(warm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        local = self._apart.steps[optimizer] - self.warmup  # before this one
-        parts = self._apart.update(optimizer, self.store.samples, together=local < 0)
+        local = self.steps[optimizer] - self.warmup  # steps after the warm-up, before this one
+        fragments = self.update(optimizer, averaged=local < 0)
         if local < 0:
-            self._apart.average((), buffers=True)
+            self.average((), buffers=True)
         elif (local + 1) % self.every == 0:
-            self._apart.average(parts, buffers=True, states=[optimizer] if self.average_state else [])
-
-    def synchronize(self) -> None:
-        self._apart.synchronize()
-
-    def synchronized(self) -> bool:
-        return not self._apart.differ()
-
-    def state_dict(self) -> dict[str, Any]:
-        """{"apart": {"steps": of each optimizer}} beside what every strategy has. The replicas go on from it."""
-        self._apart.average(
-            [part for parts in self._apart.parts.values() for part in parts], buffers=True, states=self.optimizers
-        )
-        apart = {"steps": [self._apart.steps[optimizer] for optimizer in self.optimizers]}
-        return {**replicated_state(self.models, self.optimizers), "apart": apart}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_replicated(self.models, self.optimizers, state)
-        load_steps(self._apart, self.optimizers, state)
-
-
-def load_steps(apart: PeriodicAveraging, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
-    """Where in its round each optimizer is; at the beginning, where the checkpoint is of another strategy."""
-    steps = [*state.get("apart", {}).get("steps", []), *[0] * len(optimizers)]
-    apart.steps = dict(zip(optimizers, map(int, steps), strict=False))
-    apart.forget()
-
-
-def check_whole(strategy: str, option: str, value: object, least: int) -> None:
-    """Raises SettingError where an option is no whole number from `least` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(f"strategy {strategy}: {option}={value!r}: a whole number from {least} on is needed.")
-
-
-def say(world: World, text: str) -> None:
-    """Says it once, on rank 0."""
-    if world.rank == 0:
-        print(f"paceline: {text}", file=sys.stderr)
+            self.average(fragments, buffers=True, states=[optimizer] if self.average_state else [])

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.devices import buckets, copy_tensors, flatten, sum_on_first, unflatten
+from paceline.comm.collectives import buckets
+from paceline.comm.devices import copy_tensors, flatten, sum_on_first, unflatten
 from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
 from paceline.comm.mesh import Mesh
 from paceline.comm.reducers import REDUCERS
@@ -44,7 +45,7 @@ from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_devices import check_devices, check_shards, devices_of
 from paceline.strategies.optimizer_hooks import Draws, follow_groups, optimizer_like, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, norms_of, on_device
-from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
+from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state
 from paceline.world import World
 
 REDUCTIONS = ("native", *REDUCERS)
@@ -91,8 +92,6 @@ class Mirrored(ClosureStrategy):
         # Replicas on CPUs take turns in the replicas' team; where they hand tensors to each other they must not.
         apart = self.devices[0].type == "cpu" and sums is None
         self._team = ThreadTeam(len(self.devices)) if apart else self._replicas.team
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
         self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}
         self._hooks: list[Any] = []
         self._reduced = _Noted()
@@ -291,7 +290,7 @@ class _Drift:
         names = [self.names.get(p, "?") for p, differs in zip(parameters, found.tolist(), strict=True) if differs]
         if names:
             raise ModelError(
-                f"the replicas have drifted apart in {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}: "
+                f"the replicas have drifted apart in {listed(names)}: "
                 "weights or gradients were written to past autograd, as by p.data.clamp_(...) or "
                 "p.grad.data.mul_(...), which reaches the first replica only; or an update is not a function of "
                 "weights, gradient and state. Write with torch.no_grad(): p.clamp_(...) in place of .data, which is "

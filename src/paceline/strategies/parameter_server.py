@@ -7,20 +7,20 @@ mode=sync, all workers in step, a step:
 
   1. backward of the last micro-batch: each worker pushes its shard's gradients to their owners. The workers then tell
      each other, through server 0, that they have. If all have, each gets the sums, which servers add in rank order, and
-     `.grad` is the mean over the global batch. If one has died, all forget this attempt: the loader yields the same
-     global batch again, cut over those that are left. So it is when one comes back (servers/joining.py).
+     `.grad` is the mean over the global batch. If one has died, all drop their gradients, and the loader yields the
+     same global batch again, cut over those that are left; likewise when one comes back (servers/rejoining.py).
   2. step: the gradients, as clipping or the script left them, go back to the owners, each worker sending its share.
      Once all are there, each server makes the update with the user's optimizer, and the workers get the weights.
 
-mode=async, workers not in step: a global batch is cut into as many parts as there were workers at first, and server 0
-hands them out as workers come free. A worker computes the mean over its part, pushes the gradient, and each server
-updates at once, with the settings (learning rate) that came with it; the weights come back with the answer. A part that
-a dead worker had is handed out again; servers remember which parts they have applied, so that each counts once.
-`staleness=s`: a gradient is dropped, and its part handed out again, where more than s updates have been made since its
+mode=async, workers not in step: a global batch is cut into as many chunks as there were workers at first, and server 0
+hands them out as workers come free. A worker computes the mean over its chunk, pushes the gradient, and each server
+updates at once, with the settings (learning rate) that came with it; the weights come back with the answer. A dead
+worker's chunk is handed out again; servers know which chunks they have applied, so that each counts once.
+`staleness=s`: a gradient is dropped, and its chunk handed out again, where more than s updates have been made since its
 weights were read.
 
 Between processes, a step of W workers, G bytes of gradients, P of weights: in sync, for each worker, G (1 + 1/W) up
-and G + P down; in async, for each part, G up and P down. Each of k servers carries 1/k of that of all workers. Memory:
+and G + P down; in async, for each chunk, G up and P down. Each of k servers carries 1/k of that of all workers. Memory:
 weights and gradients once in each worker; on the servers together weights and optimizer state once, and, in sync, the
 gradients of all workers until they are added.
 
@@ -42,18 +42,39 @@ from torch import Tensor, nn
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
 from paceline.comm.sockets import Keys, Listening, address_towards, new_keys
-from paceline.errors import UsageError
+from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Backward, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import BatchPlan, OneShard, WorkQueue, one_shard
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
-from paceline.strategies.servers import joining
-from paceline.strategies.servers.links import Chunks, Meetings, Refusing
-from paceline.strategies.servers.option_checks import check
-from paceline.strategies.servers.remote import Remote, setting_of
+from paceline.strategies.servers import rejoining
+from paceline.strategies.servers.remote_parameters import RemoteParameters, setting_of
+from paceline.strategies.servers.served_parameters import ServedParameters
 from paceline.strategies.servers.serving import Serving
-from paceline.strategies.servers.shard import Shard
+from paceline.strategies.servers.worker_links import Chunks, Meetings, Refusing
 from paceline.world import MAY_DIE, ROLE, Served, World, tell_launcher
+
+
+def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
+    """Raises SettingError for what cannot work, on this number of processes (None: not known)."""
+    if mode not in ("sync", "async"):
+        raise SettingError(f"strategy parameter_server: mode={mode!r}: sync or async is needed.")
+    if servers < 1:
+        raise SettingError(f"strategy parameter_server: servers={servers}: 1 or more are needed.")
+    if size is not None and size < 2:
+        raise SettingError(
+            "strategy parameter_server needs at least 2 processes, a server and a worker, but this run has 1. Start "
+            "more (paceline run --nproc 3), or use strategy='single'."
+        )
+    if size is not None and servers >= size:
+        raise SettingError(
+            f"strategy parameter_server: servers={servers} of {size} processes leaves no worker. Set servers to "
+            f"{size - 1} at most, or start more processes."
+        )
+    if staleness < -1:
+        raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
+    if staleness >= 0 and mode == "sync":
+        raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")
 
 
 class ParameterServer(LoopStrategy):
@@ -73,9 +94,7 @@ class ParameterServer(LoopStrategy):
         if mode == "sync":
             self.plan = one_shard(len(self.workers), min(world.rank, len(self.workers) - 1))
         self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._remote = Remote(servers)
+        self._remote = RemoteParameters(servers)
         self._buffers: list[Tensor] = []
         self._known: tuple[list[nn.Module], list[torch.optim.Optimizer], int] = ([], [], 0)
         # of a server
@@ -86,7 +105,7 @@ class ParameterServer(LoopStrategy):
         self._chunks: Chunks | None = None
         self._cut = self.workers  # the workers over which the global batch at hand is cut
         self._reductions = self._updates = 0
-        self._kept: list[Tensor] = []  # the buffers as they were before the global batch at hand
+        self._saved_buffers: list[Tensor] = []  # their values before the global batch at hand
         if mode == "async" and world.rank == 0:
             limit = "" if staleness < 0 else f", {staleness} updates old at most"
             print(
@@ -105,8 +124,8 @@ class ParameterServer(LoopStrategy):
         self.models, self.optimizers = list(models), list(optimizers)
         for model in self.models:
             model.to("cpu" if self.serves else self.device)
-        self._remote.share_out(names)
-        ticket = joining.find_ticket(os.environ) if first else None
+        self._remote.assign(names)
+        ticket = rejoining.find_ticket(os.environ) if first else None
         if ticket is not None:
             self._meet_servers(*ticket, joins=True)
         elif first:
@@ -125,7 +144,7 @@ class ParameterServer(LoopStrategy):
     def _same(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]
     ) -> bool:
-        """Whether there is nothing new: a `prepare` of schedulers."""
+        """Whether a `prepare` has added nothing, as one of schedulers."""
         now = (list(models), list(optimizers), len(names))
         before, self._known = self._known, now
         return len(before[0]) == len(now[0]) and len(before[1]) == len(now[1]) and before[2] == now[2]
@@ -148,11 +167,11 @@ class ParameterServer(LoopStrategy):
             tell_launcher(os.environ, ROLE, "a parameter server")
             return
         self._meet_servers([everyone[rank] for rank in self.servers], keys)
-        joining.leave_ticket([everyone[rank] for rank in self.servers], keys)
+        rejoining.leave_ticket([everyone[rank] for rank in self.servers], keys)
 
-    def _meet_servers(self, places: Sequence[joining.Place], keys: Keys, joins: bool = False) -> None:
+    def _meet_servers(self, places: Sequence[rejoining.Place], keys: Keys, joins: bool = False) -> None:
         rank, hooks = self.world.rank, (self._at_end, lambda: self._remote.pull(self._remote.names), self._steps_of)
-        self._remote.links = links = joining.make_lines(places, self.servers[0], keys, rank)
+        self._remote.links = links = rejoining.make_lines(places, self.servers[0], keys, rank)
         self._meetings = meetings = Meetings(
             links,
             rank,
@@ -171,10 +190,10 @@ class ParameterServer(LoopStrategy):
         """Until training has ended: then this process does, with exit code 0; or until another `prepare` comes."""
         assert self._listening is not None
         if self._serving is None:
-            self._serving = Serving(self._listening, Shard(), self.workers, len(self.workers))
+            self._serving = Serving(self._listening, ServedParameters(), self.workers, len(self.workers))
         mine = self.servers.index(self.world.rank)
         names = {p: name for name, p in self._remote.names.items()}
-        self._serving.shard.add(self._remote.owned(mine), self.optimizers, names)
+        self._serving.parameters.add(self._remote.owned(mine), self.optimizers, names)
         if self._serving.serve():
             self.mesh.channel = Refusing()
             return
@@ -190,8 +209,8 @@ class ParameterServer(LoopStrategy):
         collectives.broadcast_tensors(self._buffers)
         if meetings.rank != 0:
             self._remote.pull(self._remote.names)
-        self._remote.note(self._remote.names)
-        self._keep()
+        self._remote.note_pulled(self._remote.names)
+        self._save_buffers()
 
     # --- the step
 
@@ -211,7 +230,7 @@ class ParameterServer(LoopStrategy):
         # Not before the first update, until which the workers compare their data; nor between two of one global batch.
         self._meetings.meet(admit=self._updates > 0 and not self._meetings.updated)
         if self._meetings.members != self._cut or self._meetings.joined:
-            self._forget()
+            self._drop_attempt()
             return
         for _, sums in self._remote.ask_all({"op": "sum", "number": number, "members": self._cut}).values():
             for name, gradient in sums.items():
@@ -219,20 +238,20 @@ class ParameterServer(LoopStrategy):
                 p.grad = gradient.to(p.device)
 
     @torch.no_grad()
-    def _forget(self) -> None:
-        """Workers are lost, or have come: the global batch is to be cut anew over those that are there."""
+    def _drop_attempt(self) -> None:
+        """Workers have died or joined: drops the gradients, and cuts the global batch anew over the members."""
         assert self._meetings is not None
         joined = set(self._meetings.joined)
         lost = set(self._cut) - set(self._meetings.members)
         for p in self._remote.names.values():
             p.grad = None
-        for buffer, kept in zip(self._buffers, self._kept, strict=True):
-            buffer.copy_(kept)
+        for buffer, saved in zip(self._buffers, self._saved_buffers, strict=True):
+            buffer.copy_(saved)
         if joined:
             self._hand_over()
         self._cut_anew()
         if self.world.rank == min(set(self._cut) - joined):
-            what = joining.news(lost, joined)
+            what = rejoining.news(lost, joined)
             print(f"paceline: {what}; {len(self._cut)} go on, cut anew.", file=sys.stderr)
 
     def _cut_anew(self) -> None:
@@ -241,39 +260,42 @@ class ParameterServer(LoopStrategy):
         # Another object than before, also where the numbers are the same.
         self.plan = OneShard(len(self._cut), (self._meetings.rank,))
 
-    # --- a worker that comes while the others are under way
+    # --- a worker that joins while the others are under way
 
     def _hand_over(self) -> None:
-        """To those that were let in. Weights that the script has changed since the last update go to the servers."""
+        """Hands the run state over to admitted workers. Weights that the script has changed since the last update go to
+        the servers."""
         meetings, remote = self._meetings, self._remote
         assert meetings is not None
         assert meetings.handover is not None
-        run, changed = meetings.handover.give(), remote.changed()
+        run, changed = meetings.handover.capture(), remote.changed()
 
-        def give() -> joining.Given:
+        def capture() -> rejoining.RunState:
             remote.send(changed, {"op": "set"})
             counts = self._reductions, self._updates
-            return joining.given(counts, meetings, self.optimizers, self._chunks, self._buffers, run)
+            return rejoining.run_state(counts, meetings, self.optimizers, self._chunks, self._buffers, run)
 
-        joining.hand_over(meetings, self.world.rank, give)
-        remote.note(changed)
+        rejoining.hand_over(meetings, self.world.rank, capture)
+        remote.note_pulled(changed)
 
-    def _join(self, places: Sequence[joining.Place]) -> None:
+    def _join(self, places: Sequence[rejoining.Place]) -> None:
         meetings, remote = self._meetings, self._remote
         assert meetings is not None
         assert remote.links is not None
-        joining.be_let_in(remote.links, places, meetings)
-        found = joining.hand_over(meetings, self.world.rank, None)
-        self._reductions, self._updates = joining.take(found, meetings, self.optimizers, self._chunks, self._buffers)
+        rejoining.wait_for_admission(remote.links, places, meetings)
+        found = rejoining.hand_over(meetings, self.world.rank, None)
+        self._reductions, self._updates = rejoining.load_run_state(
+            found, meetings, self.optimizers, self._chunks, self._buffers
+        )
         remote.pull(remote.names)
-        self._keep()
+        self._save_buffers()
         if self.mode == "sync":
             self._cut_anew()
 
     @torch.no_grad()
-    def _keep(self) -> None:
+    def _save_buffers(self) -> None:
         if self.mode == "sync":
-            self._kept = [buffer.clone() for buffer in self._buffers]
+            self._saved_buffers = [buffer.clone() for buffer in self._buffers]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         update = self._step_alone if self.mode == "async" else self._step_together
@@ -297,28 +319,28 @@ class ParameterServer(LoopStrategy):
         self._updates += 1
         assert self._meetings is not None
         self._meetings.updated = True
-        header = {"op": "update", "optimizer": number, "number": self._updates, **self._with(optimizer)}
+        header = {"op": "update", "optimizer": number, "number": self._updates, **self._settings_for(optimizer)}
         graded = {server: [name for name, _ in pairs] for server, pairs in remote.by_owner(gradients).items()}
         asked = {s: ({**header, "names": graded.get(s, [])}, ()) for s in remote.by_owner(own)}
         for _, weights in remote.links.ask(asked).values():
-            remote.take(weights)
-        remote.note(changed)
-        self._keep()
+            remote.store(weights)
+        remote.note_pulled(changed)
+        self._save_buffers()
 
     def _send_together(self, tensors: Mapping[str, Tensor], op: str) -> None:
-        """Tensors that are alike on all workers: each sends its share, and that of a worker that dies meanwhile is sent
-        by the others."""
+        """Sends tensors that are the same on all workers: each worker sends its share, and others send the share of a
+        worker that dies meanwhile."""
         assert self._meetings is not None
         waiting = sorted(tensors)
         while waiting:
             members = self._meetings.members
-            turns = {name: members[i % len(members)] for i, name in enumerate(waiting)}
-            self._remote.send({n: tensors[n] for n, turn in turns.items() if turn == self.world.rank}, {"op": op})
+            senders = {name: members[i % len(members)] for i, name in enumerate(waiting)}
+            self._remote.send({n: tensors[n] for n, sender in senders.items() if sender == self.world.rank}, {"op": op})
             self._meetings.meet()
-            waiting = [name for name, turn in turns.items() if turn not in self._meetings.members]
+            waiting = [name for name, sender in senders.items() if sender not in self._meetings.members]
 
     def _step_alone(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """A part's gradient is applied at once, where it is not too old."""
+        """The servers apply a chunk's gradient at once, where it is not too old."""
         remote = self._remote
         assert remote.links is not None
         assert self._chunks is not None
@@ -332,31 +354,36 @@ class ParameterServer(LoopStrategy):
                 remote.pull(own)
                 return
         gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
-        header = {"op": "apply", "optimizer": number, "part": self._chunks.current, "call": self._chunks.pushes(number)}
-        header |= {"admitted": self.staleness >= 0, **self._with(optimizer)}
+        header = {
+            "op": "apply",
+            "optimizer": number,
+            "chunk": self._chunks.current,
+            "call": self._chunks.pushes(number),
+        }
+        header |= {"admitted": self.staleness >= 0, **self._settings_for(optimizer)}
         for server, (told, weights) in remote.ask_all(header, gradients).items():
             if server == 0:
-                remote.hear(told)
-            remote.take(weights)
+                remote.note_versions(told)
+            remote.store(weights)
 
     def _steps_of(self, optimizer: torch.optim.Optimizer) -> int:
         made = self._remote.versions.get(str(self._number(optimizer)), 0)
         return (made + self._remote.empty) // len(self.workers)
 
-    def _with(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _settings_for(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What an update needs beside gradients. The seed: the step has keyed the generator for what it draws."""
         return {"setting": setting_of(optimizer), "seed": torch.default_generator.initial_seed()}
 
     @torch.no_grad()
     def _at_end(self, begins: bool) -> None:
-        """An end of a pass of async, where all workers are: they get the same weights, and at its end the same buffers,
-        the mean of what each has seen."""
+        """One end of a pass in async, where all workers meet. All get the same weights; at the end of the pass also the
+        same buffers, the mean of the workers'."""
         assert self._meetings is not None
         if begins:
             self._send_together(self._remote.changed(), "set")
             return
         self._remote.pull(self._remote.names)
-        self._meetings.enter("between", meet=True)
+        self._meetings.enter_phase("between", meet=True)
         for buffer in self._buffers:
             if buffer.is_floating_point():
                 buffer.copy_(collectives.all_reduce(buffer.clone()) / self._meetings.size)
@@ -379,8 +406,8 @@ class ParameterServer(LoopStrategy):
         for optimizer in self.optimizers:
             optimizer.state.clear()
         collectives.barrier()
-        self._remote.note(self._remote.names)
-        self._keep()
+        self._remote.note_pulled(self._remote.names)
+        self._save_buffers()
 
     def close(self) -> None:
         if self._listening is not None:

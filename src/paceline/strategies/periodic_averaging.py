@@ -1,21 +1,23 @@
-"""Replicas that train apart: what each has done since they were last one model, and how they become one again.
+"""Independent replicas: each trains its own weights, and now and then their models are averaged into one.
 
-Used by local_sgd and diloco. Between two averagings nothing travels. What is averaged then:
+The base of local_sgd and diloco, which say when. Between two averagings nothing travels. What is averaged then:
 
-  parameters    those that an optimizer holds and that were trained since; in parts, each with a weight of its own
-  buffers       floating-point ones that a checkpoint would hold, such as batch norm's running statistics; what has not
-                changed keeps its bits, since the change is what is averaged. Of whole numbers (batches counted) the
-                greatest is taken
+  parameters    those that an optimizer holds and that were trained since the last time, in fragments
+  buffers       floating-point ones that a checkpoint would hold, such as batch norm's running statistics. Their change
+                is averaged, so that a buffer that has not changed keeps its bits. Of whole numbers (batches counted)
+                the greatest is used
   state         of the optimizers, where it is asked for and for a checkpoint: tensors are averaged, with zeros for a
-                replica that has none; of numbers (steps counted) the greatest is taken
+                replica that has none; of numbers (steps counted) the greatest is used
 
-Each replica's part in the mean is what it has seen since: the examples, or tokens, that its gradients were means over.
-An empty shard, or a gradient that is not finite, makes no update and adds nothing to it.
+A replica's weight in the mean is its number of samples since the last averaging: the examples, or tokens, that its
+gradients were means over. An empty shard, or a gradient that is not finite, makes no update and adds no samples.
 """
 
 from __future__ import annotations
 
+import sys
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,119 +27,141 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.comm.means import greatest_, weighted_mean
-from paceline.errors import ModelError
-from paceline.strategies.base import Weight
-from paceline.strategies.replicated import parameter_names
+from paceline.comm.mesh import Mesh
+from paceline.errors import ModelError, SettingError
+from paceline.strategies.base import Backward, LoopStrategy, Weight, backward_here
+from paceline.strategies.batch_plan import one_shard
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.replicated import (
+    CHANGED_AT_START,
+    check_same_bits,
+    load_replicated,
+    parameter_names,
+    replicated_state,
+    send_models,
+)
+from paceline.world import World
 
 Optimizer = torch.optim.Optimizer
 
 
+def check_whole(strategy: str, option: str, value: object, least: int) -> None:
+    """Raises SettingError where an option is no whole number from `least` on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingError(f"strategy {strategy}: {option}={value!r}: a whole number from {least} on is needed.")
+
+
 @dataclass(slots=True)
-class Part:
-    """Parameters that are averaged together. changed: those that were trained since they were last one, alike on all
-    replicas (as an ordered set). weight: what this replica has seen since."""
+class Fragment:
+    """Parameters of one optimizer that are averaged together."""
 
     parameters: list[Tensor]
-    changed: dict[Tensor, None] = field(default_factory=dict)
-    weight: Weight = 0.0
+    changed: dict[Tensor, None] = field(default_factory=dict)  # trained since the last averaging: an ordered set
+    weight: Weight = 0.0  # samples of this replica since the last averaging
 
 
 class Item(NamedTuple):
-    """A tensor to average. base: the same on all replicas, from which the tensor has moved; its move is averaged."""
+    """A tensor to average."""
 
     tensor: Tensor
-    weight: Weight
-    base: Tensor | None = None
+    weight: Weight  # of this replica
+    base: Tensor | None = None  # the same on all replicas; where it is given, the difference from it is averaged
 
     @property
     def sent(self) -> Tensor:
         if self.base is None:
             return self.tensor
-        still = self.tensor == self.base  # also where both are infinite
-        return (self.tensor.to(_wide(self.tensor)) - self.base).masked_fill_(still, 0.0)
+        unchanged = self.tensor == self.base  # also where both are infinite
+        wide = torch.promote_types(self.tensor.dtype, torch.float32)
+        return (self.tensor.to(wide) - self.base).masked_fill_(unchanged, 0.0)
 
-    def take(self, mean: Tensor) -> None:
+    def apply(self, mean: Tensor) -> None:
         self.tensor.copy_(mean if self.base is None else self.base + mean)
 
 
-class PeriodicAveraging:
-    """One replica of several. parts: into how many each optimizer's parameters are cut, about equally large, in order.
-    steps: the updates that each optimizer has made, or sat out, under this strategy; alike on all replicas."""
+class PeriodicAveraging(LoopStrategy):
+    """One replica of several. fragments: into how many each optimizer's parameters are cut, about equally large, in
+    order."""
 
-    def __init__(self, device: torch.device, parts: int = 1) -> None:
-        self.device, self._count = device, parts
-        self.models: list[nn.Module] = []
-        self.steps: dict[Optimizer, int] = {}
-        self.parts: dict[Optimizer, list[Part]] = {}
-        self._sent: set[Tensor] = set()  # parameters and buffers that were made alike
+    def __init__(self, world: World, device: torch.device, *, fragments: int = 1) -> None:
+        self.world, self.device, self.fragments = world, device, fragments
+        self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
+        self.plan = one_shard(world.size, world.rank, independent=True)
+        self.store = GradientStore()
+        self.steps: dict[Optimizer, int] = {}  # updates that each has made, or sat out; the same on all replicas
+        self._fragments: dict[Optimizer, list[Fragment]] = {}
+        self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
         self._alike = False  # whether all replicas are known to have begun with the same weights
-        self._buffers: dict[tuple[int, str], Tensor] = {}  # as they were when they were last one
+        self._buffers: dict[tuple[int, str], Tensor] = {}  # their values after the last averaging
         self._buffer_weight: Weight | None = None  # None: no step since
         self._state_weight: dict[Optimizer, Weight] = {}  # no entry: no step since
 
+    @abstractmethod
+    def announcement(self) -> str:
+        """What rank 0 tells at the first `prepare`: how this strategy changes the mathematics. "": nothing."""
+
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        self.synchronize()  # in mid-training: what is added comes to replicas that are one
-        known, self._sent = self._sent, set()
-        self.models = list(models)
-        for model in self.models:
-            model.to(self.device)
-            everything = [*model.parameters(), *model.buffers()]
-            collectives.broadcast_tensors([t for t in everything if t not in known])
-            self._sent.update(everything)
+        if not self.models and self.world.rank == 0 and (text := self.announcement()):
+            print(f"paceline: {text}", file=sys.stderr)
+        self.synchronize()  # in mid-training: what is added comes to replicas that are equal
+        self.models, self.optimizers = list(models), list(optimizers)
+        self._sent = send_models(models, self.device, self._sent)
         for optimizer in optimizers:
             self.steps.setdefault(optimizer, 0)
         self._alike = False
         self._note_buffers()
 
+    def backward(self, work: Backward) -> None:
+        backward_here(work)
+
     # --- a step
 
-    def update(self, optimizer: Optimizer, seen: Weight, *, together: bool = False) -> list[Part]:
-        """One update of this replica. together: by a gradient that is all replicas'. Returns the optimizer's parts."""
+    def update(self, optimizer: Optimizer, *, averaged: bool = False) -> list[Fragment]:
+        """One update of this replica. averaged: by the mean of all replicas' gradients. Returns the optimizer's
+        fragments."""
         self._check_alike()
-        parts = self.follow(optimizer)
-        if not together and not isinstance(seen, Tensor) and seen == 0:
-            for part in parts:  # an optimizer leaves a parameter without gradient alone
-                for p in part.parameters:
+        fragments, samples = self.fragments_of(optimizer), self.store.samples
+        if not averaged and not isinstance(samples, Tensor) and samples == 0:
+            for fragment in fragments:  # an optimizer does not change a parameter without a gradient
+                for p in fragment.parameters:
                     p.grad = None
         optimizer.step()
         self.steps[optimizer] += 1
-        self._buffer_weight = seen if self._buffer_weight is None else self._buffer_weight + seen
-        if together:
-            return parts
-        self._state_weight[optimizer] = self._state_weight.get(optimizer, 0.0) + seen
-        for part in parts:
-            part.changed.update(dict.fromkeys(p for p in part.parameters if p.requires_grad))
-            part.weight = part.weight + seen
-        return parts
+        self._buffer_weight = samples if self._buffer_weight is None else self._buffer_weight + samples
+        if averaged:
+            return fragments
+        self._state_weight[optimizer] = self._state_weight.get(optimizer, 0.0) + samples
+        for fragment in fragments:
+            fragment.changed.update(dict.fromkeys(p for p in fragment.parameters if p.requires_grad))
+            fragment.weight = fragment.weight + samples
+        return fragments
 
-    def follow(self, optimizer: Optimizer) -> list[Part]:
-        """The optimizer's parts; parameters that a group was added with belong to the last one."""
+    def fragments_of(self, optimizer: Optimizer) -> list[Fragment]:
+        """The optimizer's fragments. Parameters of a group that was added later belong to the last one."""
         own = [p for group in optimizer.param_groups for p in group["params"]]
-        parts = self.parts.get(optimizer)
-        if parts is None:
-            parts = self.parts[optimizer] = [Part(parameters) for parameters in split(own, self._count)]
-        elif len(own) != sum(len(part.parameters) for part in parts):
-            known = {p for part in parts for p in part.parameters}
-            parts[-1].parameters += [p for p in own if p not in known]
-        return parts
+        fragments = self._fragments.get(optimizer)
+        if fragments is None:
+            fragments = [Fragment(parameters) for parameters in split(own, self.fragments)]
+            self._fragments[optimizer] = fragments
+        elif len(own) != sum(len(fragment.parameters) for fragment in fragments):
+            known = {p for fragment in fragments for p in fragment.parameters}
+            fragments[-1].parameters += [p for p in own if p not in known]
+        return fragments
+
+    def all_fragments(self) -> list[Fragment]:
+        return [fragment for fragments in self._fragments.values() for fragment in fragments]
 
     def _check_alike(self) -> None:
         """Raises ModelError, on all ranks, where weights were changed on some ranks only since `prepare`."""
-        if self._alike:
-            return
-        named = [(name, p.detach()) for p, name in parameter_names(self.models).items()]
-        if differing := collectives.digest_mismatch(named):
-            raise ModelError(
-                f"the weights differ between ranks before the first step: {', '.join(differing[:5])}"
-                f"{' and more' if len(differing) > 5 else ''}. `prepare` made them alike, so they were changed after "
-                "it on some ranks only: load weights on every rank, or before `prepare`."
-            )
-        self._alike = True
+        if not self._alike:
+            named = [(name, p) for p, name in parameter_names(self.models).items()]
+            check_same_bits(named, "before the first step", CHANGED_AT_START)
+            self._alike = True
 
     @torch.no_grad()
-    def average_gradients(self, optimizers: Iterable[Optimizer], seen: Weight) -> None:
+    def average_gradients(self, optimizers: Iterable[Optimizer]) -> None:
         """Gradients become the mean over all replicas; one that no replica has stays None."""
-        trained = [p for o in optimizers for part in self.follow(o) for p in part.parameters if p.requires_grad]
+        trained = [p for o in optimizers for part in self.fragments_of(o) for p in part.parameters if p.requires_grad]
         if any(p.grad is not None and p.grad.is_sparse for p in trained):
             raise ModelError(
                 "strategy local_sgd: warmup averages gradients, which it cannot where they are sparse. Make them dense "
@@ -147,40 +171,42 @@ class PeriodicAveraging:
             return
         flags = torch.tensor([float(p.grad is not None) for p in trained]).to(self.device, non_blocking=True)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        *means, flags = weighted_mean([*grads, flags], [seen] * (len(grads) + 1))
+        *means, flags = weighted_mean([*grads, flags], [self.store.samples] * (len(grads) + 1))
         missing = any(p.grad is None for p in trained)
         present = (flags > 0).tolist() if missing else [True] * len(trained)  # to read them waits for the device
         for p, grad, mean, some in zip(trained, grads, means, present, strict=True):
             if some:
                 p.grad = grad.copy_(mean)
 
-    # --- becoming one
+    # --- averaging
 
     def synchronize(self) -> None:
-        """The models of all replicas become one: at the mean of their parameters and buffers."""
-        self.average([part for parts in self.parts.values() for part in parts], buffers=True)
+        """The models of all replicas become the mean of their parameters and buffers."""
+        self.average(self.all_fragments(), buffers=True)
 
-    def differ(self) -> bool:
-        """Have replicas trained since they were last one? Alike on all of them."""
-        trained = any(part.changed for parts in self.parts.values() for part in parts)
-        return collectives.size_of() > 1 and (trained or self._buffer_weight is not None)
+    def synchronized(self) -> bool:
+        trained = any(fragment.changed for fragment in self.all_fragments())
+        return collectives.size_of() == 1 or not (trained or self._buffer_weight is not None)
 
     def average(
         self,
-        parts: Sequence[Part],
-        take: Callable[[Item, Tensor], None] | None = None,
+        fragments: Sequence[Fragment],
+        apply: Callable[[Item, Tensor], None] = Item.apply,
         bases: Mapping[Tensor, Tensor] | None = None,
         *,
         buffers: bool = False,
         states: Iterable[Optimizer] = (),
     ) -> None:
-        """Averages what has changed of these parts, with it buffers and these optimizers' state, by one all-reduce.
+        """Averages what has changed of these fragments, and with it buffers and these optimizers' state, by one
+        all-reduce.
 
-        A parameter is overwritten by its mean, or handed with it to `take`. bases: for each parameter what it has moved
-        from; the mean is then that of its moves.
+        apply: of a parameter's item and its mean; overwrites the parameter by default. bases: of each parameter, the
+        value that its differences are averaged from.
         """
         with torch.inference_mode(False), torch.no_grad():
-            items = [Item(p, part.weight, None if bases is None else bases[p]) for part in parts for p in part.changed]
+            items = [
+                Item(p, part.weight, None if bases is None else bases[p]) for part in fragments for p in part.changed
+            ]
             more, counted, numbers = self._changed_buffers() if buffers else ([], [], [])
             for optimizer in states:
                 if optimizer in self._state_weight:
@@ -188,22 +214,30 @@ class PeriodicAveraging:
                     more, counted, numbers = more + found[0], counted + found[1], numbers + found[2]
             means = weighted_mean([item.sent for item in items + more], [item.weight for item in items + more])
             for number, (item, mean) in enumerate(zip(items + more, means, strict=True)):
-                if take is not None and number < len(items):
-                    take(item, mean)
-                else:
-                    item.take(mean)
+                (apply if number < len(items) else Item.apply)(item, mean)
             greatest_(counted)
             for state, key, count in numbers:
                 state[key] = type(state[key])(count.item())
-            for part in parts:
-                part.changed, part.weight = {}, 0.0
+            for fragment in fragments:
+                fragment.changed, fragment.weight = {}, 0.0
             if buffers:
                 self._note_buffers()
 
-    def forget(self) -> None:
-        """A whole state was loaded: the replicas are one."""
-        for part in (part for parts in self.parts.values() for part in parts):
-            part.changed, part.weight = {}, 0.0
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"apart": {"steps": of each optimizer}} beside what every strategy has. The replicas go on from the mean."""
+        self.average(self.all_fragments(), buffers=True, states=self.optimizers)
+        apart = {"steps": [self.steps[optimizer] for optimizer in self.optimizers]}
+        return {**replicated_state(self.models, self.optimizers), "apart": apart}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_replicated(self.models, self.optimizers, state)
+        # Where in its round each optimizer is; at the beginning, where the checkpoint is of another strategy.
+        steps = [*state.get("apart", {}).get("steps", []), *[0] * len(self.optimizers)]
+        self.steps = dict(zip(self.optimizers, map(int, steps), strict=False))
+        for fragment in self.all_fragments():
+            fragment.changed, fragment.weight = {}, 0.0
         self._state_weight.clear()
         self._alike = False
         self._note_buffers()
@@ -219,8 +253,8 @@ class PeriodicAveraging:
     def _all_buffers(self) -> dict[tuple[int, str], Tensor]:
         found: dict[tuple[int, str], Tensor] = {}
         for number, model in enumerate(self.models):
-            kept = model.state_dict(keep_vars=True)
-            found |= {(number, name): b for name, b in model.named_buffers() if name in kept}
+            persistent = model.state_dict(keep_vars=True)
+            found |= {(number, name): b for name, b in model.named_buffers() if name in persistent}
         return found
 
     def _changed_buffers(self) -> tuple[list[Item], list[Tensor], list[Any]]:
@@ -237,7 +271,7 @@ class PeriodicAveraging:
     # --- optimizer state
 
     def _changed_state(self, optimizer: Optimizer, weight: Weight) -> tuple[list[Item], list[Tensor], list[Any]]:
-        parameters = [p for part in self.follow(optimizer) for p in part.parameters]
+        parameters = [p for part in self.fragments_of(optimizer) for p in part.parameters]
         items, counted, numbers = [], [], []
         for (number, key, *_), form in self._forms(optimizer, parameters).items():
             state = optimizer.state[parameters[number]]
@@ -271,11 +305,11 @@ class PeriodicAveraging:
 
 
 class _Form(NamedTuple):
-    """What a value of an optimizer's state is. shape: None for a number. host: whether it lies on the CPU."""
+    """What a value of an optimizer's state is."""
 
-    shape: tuple[int, ...] | None
-    dtype: str
-    host: bool
+    shape: tuple[int, ...] | None  # None for a number
+    dtype: str  # of a number its type
+    host: bool  # whether it lies on the CPU
 
     @staticmethod
     def of(value: Any) -> _Form:
@@ -284,7 +318,7 @@ class _Form(NamedTuple):
         return _Form(tuple(value.shape), str(value.dtype).removeprefix("torch."), value.device.type == "cpu")
 
     def zero(self, like: Tensor) -> Any:
-        """What a replica has that has made no update of this parameter. like: the parameter."""
+        """The value on a replica that has made no update of the parameter `like`."""
         if self.shape is None:
             return {"bool": False, "int": 0}.get(self.dtype, 0.0)
         dtype = getattr(torch, self.dtype)
@@ -301,7 +335,3 @@ def split(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:
         runs[min(int((before + p.numel() / 2) * count / total), count - 1)].append(p)
         before += p.numel()
     return runs
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,8 +1,8 @@
-"""Refusing to pickle what one process holds of a model that is in slices.
+"""Refuses to pickle what one process holds of a sharded model.
 
-`if run.main: torch.save(model.state_dict(), path)` is in every script for several processes. Of a model in slices it
-would write rank 0's, and nobody would notice before the file is needed. Python's own table of how to pickle a class
-(copyreg) is asked before the class itself: the first slice, or sharded module, that comes into a pickle says so.
+`if run.main: torch.save(model.state_dict(), path)` is in every script for several processes. Of a sharded model it
+would write rank 0's shards, and nobody would notice before the file is needed. Pickle asks Python's table of reducers
+(copyreg) before the class itself: the guard puts a function there that raises.
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
 
 
-class NoPickles:
-    """Of slices, and of the classes that torch makes of sharded modules, until `close`."""
+class PickleGuard:
+    """Refuses to pickle DTensors, and modules of the classes that torch makes of sharded ones, until `close`."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._before: dict[type, Any] = {}
 
-    def guard(self, modules: Iterable[nn.Module] = ()) -> None:
-        """Call it when models are in slices. modules: of classes that torch has made for this."""
-        for kind in (DTensor, *map(type, modules)):
+    def install(self, models: Iterable[nn.Module] = ()) -> None:
+        """Call it when models are sharded. models: those that have modules of classes which torch has made."""
+        sharded: set[type] = {
+            type(module) for model in models for module in model.modules() if isinstance(module, FSDPModule)
+        }
+        for kind in (DTensor, *sharded):
             if kind not in self._before:
                 self._before[kind] = copyreg.dispatch_table.get(kind)
                 copyreg.dispatch_table[kind] = self._refuse

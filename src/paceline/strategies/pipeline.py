@@ -5,17 +5,16 @@
                                          <-- gradients --
       shard 1:                   rank 2                        rank 3
 
-Phase 1, what goes in: the user's closure is run up to its call of the model, whose argument is the first stage's input.
+Phase 1, input: the first stage runs the user's closure up to its call of the model, whose argument is the input.
 Phase 2, the schedule (torch.distributed.pipelining): forwards of the micro-batches flow from stage to stage, backwards
-  flow back. On the last stage the closure is run again, with a model that returns what came out.
+  flow back. The last stage runs the closure with a stub of the model that returns the stage's output.
     gpipe: all forwards, then all backwards. 1f1b: a stage's backward as early as it can be, so that it holds the
     activations of no more micro-batches than there are stages. naive: one micro-batch after the other, and so one stage
     after the other.
 Phase 3, reduce: each stage's gradients are summed over the shards (the processes that have the same stage).
 Phase 4, step: a process updates the parameters of its stage; of the others it has neither gradients, optimizer state
-  nor weights. (Who needs the whole model, in evaluation or for a checkpoint, gets it from the stages:
-  `stage_parameters.py`.) A parameter that stands in several stages belongs to the first, which sends it on after each
-  update.
+  nor weights. (For evaluation and checkpoints the whole model is gathered from the stages: `stage_parameters.py`.) A
+  parameter that stands in several stages belongs to the first, which sends it on after each update.
 
 Between processes, a step: activations and their gradients at each cut; between shards, each stage's gradients, as in
 ddp. Memory per process: parameters, gradients and optimizer state of its stage; activations of its stage, of all
@@ -25,7 +24,7 @@ Follows Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks u
 Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (1F1B; with one version of
 the weights, the flush of Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training").
 
-torch's stages have fixed shapes, so that micro-batches of another size go through in a pass of their own.
+torch's stages have fixed shapes, so that micro-batches of another size go through the stages in a pass of their own.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.microbatch import _Replicate
 
 from paceline.comm import collectives
 from paceline.comm.mesh import ALONE, Mesh, OneReplica, check_size
@@ -58,10 +55,11 @@ from paceline.strategies.pipeline_cut import (
     units_of,
 )
 from paceline.strategies.pipeline_loss import Losses, Share, called_with, input_of, padded, terms_from, with_zeros
-from paceline.strategies.pipeline_stages import ByCalls, Waiting, seed
-from paceline.strategies.replicated import load_replicated, replicated_state
+from paceline.strategies.pipeline_schedule import Schedules
+from paceline.strategies.pipeline_stages import CallStages, UncutModel, seed
+from paceline.strategies.replicated import load_replicated, replicated_state, send_models
 from paceline.strategies.stage_parameters import StageParameters
-from paceline.strategies.unused_parameters import Reached
+from paceline.strategies.unused_parameters import UsedParameters
 from paceline.world import World
 
 SCHEDULES = ("gpipe", "1f1b", "naive")
@@ -104,19 +102,16 @@ class Pipeline(ClosureStrategy):
         self.mesh = mesh = Mesh(device, world.rank, {"replicate": world.size // stages, "stage": stages})
         self.plan = AllMicroBatches(mesh.shards, (mesh.shard,))
         self.store = GradientStore(others=mesh.model)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._known: set[Tensor] = set()
+        self._known: set[Tensor] = set()  # the model's parameters and buffers at `prepare`
         self._units = Units([], [])
-        self._owned: StageParameters | None = None
-        self._stage: nn.Module = nn.Sequential()
-        self._reached = Reached("pipeline", world.rank)
+        self._parameters: StageParameters | None = None  # None: the stages are not known yet
+        self._stage: nn.Module = nn.Sequential()  # this process's; of units
+        self._used = UsedParameters("pipeline", world.rank)
         self._losses = Losses(mesh, device)
-        self._waiting: Waiting | None = None
-        self._by_calls: ByCalls | None = None
+        self._uncut: UncutModel | None = None  # until the first micro-batch, where it decides about the cut
+        self._call_stages: CallStages | None = None  # where the stages are cut between calls
         self._forms: dict[Any, list[Tensor]] = {}
-        self._schedules: dict[Any, Any] = {}
-        self._loss: Any = None
+        self._schedules = Schedules(mesh, device, schedule)
         self._hook: Any = None
 
     # --- setup
@@ -125,64 +120,67 @@ class Pipeline(ClosureStrategy):
         if len(models) > 1:
             names = ", ".join(type(model).__name__ for model in models)
             raise ModelError(f"strategy pipeline takes one model, not {len(models)} ({names}). Use strategy='ddp'.")
-        self.mesh.replicas = OneReplica()  # but for the forwards of a step: what else computes the model does so alone
+        self.mesh.replicas = OneReplica()  # outside of a step each process computes the model alone
         new = bool(models) and not self.models
         self.models, self.optimizers = list(models), list(optimizers)
         if new:
-            self._take(models[0])
+            self._prepare(models[0])
             self._known = {*models[0].parameters(), *models[0].buffers()}
         elif models and {*models[0].parameters(), *models[0].buffers()} != self._known:
             raise ModelError(
                 "strategy pipeline: the model has got other layers since it was prepared, and the stages do not have "
                 "them. Prepare it when it is complete."
             )
-        if self._owned is not None:
-            self._owned.optimizers = self.optimizers
+        if self._parameters is not None:
+            self._parameters.optimizers = self.optimizers
 
-    def _take(self, model: nn.Module) -> None:
+    def _prepare(self, model: nn.Module) -> None:
+        """Refuses a model that cannot be cut, before anything is moved, and cuts one where no micro-batch is needed."""
         self._hook = model.register_forward_pre_hook(self._before_forward)
-        model.register_state_dict_pre_hook(_refuse_parts)
+        model.register_state_dict_pre_hook(_refuse_one_stage)
         vars(model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
-        # Before anything is moved: what cannot be cut is refused here.
         units: Units | None = None
         with suppress(UnseenError):
             units = units_of(model)
         if units is None or takes_more(model):
             check_names(model, self.cut, self.mesh.size("stage"), units.names if units is not None else ())
-            self._waiting = Waiting(model, units)  # how the closure calls it decides
+            self._uncut = UncutModel(model, units)  # the closure's call of the model decides how it is cut
         else:
-            self._take_units(model, units)
+            self._cut_units(model, units)
 
-    def _take_units(self, model: nn.Module, units: Units) -> None:
+    def _cut_units(self, model: nn.Module, units: Units) -> None:
         self._units = units
         sizes = [parameters_in(unit) for unit in self._units.modules]
         where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
-        _check_buffers(model, self._parts_of(where))
+        _check_buffers(model, self._stages_of(where))
         if self.balance == "cost" and not self.cut:  # the first micro-batch is needed
-            model.to(self.device)
-            collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+            send_models([model], self.device)
         else:
-            self._take_stage(self._parts_of(where), send=True)
+            self._keep_own_stage(self._stages_of(where), send=True)
 
-    def _parts_of(self, where: Sequence[int]) -> list[nn.Module]:
+    def _stages_of(self, where: Sequence[int]) -> list[nn.Module]:
         return [nn.Sequential(*self._units.modules[a:b]) for a, b in pairwise(where)]
 
-    def _take_stage(self, parts: Sequence[nn.Module], send: bool) -> None:
-        """The stages are known: this process keeps its own. send: whether rank 0's weights have yet to be sent."""
-        self._owned = StageParameters(self.models[0], parts, self.mesh, self.device)
-        self._owned.optimizers = self.optimizers
+    def _keep_own_stage(self, stages: Sequence[nn.Module], send: bool) -> None:
+        """This process keeps its own stage. send: whether rank 0's weights have yet to be sent."""
+        self._parameters = StageParameters(self.models[0], stages, self.mesh, self.device)
+        self._parameters.optimizers = self.optimizers
         if send:
-            self._owned.receive()
-        self._stage = parts[self.mesh.coordinate("stage")]
+            self._parameters.receive()
+        self._stage = stages[self.mesh.coordinate("stage")]
+
+    def _whole_before_cut(self) -> None:
+        """Someone needs the model before the first micro-batch. Collective."""
+        if self._uncut is not None:
+            self._uncut.send(self.device)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """The user calls the model itself, as in evaluation: on all processes, since it is made whole first."""
-        if self._by_calls is not None and self._by_calls.running:
+        """The user calls the model itself, as in evaluation. All processes do, since the model is gathered first."""
+        if self._call_stages is not None and self._call_stages.running:
             return
-        if self._waiting is not None:
-            self._waiting.send(self.device)
-        if self._owned is not None:
-            self._owned.make_whole()
+        self._whole_before_cut()
+        if self._parameters is not None:
+            self._parameters.make_whole()
 
     # --- the step
 
@@ -200,37 +198,36 @@ class Pipeline(ClosureStrategy):
                 f"and is trained in the other. Call model.{'train' if mode else 'eval'}() before the step."
             )
         key = torch.default_generator.initial_seed()
-        if self._waiting is not None:
-            self._begin(self._waiting, work)
+        if self._uncut is not None:
+            self._cut_by_first_batch(self._uncut, work)
         placeholders = [[Term(torch.zeros(()), None)] for _ in work.pieces]
         found: list[list[Term]] = []
         for weights, _ in work.passes(placeholders):
             shares = self._shares(work, [weight for (weight,) in weights])
             with self._only(work.inputs):
-                if self._by_calls is None:
+                if self._call_stages is None:
                     found = self._compute(work, shares, key)
                 else:
-                    assert self._owned is not None
-                    terms = self._by_calls.compute(work, shares, key, self._owned)
+                    assert self._parameters is not None
+                    terms = self._call_stages.compute(work, shares, key, self._parameters)
                     found = self._summed(work, terms, len(shares))
         return padded(found, [piece for piece, _, _ in shares], work.pieces)
 
-    def _begin(self, waiting: Waiting, work: Work) -> None:
-        """Cuts a model that waits for its first micro-batch."""
-        args = called_with(work, work.pieces[0], self.device) if waiting.units is not None else ()
-        if waiting.units is not None and len(args) == 1 and isinstance(args[0], Tensor):
-            self._take_units(waiting.model, waiting.units)
+    def _cut_by_first_batch(self, uncut: UncutModel, work: Work) -> None:
+        args = called_with(work, work.pieces[0], self.device) if uncut.units is not None else ()
+        if uncut.units is not None and len(args) == 1 and isinstance(args[0], Tensor):
+            self._cut_units(uncut.model, uncut.units)
         else:
-            for buffer in waiting.model.buffers():
+            for buffer in uncut.model.buffers():
                 buffer.data = buffer.data.to(self.device)
             by_cost = self.balance == "cost" and not self.cut
             if by_cost:
-                waiting.send(self.device)
-            self._by_calls = by_calls = ByCalls(waiting.model, self.mesh, self.device, self.schedule, self._losses)
-            parts = by_calls.cut(work, self.cut, by_cost)
-            _check_buffers(waiting.model, parts)
-            self._take_stage(parts, send=not waiting.sent)
-        self._waiting = None
+                uncut.send(self.device)
+            self._call_stages = CallStages(uncut.model, self.mesh, self.device, self._schedules, self._losses)
+            stages = self._call_stages.cut(work, self.cut, by_cost)
+            _check_buffers(uncut.model, stages)
+            self._keep_own_stage(stages, send=not uncut.sent)
+        self._uncut = None
 
     def _shares(self, work: Work, weights: Sequence[Weight | None]) -> list[Share]:
         """The micro-batches that have examples; where none has, one of them, since others may wait for this shard."""
@@ -241,114 +238,78 @@ class Pipeline(ClosureStrategy):
         return [share for share in shares if share[0].count] or shares[:1]
 
     def _compute(self, work: Work, shares: Sequence[Share], key: int) -> list[list[Term]]:
-        mesh = self.mesh
-        first, last = mesh.coordinate("stage") == 0, mesh.coordinate("stage") == mesh.size("stage") - 1
+        mesh, first = self.mesh, self._schedules.first
         groups = [list(group) for _, group in groupby(shares, key=lambda share: share[0].count)]
         inputs = [[input_of(work, piece, self.device) for piece, _, _ in group] for group in groups] if first else []
-        if self._owned is None:
+        if self._parameters is None:
             self._measure(inputs[0][0] if first else None)
-        assert self._owned is not None
-        self._owned.release()
+        assert self._parameters is not None
+        self._parameters.free_others()
         forms = [self._forms_of(inputs[number][0] if first else None) for number, group in enumerate(groups)]
         inverse = {}
-        if last:
+        if self._schedules.last:
             inverse = self._losses.inverse_counts(
                 work, groups, lambda number, piece: with_zeros(work, forms[number][-1], piece, self.device)
             )
-        # Other draws on each stage, and at each call: all have the shard's generator.
+        # Every stage has the generator of the data shard; each stage, and each call, must draw other numbers.
         own = mesh.coordinate("stage") + mesh.size("stage") * work.call
         seed(key ^ own * 0x9E3779B97F4A7C15 % 2**63, self.device)
         terms: list[list[Term]] = []
         with mesh.computing(ProcessReplicas(mesh.data)):
             for number, group in enumerate(groups):
-                size = 1 if self.schedule == "naive" else len(group)
-                for start in range(0, len(group), size):
-                    chosen = group[start : start + size]
-                    given = inputs[number][start : start + size] if first else []
+                for start, chosen in self._schedules.passes(group):
+                    given = inputs[number][start : start + len(chosen)] if first else []
                     terms += self._pass(work, chosen, given, forms[number], inverse)
         return self._summed(work, terms, len(shares))
 
     def _summed(self, work: Work, terms: list[list[Term]], count: int) -> list[list[Term]]:
         """After the backward: phase 3. Returns the terms of so many micro-batches, on all stages."""
-        assert self._owned is not None
-        self._owned.sum_tied()
+        assert self._parameters is not None
+        self._parameters.sum_tied()
         data = self.mesh.data
-        collectives.sum_all(self._reached.gradients(kind_of(work.call, work.inputs), self._owned.names, data), data)
-        return self._losses.told(work.call, terms, count)
+        collectives.sum_all(self._used.gradients(kind_of(work.call, work.inputs), self._parameters.names, data), data)
+        return self._losses.broadcast(work.call, terms, count)
 
     def _pass(
         self, work: Work, group: Sequence[Share], inputs: list[Tensor], forms: list[Tensor], inverse: dict[int, Any]
     ) -> list[list[Term]]:
-        """Micro-batches of one length through the schedule. Returns their terms, on the last stage."""
+        """Runs micro-batches of one length through the stages. Returns their terms, on the last stage."""
         found: list[list[Term]] = []
 
         def loss(output: Tensor, number: Tensor) -> Tensor:
-            piece, weight, scale = group[int(number)]
-            terms = terms_from(work, output, piece, self.device)
-            self._losses.check_kind(work.call, terms)
-            found.append([Term(term.value.detach(), term.count) for term in terms])
-            parts = [t.value * (weight if t.count is None else inverse[i] * scale) for i, t in enumerate(terms)]
-            return torch.stack([part.reshape(()) for part in parts]).sum()
+            share = group[int(number)]
+            terms = terms_from(work, output, share[0], self.device)
+            found.append([term.detached() for term in terms])
+            return self._losses.weighted(work.call, terms, share, inverse)
 
-        self._loss = loss
-        schedule = self._schedule_for(len(group), forms)
-        if self.mesh.coordinate("stage") == 0:
-            schedule.step(torch.cat(inputs))
-        elif self.mesh.coordinate("stage") == self.mesh.size("stage") - 1:
-            schedule.step(target=torch.arange(len(group)), losses=[])
-        else:
-            schedule.step()
+        stage = self.mesh.coordinate("stage")
+        own = (forms[stage], forms[stage + 1])
+        self._schedules.run(self._stage, own, lambda: torch.cat(inputs), loss, len(group))
         return found
-
-    def _schedule_for(self, count: int, forms: list[Tensor]) -> Any:
-        key = (count, *((form.shape, form.dtype) for form in forms))
-        if key not in self._schedules:
-            if len(self._schedules) >= 4:
-                self._schedules.clear()  # each keeps buffers for what it receives
-            part, stages = self.mesh.coordinate("stage"), self.mesh.size("stage")
-            stage = PipelineStage(
-                self._stage,
-                part,
-                stages,
-                self.device,
-                input_args=(forms[part],),
-                output_args=(forms[part + 1],),
-                group=self.mesh.along("stage").get_group(),
-            )
-            whole: Any = (_Replicate(),) if count == 1 else None  # one is not cut: it may have no examples
-            kind = Schedule1F1B if self.schedule == "1f1b" and count >= stages else ScheduleGPipe
-            self._schedules[key] = kind(
-                stage,
-                n_microbatches=count,
-                loss_fn=lambda *args: self._loss(*args),
-                args_chunk_spec=whole,
-                scale_grads=False,
-            )
-        return self._schedules[key]
 
     @contextmanager
     def _only(self, inputs: Sequence[Tensor] | None) -> Iterator[None]:
-        """Within it only these parameters get gradients (None: all)."""
-        if inputs is None or self._owned is None:
+        """Within the block only these parameters get gradients (None: all)."""
+        if inputs is None or self._parameters is None:
             yield
             return
         chosen = set(inputs)
-        kept = {p: p.grad for p in self._owned.names if p not in chosen}
+        others = {p: p.grad for p in self._parameters.names if p not in chosen}
         yield
-        for p, grad in kept.items():
+        for p, grad in others.items():
             p.grad = grad
 
     # --- what the stages tell each other
 
     @torch.no_grad()
     def _forms_of(self, value: Tensor | None) -> list[Tensor]:
-        """What goes into each stage and out of the last: tensors without memory. Called by a row together.
+        """What goes into each stage and out of the last: tensors on "meta". All stages call it together.
 
-        torch's stages would find out by running themselves on made-up data, which moves the running statistics of batch
-        norms and calls the loss. In evaluation mode nothing of that happens.
+        torch's stages would find out by running themselves on made-up data, which moves running statistics and calls
+        the loss. Here each stage runs in evaluation mode, on zeros.
         """
-        row, first = self.mesh.group("stage"), self.mesh.at(stage=0)
-        key = collectives.broadcast_object((value.shape, value.dtype) if value is not None else None, first, row)
+        group, first = self.mesh.group("stage"), self.mesh.at(stage=0)
+        key = collectives.broadcast_object((value.shape, value.dtype) if value is not None else None, first, group)
         autocast = torch.is_autocast_enabled(self.device.type)
         if (key, autocast) not in self._forms:
             found: list[Any] = [key]
@@ -361,49 +322,49 @@ class Pipeline(ClosureStrategy):
                     for module, was in modes.items():
                         module.training = was
                     form = _form(result)
-                found.append(collectives.broadcast_object(form, self.mesh.at(stage=part), row))
+                found.append(collectives.broadcast_object(form, self.mesh.at(stage=part), group))
             made = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]
             self._forms[key, autocast] = made[:1] + [form.requires_grad_() for form in made[1:]]
         return self._forms[key, autocast]
 
     def _measure(self, value: Tensor | None) -> None:
-        """Cuts by what the units cost, on rank 0, on the first micro-batch."""
+        """Cuts by the cost of the units, which rank 0 measures on the first micro-batch."""
         sizes = seconds(self._units.modules, value) if self.world.rank == 0 and value is not None else None
         sizes = collectives.broadcast_object(sizes)
         where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
-        _check_buffers(self.models[0], self._parts_of(where))
-        self._take_stage(self._parts_of(where), send=False)
+        _check_buffers(self.models[0], self._stages_of(where))
+        self._keep_own_stage(self._stages_of(where), send=False)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._owned is not None
-        self._owned.release()  # the script may have evaluated since the backward
+        assert self._parameters is not None
+        self._parameters.free_others()  # the script may have evaluated since the backward
         optimizer.step()
-        self._owned.share_tied()
+        self._parameters.share_tied()
 
     def state_dict(self) -> dict[str, Any]:
-        if self._waiting is not None:
-            self._waiting.send(self.device)
-        return replicated_state(self.models, self.optimizers) if self._owned is None else self._owned.state_dict()
+        self._whole_before_cut()
+        if self._parameters is None:
+            return replicated_state(self.models, self.optimizers)
+        return self._parameters.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._waiting is not None:
-            self._waiting.send(self.device)
-        if self._owned is None:
+        self._whole_before_cut()
+        if self._parameters is None:
             load_replicated(self.models, self.optimizers, state)
         else:
-            self._owned.load_state_dict(state)
+            self._parameters.load_state_dict(state)
 
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             vars(self.models[0]).pop("__deepcopy__", None)
-        if self._by_calls is not None:
-            self._by_calls.close()
-        self._schedules, self._loss = {}, None
+        if self._call_stages is not None:
+            self._call_stages.close()
+        self._schedules.close()
         self.store.others = ALONE
 
 
-def _refuse_parts(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _refuse_one_stage(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     if any(p.dim() == 1 and p.numel() == 0 for p in model.parameters()):
         raise UsageError(
             "strategy pipeline: model.state_dict() on a process that has one stage of the model. On all processes call "

@@ -98,11 +98,11 @@ class _Ended(BaseException):
 
 
 class _Run:
-    """One run of the closure. called: what is done at each call of a module. counts: calls of each so far."""
+    """One run of the closure. called: handles each call of a module."""
 
-    def __init__(self, called: Callable[[int, nn.Module, Any, Any], Any]) -> None:
+    def __init__(self, called: Callable[[Call, nn.Module, Any, Any], Any]) -> None:
         self.called = called
-        self.counts: Counter[int] = Counter()
+        self.counts: Counter[int] = Counter()  # module -> its calls so far
 
 
 class Calls:
@@ -132,10 +132,11 @@ class Calls:
         run = self._run
         if run is None:
             return module._call_impl(*args, **kwargs)
-        return run.called(number, module, args, kwargs)
+        run.counts[number] += 1
+        return run.called((number, run.counts[number]), module, args, kwargs)
 
     @contextmanager
-    def _running(self, called: Callable[[int, nn.Module, Any, Any], Any]) -> Iterator[_Run]:
+    def _running(self, called: Callable[[Call, nn.Module, Any, Any], Any]) -> Iterator[_Run]:
         self._run = run = _Run(called)
         try:
             yield run
@@ -168,17 +169,15 @@ class Calls:
                 kept.append(one)
                 born[id(one)] = clock[0]
 
-        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-            run.counts[number] += 1
-            made, start, before = (number, run.counts[number]), clock[0], run.counts.copy()
-            given = _absent_in(args, kwargs)
-            entries.append((start, made, given))
-            open_calls.append(number)
+        def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            start, before, given = clock[0], run.counts.copy(), _absent_in(args, kwargs)
+            entries.append((start, call, given))
+            open_calls.append(call[0])
             output = module._call_impl(*args, **kwargs)
             open_calls.pop()
             inner = run.counts - before
-            inner[number] += 1
-            spans[made] = Span(
+            inner[call[0]] += 1
+            spans[call] = Span(
                 start, clock[0], inner, [form(one) for _, one in given], _as_forms(output, [one for _, one in given])
             )
             return output
@@ -233,18 +232,16 @@ class Calls:
         to its end). Returns what is to be sent, or what the closure returned. begin: called at the first of these."""
         begun = entry is None
 
-        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
             nonlocal begun
-            run.counts[number] += 1
-            made = (number, run.counts[number])
-            if exit is not None and begun and made == exit.call:
-                raise _Ended(_argument(exit, args, kwargs, self.names[number]))
+            if exit is not None and begun and call == exit.call:
+                raise _Ended(_argument(exit, args, kwargs, self.names[call[0]]))
             if begun:
                 return module._call_impl(*args, **kwargs)
             assert entry is not None
             cut, received = entry
-            if made == cut.call:
-                one = _argument(cut, args, kwargs, self.names[number])
+            if call == cut.call:
+                one = _argument(cut, args, kwargs, self.names[call[0]])
                 assert type(one) is Absent
                 one.fill(received)
                 begun = True
@@ -254,10 +251,10 @@ class Calls:
                 else:
                     kwargs = {**kwargs, cut.where: received}
                 return module._call_impl(*args, **kwargs)
-            span = record.spans.get(made)
+            span = record.spans.get(call)
             if span is None or span.output is None or span.start <= cut.at < span.end:
                 return module._call_impl(*args, **kwargs)
-            return self._left_out(run, made, span, args, kwargs)
+            return self._left_out(run, call, span, args, kwargs)
 
         try:
             with self._running(called) as run:
@@ -274,30 +271,28 @@ class Calls:
             )
         return result
 
-    def _left_out(self, run: _Run, made: Call, span: Span, args: Any, kwargs: Any) -> Any:
+    def _left_out(self, run: _Run, call: Call, span: Span, args: Any, kwargs: Any) -> Any:
         given = [one for _, one in _absent_in(args, kwargs)]
         if [form(one) for one in given] != span.given:
             raise UsageError(
-                f"strategy pipeline: {self.names[made[0]]} is called with tensors of other forms than for earlier "
+                f"strategy pipeline: {self.names[call[0]]} is called with tensors of other forms than for earlier "
                 "examples of the same form. The forms in a model must not depend on the examples' values; or use "
                 "strategy='ddp'."
             )
         run.counts.update(span.inner)
-        run.counts[made[0]] -= 1  # it was counted when it began
+        run.counts[call[0]] -= 1  # it was counted when it began
         return _from_forms(span.output, given, lambda one: absent(one.shape, one.dtype, one.device))
 
     def zeros(self, record: Record, compute: Callable[[], Any]) -> Any:
         """Runs the closure with zeros in place of what the model gives it: what it counts."""
         within = False
 
-        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
             nonlocal within
-            run.counts[number] += 1
-            made = (number, run.counts[number])
-            span = record.spans.get(made)
+            span = record.spans.get(call)
             outermost, within = not within, True
             if span is not None and span.output is not None:
-                output = self._left_out(run, made, span, args, kwargs)
+                output = self._left_out(run, call, span, args, kwargs)
             else:
                 output = module._call_impl(*args, **kwargs)
             if outermost:
@@ -315,16 +310,15 @@ class Calls:
         latest = time.perf_counter()
         places = {cut.call for cut in cuts}
 
-        def called(number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
             nonlocal latest
-            run.counts[number] += 1
-            if (number, run.counts[number]) in places:
+            if call in places:
                 now = time.perf_counter()
                 told.append(now - latest)
                 latest = now
             return module._call_impl(*args, **kwargs)
 
-        with self._running(called) as run:
+        with self._running(called):
             yield told
         told.append(time.perf_counter() - latest)
 

@@ -1,9 +1,11 @@
-"""The user's closure in a pipeline: its call of the model gives the first stage's input and takes the last one's
-output, and what it returns there is weighed and told to all stages.
+"""The user's closure in a pipeline.
+
+On the first stage its call of the model gives the stage's input. On the last stage this call returns the stage's
+output; the terms that the closure then returns are weighted, and broadcast to all stages.
 
 A sum over counted things is divided by the count of the whole global batch, which is not known when the first backward
-begins. So a closure that returns a Total is run once more on the last stage, before the schedule, with zeros in place
-of the model's output, only to count.
+begins. So the last stage runs a closure that returns a Total once more, before the schedule, with zeros in place of the
+model's output: only to count.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Piece, Term, Weight, Work
 
 
-class _Input(Exception):
-    """`args`: what the closure called the model with."""
+class _ModelCalled(Exception):
+    """Ends a closure at its call of the model. `args`: of this call."""
 
 
-class Stand:
-    """Stands for the model in a closure that is not to compute it: with `output` as what it returns, or, to catch its
-    input, without."""
+class ModelStub:
+    """In place of the model in a closure that must not compute it. A call returns `output`; without one it ends the
+    closure."""
 
     def __init__(self, output: Tensor | None = None) -> None:
         self._output, self._called = output, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._output is None:
-            raise _Input(*args, *kwargs.values())
+            raise _ModelCalled(*args, *kwargs.values())
         if self._called:
             raise UsageError(
                 "strategy pipeline: the closure calls the model a second time, and only one input goes through the "
@@ -51,10 +53,10 @@ class Stand:
 
 
 class _Kind(NamedTuple):
-    """What a closure returns. counted: for each term whether it has a count of its own. dtype: of the values."""
+    """What a closure returns."""
 
-    counted: tuple[bool, ...]
-    dtype: torch.dtype
+    counted: tuple[bool, ...]  # for each term, whether it has a count of its own
+    dtype: torch.dtype  # of the values
 
 
 Share = tuple[Piece, float, float]
@@ -62,22 +64,22 @@ Share = tuple[Piece, float, float]
 
 
 def on_one_stage() -> AbstractContextManager[None]:
-    """Within it the closure runs, on the processes of one stage."""
+    """Within the block the closure runs on one stage: functions that need all members of the run raise."""
     return current().computing(current().replicas, everywhere=False)
 
 
 def called_with(work: Work, piece: Piece, device: torch.device) -> tuple[Any, ...]:
-    """What the closure calls the model with. Raises UsageError where it does not call it."""
+    """The arguments of the closure's call of the model. Raises UsageError where it does not call it."""
     try:
         with on_one_stage(), torch.no_grad():
-            work.compute(Stand(), piece, device)
-    except _Input as captured:
+            work.compute(ModelStub(), piece, device)
+    except _ModelCalled as captured:
         return captured.args
     raise UsageError("strategy pipeline: the closure never called the model. Call it once: output = model(input).")
 
 
 def input_of(work: Work, piece: Piece, device: torch.device) -> Tensor:
-    """What the closure calls the model with. Raises UsageError unless that is one tensor."""
+    """The argument of the closure's call of the model. Raises UsageError unless it is one tensor."""
     args = called_with(work, piece, device)
     if len(args) == 1 and isinstance(args[0], Tensor):
         return args[0]
@@ -91,7 +93,7 @@ def terms_from(work: Work, output: Tensor, piece: Piece, device: torch.device) -
     """What the closure returns for this output of the model. Raises UsageError where it differentiates by the input."""
     try:
         with on_one_stage():
-            return work.compute(Stand(output), piece, device)
+            return work.compute(ModelStub(output), piece, device)
     except RuntimeError as error:
         if "not have been used in the graph" not in str(error):
             raise
@@ -109,12 +111,12 @@ def with_zeros(work: Work, form: Tensor, piece: Piece, device: torch.device) -> 
 
 
 class Losses:
-    """What the closure of each backward call returns, seen from one process."""
+    """What the closure of each backward call returns."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh, self._device = mesh, device
-        self._kinds: dict[int, _Kind] = {}  # backward call -> what its closure returns; on the last stage
-        self._agreed: dict[int, _Kind] = {}  # the same, on all
+        self._kinds: dict[int, _Kind] = {}  # backward call -> kind; on the last stage
+        self._agreed: dict[int, _Kind] = {}  # the same, on all stages
 
     def inverse_counts(
         self, work: Work, groups: Sequence[Sequence[Share]], counted: Callable[[int, Piece], list[Term]]
@@ -143,16 +145,21 @@ class Losses:
         inverse = torch.where(total > 0, 1 / total.clamp(min=torch.finfo(dtype).tiny), 0)
         return dict(zip(which, inverse.unbind(), strict=True))
 
-    def check_kind(self, call: int, terms: Sequence[Term]) -> None:
+    def weighted(self, call: int, terms: Sequence[Term], share: Share, inverse: dict[int, Tensor]) -> Tensor:
+        """The scalar that a micro-batch adds to the loss of the global batch. Raises UsageError where the closure
+        returns other kinds of terms than before."""
         counted = tuple(term.count is not None for term in terms)
         if counted != self._kinds[call].counted:
             raise UsageError(
                 "strategy pipeline: the closure returned other kinds of losses (means, or Totals) than before. Return "
                 "the same at each step: a Total with the count 0 where there is nothing."
             )
+        _, weight, scale = share
+        parts = [t.value * (weight if t.count is None else inverse[i] * scale) for i, t in enumerate(terms)]
+        return torch.stack([part.reshape(()) for part in parts]).sum()
 
-    def told(self, call: int, terms: list[list[Term]], count: int) -> list[list[Term]]:
-        """The last stage's terms, on all processes of the row."""
+    def broadcast(self, call: int, terms: list[list[Term]], count: int) -> list[list[Term]]:
+        """The last stage's terms, of `count` micro-batches, on all stages."""
         last = self._mesh.size("stage") - 1
         src = self._mesh.at(stage=last)
         if call not in self._agreed:
@@ -177,7 +184,7 @@ class Losses:
 
 
 def padded(terms: list[list[Term]], computed: Sequence[Piece], pieces: Sequence[Piece]) -> list[list[Term]]:
-    """Terms for every piece; those of pieces that were left out count nothing."""
+    """Terms for every piece; terms of pieces that were not computed are zero."""
     found = {piece.micro: row for piece, row in zip(computed, terms, strict=True)}
     nothing = [Term(torch.zeros_like(term.value), None if term.count is None else 0.0) for term in terms[0]]
     return [found.get(piece.micro, nothing) for piece in pieces]

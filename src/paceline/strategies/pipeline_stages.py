@@ -1,19 +1,17 @@
-"""The stages of a pipeline that is cut between calls of layers (`pipeline_calls.py`), and their schedule.
+"""The stages of a pipeline that is cut between calls of layers (`pipeline_calls.py`).
 
-Every process of a row has the same examples, so that each makes the same records of them, and nothing is told.
+All stages of a data shard have the same examples. So each makes the same records of them, without communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
@@ -23,40 +21,41 @@ from paceline.strategies.base import Piece, Term, Work
 from paceline.strategies.pipeline_calls import Calls, Cut, Record, form_of
 from paceline.strategies.pipeline_cut import Units, boundaries
 from paceline.strategies.pipeline_loss import Losses, Share, on_one_stage
+from paceline.strategies.pipeline_schedule import Schedules
+from paceline.strategies.replicated import send_models
 from paceline.strategies.stage_parameters import StageParameters
 
-MOST_SCHEDULES = 4
-"""Each keeps buffers for what it receives."""
 MOST_RECORDS = 256
 """Forms of examples that are remembered."""
 
 
-class Waiting:
-    """A model of which the first micro-batch decides how it is cut. units: those of torch.fx, where it found some."""
+class UncutModel:
+    """A model whose cut the first micro-batch decides. units: those of torch.fx, where it found some."""
 
     def __init__(self, model: nn.Module, units: Units | None) -> None:
         self.model, self.units = model, units
         self.sent = False
 
     def send(self, device: torch.device) -> None:
-        """Takes rank 0's weights to the device, whole: someone needs the model before it is cut. Together on all."""
+        """Moves the whole model to the device, with rank 0's weights: someone needs it before it is cut. Collective."""
         if not self.sent:
-            self.model.to(device)
-            collectives.broadcast_tensors([*self.model.parameters(), *self.model.buffers()])
+            send_models([self.model], device)
             self.sent = True
 
 
-class ByCalls:
-    """The stages, seen from one process. name: of the schedule."""
+class CallStages:
+    """The stages, seen from one process."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, name: str, losses: Losses) -> None:
-        self._model, self._mesh, self._device, self._name, self._losses = model, mesh, device, name, losses
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, device: torch.device, schedules: Schedules, losses: Losses
+    ) -> None:
+        self._model, self._mesh, self._device = model, mesh, device
+        self._schedules, self._losses = schedules, losses
         self._calls = Calls(model, device)
-        self._records: dict[Any, Record] = {}
-        self._has: list[set[Tensor]] = []  # of each stage, the parameters that it keeps
-        self._checked: dict[int, Record] = {}
+        self._records: dict[Any, Record] = {}  # by the form of the examples, the mode and the backward call
+        self._used: list[set[Tensor]] = []  # of each stage, the parameters that it keeps
+        self._checked: dict[int, Record] = {}  # records whose stages use no others; by id
         self._chosen: list[Cut] = []  # where stages 1, 2, ... begin, in the first record
-        self._schedules: dict[Any, Any] = {}
         self._stage = _Stage()
 
     @property
@@ -64,14 +63,13 @@ class ByCalls:
         return self._calls.running
 
     def close(self) -> None:
-        self._schedules = {}
         self._calls.release()
 
     # --- the cut
 
     def cut(self, work: Work, cut: str, by_cost: bool) -> list[nn.Module]:
-        """Chooses where the stages begin, by the first micro-batch; for each the module of what it has. Raises
-        ModelError or SettingError."""
+        """Chooses where the stages begin, by the first micro-batch. Returns for each stage a module of its parameters
+        and buffers. Raises ModelError or SettingError."""
         piece = next((piece for piece in work.pieces if piece.count), work.pieces[0])
         record = self._record(work, piece)
         units = self._calls.units(record)
@@ -92,8 +90,8 @@ class ByCalls:
             )
         self._chosen = [by_call[call] for call in chosen]
         parts = self._calls.holdings(record, self._chosen)
-        self._has = [set(part.parameters()) for part in parts]
-        self._has[0] |= {p for p in self._model.parameters() if not any(p in has for has in self._has)}  # unused ones
+        self._used = [set(part.parameters()) for part in parts]
+        self._used[0] |= {p for p in self._model.parameters() if not any(p in used for used in self._used)}
         return parts
 
     def _record(self, work: Work, piece: Piece) -> Record:
@@ -107,7 +105,7 @@ class ByCalls:
         return self._records[key]
 
     def _seconds(self, work: Work, piece: Piece, record: Record) -> list[float]:
-        """What the forward of each stretch takes on rank 0, the least of a few trials, in evaluation mode."""
+        """Seconds of each stretch's forward on rank 0, the least of a few trials, in evaluation mode."""
         modes = {module: module.training for module in self._model.modules()}
         trials = []
         for _ in range(3 if self._mesh.rank == 0 else 0):
@@ -123,17 +121,17 @@ class ByCalls:
 
     # --- the step
 
-    def compute(self, work: Work, shares: Sequence[Share], key: int, owned: StageParameters) -> list[list[Term]]:
+    def compute(self, work: Work, shares: Sequence[Share], key: int, parameters: StageParameters) -> list[list[Term]]:
         """Forwards and backwards of the micro-batches. Returns their terms, on the last stage."""
         mesh = self._mesh
         groups = [list(group) for _, group in groupby(shares, key=lambda share: form_of(share[0].batch))]
         records = [self._record(work, group[0][0]) for group in groups]
         for record in records:
             self._check(record)
-        owned.release()
-        with self._of_this_stage(records[0], owned):
+        parameters.free_others()
+        with self._calls.absent_parameters(records[0], parameters.used):
             inverse = {}
-            if mesh.coordinate("stage") == mesh.size("stage") - 1:
+            if self._schedules.last:
 
                 def counted(number: int, piece: Piece) -> list[Term]:
                     seed(key, self._device)
@@ -146,65 +144,52 @@ class ByCalls:
             terms: list[list[Term]] = []
             with mesh.computing(ProcessReplicas(mesh.data)):
                 for group, record in zip(groups, records, strict=True):
-                    size = 1 if self._name == "naive" else len(group)
-                    for start in range(0, len(group), size):
-                        terms += self._pass(work, group[start : start + size], record, key, inverse)
+                    for _, chosen in self._schedules.passes(group):
+                        terms += self._pass(work, chosen, record, key, inverse)
         return terms
-
-    @contextmanager
-    def _of_this_stage(self, record: Record, owned: StageParameters) -> Iterator[None]:
-        with self._calls.absent_parameters(record, owned.kept):
-            yield
 
     def _pass(
         self, work: Work, group: Sequence[Share], record: Record, key: int, inverse: dict[int, Tensor]
     ) -> list[list[Term]]:
-        """Micro-batches of one form through the schedule."""
+        """Runs micro-batches of one form through the stages. Returns their terms, on the last stage."""
         part = self._mesh.coordinate("stage")
         entry, exit = self._all_ends(record)[part : part + 2]
         found: list[list[Term]] = []
 
         def reseed() -> None:
-            # Other draws on each stage; before it begins, those of the closure itself, alike on all.
+            # Each stage draws other numbers. Before it begins, the closure's own draws are the same on all stages.
             seed(torch.default_generator.initial_seed() ^ part * 0x9E3779B97F4A7C15 % 2**63, self._device)
 
         def run(received: Tensor, number: int) -> Tensor:
-            piece, weight, scale = group[number]
+            share = group[number]
             seed(key, self._device)
-            compute = partial(work.compute, self._model, piece, self._device)
+            compute = partial(work.compute, self._model, share[0], self._device)
             with on_one_stage():
                 result = self._calls.stretch(record, entry and (entry, received), exit, reseed, compute)
             if exit is not None:
                 output: Tensor = result
                 return output
-            self._losses.check_kind(work.call, result)
-            found.append([Term(term.value.detach(), term.count) for term in result])
-            parts = [t.value * (weight if t.count is None else inverse[i] * scale) for i, t in enumerate(result)]
-            return torch.stack([one.reshape(()) for one in parts]).sum().reshape(1)
+            found.append([term.detached() for term in result])
+            return self._losses.weighted(work.call, result, share, inverse).reshape(1)
 
         self._stage.run = run
-        schedule = self._schedule_for(len(group), entry, exit, record)
         numbers = torch.arange(len(group))
+        forms = (_meta(entry, ((1,), torch.int64)), _meta(exit, ((1,), record.loss_dtype)))
         try:
-            if part == 0:
-                schedule.step(numbers, number=numbers)
-            elif exit is None:
-                schedule.step(number=numbers, target=numbers, losses=[])
-            else:
-                schedule.step(number=numbers)
-        except RuntimeError as error:  # torch's words around what was raised in a stage's forward
+            self._schedules.run(self._stage, forms, lambda: numbers, _sum_of_loss, len(group), number=numbers)
+        except RuntimeError as error:  # torch wraps what a stage's forward raises
             if isinstance(error.__cause__, (PacelineError, TypeError, ValueError)):
                 raise error.__cause__ from None
             raise
         return found
 
     def _check(self, record: Record) -> None:
-        """Raises UsageError, on all stages, where one of them would use a parameter that it has not."""
+        """Raises UsageError, on all stages, where one of them would use a parameter that it does not keep."""
         if id(record) in self._checked:
             return
         ends = self._all_ends(record)
         for part, (start, end) in enumerate(pairwise(ends)):
-            lacking = self._calls.lacking(record, start, end, self._has[part])
+            lacking = self._calls.lacking(record, start, end, self._used[part])
             if lacking:
                 raise UsageError(
                     f"strategy pipeline: this call uses {', '.join(lacking[:3])} in stage {part}, which did not use it "
@@ -214,8 +199,8 @@ class ByCalls:
         self._checked[id(record)] = record
 
     def _all_ends(self, record: Record) -> list[Cut | None]:
-        """The calls with which the stages begin, for examples of this form; None for the begin of the first one and the
-        end of the last."""
+        """The calls at which stages begin and end, for examples of this form; None for the begin of the closure and
+        for its end."""
         by_call = {cut.call: cut for cut in record.cuts}
         ends: list[Cut | None] = [None, *(by_call.get(cut.call) for cut in self._chosen), None]
         missing = [cut.name for cut, found in zip(self._chosen, ends[1:-1], strict=True) if found is None]
@@ -227,35 +212,21 @@ class ByCalls:
             )
         return ends
 
-    def _schedule_for(self, count: int, entry: Cut | None, exit: Cut | None, record: Record) -> Any:
-        def meta(cut: Cut | None, form: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
-            shape, dtype = form if cut is None else (cut.shape, cut.dtype)
-            return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
 
-        key = (count, entry and (entry.shape, entry.dtype), exit and (exit.shape, exit.dtype), record.loss_dtype)
-        if key not in self._schedules:
-            if len(self._schedules) >= MOST_SCHEDULES:
-                self._schedules.clear()
-            stage = PipelineStage(
-                self._stage,
-                self._mesh.coordinate("stage"),
-                self._mesh.size("stage"),
-                self._device,
-                input_args=(meta(entry, ((1,), torch.int64)),),
-                output_args=(meta(exit, ((1,), record.loss_dtype)),),
-                group=self._mesh.along("stage").get_group(),
-            )
-            kind = Schedule1F1B if self._name == "1f1b" and count >= self._mesh.size("stage") else ScheduleGPipe
-            self._schedules[key] = kind(
-                stage, n_microbatches=count, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
-            )
-        return self._schedules[key]
+def _meta(cut: Cut | None, form: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
+    """A tensor on "meta" of what travels at a cut; of this form where there is no cut."""
+    shape, dtype = form if cut is None else (cut.shape, cut.dtype)
+    return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
+
+
+def _sum_of_loss(loss: Tensor, _: Tensor) -> Tensor:
+    return loss.sum()
 
 
 class _Stage(nn.Module):
-    """What torch's schedule calls. run: of what was received and the number of the micro-batch, what is sent."""
+    """The module that torch's schedule calls."""
 
-    run: Callable[[Tensor, int], Tensor]
+    run: Callable[[Tensor, int], Tensor]  # (what was received, number of the micro-batch) -> what is sent
 
     def forward(self, received: Tensor, number: Tensor) -> Tensor:
         return self.run(received, int(number))

@@ -230,7 +230,7 @@ class ReplicaSet:
             )
             if work.final and not shared:
                 combine()
-        return [[Term(term.value.detach(), term.count) for term in of_one] for of_one in terms]
+        return [[term.detached() for term in of_one] for of_one in terms]
 
     def _swapped(self, tree: Any, number: int) -> Any:
         """The user's model (or tuple, list, dict of models, or list of parameters) with a replica's in their places."""

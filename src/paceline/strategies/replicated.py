@@ -1,22 +1,25 @@
-"""What strategies that hold one whole replica in a process share: the closure, and state by name.
+"""What strategies that hold one whole replica in a process share: equal weights at the start, and state by name.
 
-State is named by the user's own parameter names. Those of a second model are marked "1/", of a third "2/", and so on.
-An optimizer's state is {"class": its class's name, "groups": [its options, "params": names], "state": {name: its
-state}}: independent of the order in which parameters were given to it, of devices and of world size. Older checkpoints
-have no "class".
+State goes by the user's own parameter names. Names of a second model begin with "1/", of a third with "2/", and so on.
+An optimizer's state is {"class": name of its class, "groups": [its options, "params": names], "state": {name: state}}.
+It depends on no order of parameters, no device and no world size. Older checkpoints have no "class".
+
+Master weights are tensors that an optimizer updates in place of a model's parameters: copies on the CPU, or shards. The
+optimizer's state belongs to them. Its groups hold the user's own parameters, which scripts clip, freeze and read; only
+within `in_place_of` do the masters stand there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import CheckpointError, UsageError
-from paceline.strategies.masters import in_place_of
+from paceline.comm import collectives
+from paceline.errors import CheckpointError, ModelError, UsageError
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
@@ -29,14 +32,67 @@ def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
     return names
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first five names, for a message."""
+    return ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
+
+
+def send_models(models: Sequence[nn.Module], device: torch.device, sent: Collection[Tensor] = ()) -> set[Tensor]:
+    """Moves models to the device, and overwrites parameters and buffers by rank 0's, but for those in `sent`. Returns
+    all parameters and buffers. Collective."""
+    tensors: set[Tensor] = set()
+    for model in models:
+        model.to(device)
+        own = [*model.parameters(), *model.buffers()]
+        collectives.broadcast_tensors([tensor for tensor in own if tensor not in sent])
+        tensors.update(own)
+    return tensors
+
+
+def named_state(names: Mapping[Tensor, str], optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, Tensor]]:
+    """The parameters, and the tensors of their optimizers' state, each with a name."""
+    named = [(name, p) for p, name in names.items()]
+    for number, optimizer in enumerate(optimizers):
+        for p, state in optimizer.state.items():
+            what = f"{names.get(p, '?')} in optimizer {number}"
+            named += [(f"{key} of {what}", v) for key, v in sorted(state.items()) if isinstance(v, Tensor)]
+    return named
+
+
+CHANGED_AT_START = "`prepare` made them alike, so they were changed after it on some"
+
+
+def check_same_bits(named: Sequence[tuple[str, Tensor]], when: str, why: str) -> None:
+    """Raises ModelError, on all ranks, where these tensors are not the same bits on all. Collective. why: how they can
+    have become different, up to the word before "ranks only"."""
+    if differing := collectives.digest_mismatch(named):
+        raise ModelError(
+            f"the weights differ between ranks {when}: {listed(differing)}. {why} ranks only: load weights and "
+            "optimizer states on every rank, or before `prepare`."
+        )
+
+
+@contextmanager
+def in_place_of(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Within the block the optimizer's groups hold the masters of those parameters that have one."""
+    own = [group["params"] for group in optimizer.param_groups]
+    for group, parameters in zip(optimizer.param_groups, own, strict=True):
+        group["params"] = [masters.get(p, p) for p in parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, own, strict=True):
+            group["params"] = parameters
+
+
 def replicated_state(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The whole state, as each process holds it. Tensors are the live ones: copy before the next step.
+    """The whole state, as each process holds it. Tensors are the live ones: copy them before the next step.
 
-    masters: of the parameters that have one, whose the optimizers' state then is (masters.py).
+    masters: the user's parameter -> its master, for those that have one.
     """
     with ExitStack() as stack:
         names = _with_masters(stack, parameter_names(models), optimizers, masters or {})
@@ -52,25 +108,24 @@ def _with_masters(
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[Tensor, Tensor],
 ) -> dict[Tensor, str]:
-    """Until the stack is left the optimizers hold the masters, which have their parameters' names."""
+    """Until the stack is closed the optimizers hold the masters. Returns the names of parameters and masters."""
     for optimizer in optimizers if masters else ():
         stack.enter_context(in_place_of(optimizer, masters))
     return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 
-def strange_parameters(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> str:
-    """Which of its parameters no prepared model has, in words; nothing where all are known."""
-    strange = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-    shapes = ", ".join(str(tuple(p.shape)) for p in strange[:3])
-    return f"{len(strange)} parameter(s) (shapes {shapes})" if strange else ""
+def unknown_parameters(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> str:
+    """The optimizer's parameters that no prepared model has, in words; "" where there are none."""
+    unknown = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
+    return f"{len(unknown)} parameter(s) (shapes {shapes})" if unknown else ""
 
 
 def check_known(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> None:
-    """Raises UsageError where it has got parameters that no prepared model has."""
-    strange = strange_parameters(optimizer, known)
-    if strange:
+    """Raises UsageError where the optimizer has parameters that no prepared model has."""
+    if unknown := unknown_parameters(optimizer, known):
         raise UsageError(
-            f"{type(optimizer).__name__} has {strange} that the prepared models did not have: their gradients are not "
+            f"{type(optimizer).__name__} has {unknown} that the prepared models did not have: their gradients are not "
             "combined over the processes. Call run.prepare(model) again, on every process, after adding them to the "
             "model."
         )
@@ -95,8 +150,9 @@ def load_replicated(
     state: dict[str, Any],
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> None:
-    """Puts back a whole state, of the optimizers into the masters' where there are any; the masters' own values are not
-    touched. Raises CheckpointError, before it changes anything, where it is of another program."""
+    """Loads a whole state. The optimizers' state becomes that of the masters where there are any; the masters' own
+    values are not touched. Raises CheckpointError, before it changes anything, where the state is of another
+    program."""
     if len(state["models"]) < len(models) or len(state["optimizers"]) < len(optimizers):
         raise CheckpointError(
             f"the checkpoint holds {len(state['models'])} model(s) and {len(state['optimizers'])} optimizer(s), but "
@@ -139,8 +195,8 @@ def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -
 
 
 def check_same_class(own: Any, saved: str | None, kind: str, number: int) -> None:
-    """Raises CheckpointError where an optimizer or a scheduler is of another class than the saved one (None: not
-    known, of an older checkpoint), whose state means something else."""
+    """Raises CheckpointError where an optimizer or a scheduler is of another class than the saved one (None: an older
+    checkpoint does not tell): the state of one class means something else to another."""
     name = type(own).__qualname__
     if saved is not None and saved != name:
         raise CheckpointError(
@@ -171,8 +227,8 @@ def check_same_optimizer(
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: dict[Tensor, str]) -> None:
-    """Through the optimizer's own load_state_dict, then tensors once more, since that casts them to the parameter's
-    dtype and a resumed run must have the same bits."""
+    """Loads by the optimizer's own load_state_dict, which casts tensors to the parameter's dtype. A resumed run must
+    have the same bits, so that the tensors are then loaded once more as they were saved."""
     by_name = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
     index = {name: number for number, name in enumerate(n for group in saved["groups"] for n in group["params"])}
     own_order = [names[p] for group in optimizer.param_groups for p in group["params"]]

@@ -46,8 +46,6 @@ class Single(LoopStrategy):
             one_shard(1, 0) if shards == 1 else ShardsInSequence(shards, tuple(range(shards)), sequential=shards)
         )
         self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.models, self.optimizers = list(models), list(optimizers)

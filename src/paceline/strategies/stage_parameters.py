@@ -1,9 +1,9 @@
-"""What each stage of a pipeline owns, and the whole model where someone needs it.
+"""The parameters of a pipeline's stages, and the whole model where it is needed.
 
-Each parameter has one owner, the first stage that it stands in. While a pipeline trains, a process has the weights,
-gradients and optimizer state of its own stage; the others' parameters are empty tensors, so that whoever reads one
-gets an error and not an old value. `make_whole`, on all processes together, brings all weights and buffers from their
-owners (each process receives the bytes of the model that it has not, and holds the whole until the next step).
+Each parameter has one owner, the first stage that uses it. While a pipeline trains, a process has the weights,
+gradients and optimizer state of its own stage. Parameters of other stages are empty tensors, so that reading one is an
+error and gives no old value. `make_whole`, which all processes call together, broadcasts all weights and buffers from
+their owners; a process then holds the whole model until the next step.
 """
 
 from __future__ import annotations
@@ -16,55 +16,56 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
-from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
-from paceline.strategies.unused_parameters import check_alike, named_state
+from paceline.strategies.replicated import load_replicated, named_state, parameter_names, replicated_state
+from paceline.strategies.unused_parameters import check_copies
 
 
 class StageParameters:
-    """parts: the stages, as modules. names: this process's own parameters -> their names. kept: those that its stage
-    uses, of which other stages may be the owners."""
+    """The parameters, seen from one process. stages: modules that have each stage's parameters and buffers."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[nn.Module], mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], mesh: Mesh, device: torch.device) -> None:
         self._model, self._mesh, self._device = model, mesh, device
-        self.optimizers: list[torch.optim.Optimizer] = []
-        places: dict[Tensor, list[int]] = {p: [] for p in model.parameters()}
+        self.optimizers: Sequence[torch.optim.Optimizer] = []
+        users: dict[Tensor, list[int]] = {p: [] for p in model.parameters()}
         buffers: dict[Tensor, int] = dict.fromkeys(model.buffers(), 0)
-        for number, part in enumerate(parts):
-            for p in part.parameters():
-                places[p].append(number)
-            buffers |= dict.fromkeys(part.buffers(), number)
-        self._owner = {p: at[0] if at else 0 for p, at in places.items()}  # one that no stage uses is kept by the first
+        for number, module in enumerate(stages):
+            for p in module.parameters():
+                users[p].append(number)
+            buffers |= dict.fromkeys(module.buffers(), number)
+        self._owner = {p: using[0] if using else 0 for p, using in users.items()}  # stage 0 owns unused ones
         stage = mesh.coordinate("stage")
-        self.kept = {p for p, at in places.items() if stage in at or self._owner[p] == stage}
-        self._tied = [p for p, at in places.items() if len(at) > 1]
-        self._forms = {p: (p.shape, p.stride()) for p in places}
-        self._of = [
-            [*(p for p, at in self._owner.items() if at == part), *(b for b, at in buffers.items() if at == part)]
-            for part in range(mesh.size("stage"))
-        ]
+        # The parameters that this stage uses; other stages may own some of them.
+        self.used = {p for p, using in users.items() if stage in using or self._owner[p] == stage}
+        self._tied = [p for p, using in users.items() if len(using) > 1]  # used by several stages
+        self._forms = {p: (p.shape, p.stride()) for p in users}
+        owners = self._owner | buffers
+        # Of each stage, the parameters and buffers that it owns.
+        self._tensors = [[t for t, owner in owners.items() if owner == n] for n in range(mesh.size("stage"))]
+        # This process's own parameters -> their names.
         self.names = {p: name for p, name in parameter_names([model]).items() if self._owner[p] == stage}
-        self._whole = True
+        self._whole = True  # whether this process holds the whole model
 
     def receive(self) -> None:
-        """Takes rank 0's weights to the device, stage by stage; no more than a stage beside the own one is there."""
-        for tensors in self._of:
+        """Moves rank 0's weights to the device, stage by stage, so that one stage beside the own one is there at
+        most."""
+        for tensors in self._tensors:
             for tensor in tensors:
                 tensor.data = tensor.data.to(self._device)
             collectives.broadcast_tensors(tensors)
-            self._drop(tensors)
+            self._empty(tensors)
         self._whole = False
 
-    def _drop(self, tensors: Sequence[Tensor]) -> None:
+    def _empty(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            if tensor in self._owner and tensor not in self.kept:
+            if tensor in self._owner and tensor not in self.used:
                 tensor.data = tensor.data.new_empty(0)
 
-    def release(self) -> None:
-        """Before a step: keeps what is this process's."""
+    def free_others(self) -> None:
+        """Before a step: frees what belongs to other stages."""
         if not self._whole:
             return
-        for tensors in self._of:
-            self._drop(tensors)
+        for tensors in self._tensors:
+            self._empty(tensors)
         for optimizer in self.optimizers:
             for p in [p for p in optimizer.state if p not in self.names]:
                 del optimizer.state[p]
@@ -72,26 +73,26 @@ class StageParameters:
 
     @torch.no_grad()
     def make_whole(self) -> None:
-        """All weights and buffers, on all processes. Together on all."""
+        """Brings all weights and buffers to all processes. Collective."""
         if self._whole:
             return
-        for part, tensors in enumerate(self._of):
+        for part, tensors in enumerate(self._tensors):
             for tensor in tensors:
-                if tensor in self._owner and tensor not in self.kept:
+                if tensor in self._owner and tensor not in self.used:
                     shape, stride = self._forms[tensor]
                     tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=self._device)
             collectives.broadcast_tensors(tensors, src=self._mesh.at(stage=part), group=self._mesh.group("stage"))
         self._whole = True
 
-    # --- parameters that stand in several stages
+    # --- parameters that several stages use
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """After a backward: the owner has the sum of the stages' gradients."""
+        """After a backward: the owner gets the sum of the stages' gradients."""
         if not self._tied:
             return
-        held = collectives.gather_objects([p.grad is not None for p in self._tied], self._mesh.group("stage"))
-        for p, anywhere in zip(self._tied, map(any, zip(*held, strict=True)), strict=True):
+        graded = collectives.gather_objects([p.grad is not None for p in self._tied], self._mesh.group("stage"))
+        for p, anywhere in zip(self._tied, map(any, zip(*graded, strict=True)), strict=True):
             if anywhere:
                 shape, _ = self._forms[p]
                 grad = p.grad if p.grad is not None else torch.zeros(shape, dtype=p.dtype, device=self._device)
@@ -100,17 +101,17 @@ class StageParameters:
 
     @torch.no_grad()
     def share_tied(self) -> None:
-        """After an update: the owner's weights in all stages that they stand in."""
+        """After an update: all stages that use them get the owner's weights."""
         for p in self._tied:
             shape, _ = self._forms[p]
-            value = p.data if p in self.kept else torch.empty(shape, dtype=p.dtype, device=self._device)
+            value = p.data if p in self.used else torch.empty(shape, dtype=p.dtype, device=self._device)
             owner = self._mesh.at(stage=self._owner[p])
             collectives.broadcast_tensors([value], src=owner, group=self._mesh.group("stage"))
 
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        check_alike(named_state(self.names, self.optimizers), self._mesh.data, [], "at a checkpoint")
+        check_copies(named_state(self.names, self.optimizers), self._mesh.data, [], "at a checkpoint")
         self.make_whole()
         state = replicated_state([self._model], self.optimizers)
         for optimizer in state["optimizers"]:
@@ -136,7 +137,7 @@ class StageParameters:
 
 
 class _Slot:
-    """The place of a tensor in a tree that travels without its tensors."""
+    """In place of a tensor, in a tree whose tensors travel by themselves."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

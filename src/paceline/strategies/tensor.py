@@ -30,28 +30,30 @@ the same on all devices of the group: they count as such while a run with this s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from paceline.comm import collectives
+from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh, check_size
 from paceline.errors import SettingError
 from paceline.strategies import tensor_plan
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.pickling import NoPickles
+from paceline.strategies.pickling import PickleGuard
 from paceline.strategies.replicated import (
     load_replicated,
+    named_state,
     parameter_names,
-    replicated_state,
+    send_models,
 )
-from paceline.strategies.tensor_cut import LayerCuts, explained, replace
-from paceline.strategies.unused_parameters import Reached, check_alike, named_state
+from paceline.strategies.sharded_state import full_state
+from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut, replace
+from paceline.strategies.unused_parameters import UsedParameters, check_copies
 from paceline.world import World
 
 
@@ -74,34 +76,27 @@ class TensorParallel(LoopStrategy):
     def __init__(self, world: World, device: torch.device, *, size: int = 0, plan: str = "") -> None:
         patterns = check(world.size, size=size, plan=plan)
         self.world, self.device = world, device
-        self._no_pickles = NoPickles("tensor")
+        self._pickle_guard = PickleGuard("tensor")
         size = size or world.size
         self.mesh = Mesh(device, world.rank, {"replicate": world.size // size, "tensor": size})
         self.plan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore()
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._sent: set[Tensor] = set()  # parameters and buffers that were made alike
+        self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
         self._names: dict[Tensor, str] = {}
-        self._reached = Reached("tensor", world.rank)
+        self._used = UsedParameters("tensor", world.rank)
         self._cuts = LayerCuts(self.mesh, device, patterns)
 
     # --- setup
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._no_pickles.guard()
+        self._pickle_guard.install()
         self.models, self.optimizers = list(models), list(optimizers)
         replaced = self._cuts.cut(models)
-        sent, self._sent = self._sent | set(replaced.values()), set()
-        for model in models:
-            model.to(self.device)
-            everything = [*model.parameters(), *model.buffers()]
-            collectives.broadcast_tensors([t for t in everything if t not in sent])
-            self._sent.update(everything)
+        self._sent = send_models(models, self.device, self._sent | set(replaced.values()))
         for optimizer in optimizers:
             replace(optimizer, replaced)
         self._names = parameter_names(models)
-        self._reached.clear()
+        self._used.clear()
 
     # --- the step
 
@@ -112,13 +107,14 @@ class TensorParallel(LoopStrategy):
         if work.final:
             self._reduce(work.kind)
 
+    @torch.no_grad()
     def _reduce(self, call: Kind) -> None:
         """Phase 3."""
-        if self._reached.fresh:
-            self._check_alike("before the first step")
-        grads = self._reached.gradients(call, self._names, None)
-        cut = [part for grad in grads if (part := _own_part(grad)) is not None]
-        whole = [_here(grad) for grad in grads if _own_part(grad) is None]
+        if self._used.untouched:
+            self._check_copies("before the first step")
+        grads = self._used.gradients(call, self._names, None)
+        cut = [dtensor.local(grad) for grad in grads if is_cut(grad)]
+        whole = [dtensor.local(grad) for grad in grads if not is_cut(grad)]
         collectives.sum_all(cut, self.mesh.data)
         collectives.sum_all(whole)
         if whole:
@@ -139,16 +135,16 @@ class TensorParallel(LoopStrategy):
 
     # --- state
 
-    def _check_alike(self, when: str) -> None:
+    def _check_copies(self, when: str) -> None:
         """Raises ModelError, on all processes, where copies of a parameter are not the same bits."""
         named = named_state(self._names, self.optimizers)
-        cut = [(name, part) for name, tensor in named if (part := _own_part(tensor)) is not None]
-        whole = [(name, _here(tensor)) for name, tensor in named if _own_part(tensor) is None]
-        check_alike(cut, self.mesh.data, whole, when)
+        cut = [(name, dtensor.local(tensor)) for name, tensor in named if is_cut(tensor)]
+        whole = [(name, dtensor.local(tensor)) for name, tensor in named if not is_cut(tensor)]
+        check_copies(cut, self.mesh.data, whole, when)
 
     def state_dict(self) -> dict[str, Any]:
-        self._check_alike("at a checkpoint")
-        return _mapped(replicated_state(self.models, self.optimizers), lambda t: t.full_tensor().cpu())
+        self._check_copies("at a checkpoint")
+        return full_state(self.models, self.optimizers, {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, self._placed(state))
@@ -180,26 +176,5 @@ class TensorParallel(LoopStrategy):
         return {"models": [*models, *state["models"][len(models) :]], "optimizers": optimizers}
 
     def close(self) -> None:
-        self._no_pickles.close()
+        self._pickle_guard.close()
         self._cuts.close()
-
-
-def _here(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _own_part(tensor: Tensor | None) -> Tensor | None:
-    """The part of a cut tensor that is here; None for one that is whole here."""
-    if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
-        return None
-    return _here(tensor)
-
-
-def _mapped(tree: Any, function: Callable[[DTensor], Tensor]) -> Any:
-    """A tree of dicts and lists with the function's result for each DTensor."""
-    if isinstance(tree, dict):
-        return {key: _mapped(value, function) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_mapped(value, function) for value in tree]
-    return function(tree) if isinstance(tree, DTensor) else tree

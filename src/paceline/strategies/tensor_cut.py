@@ -179,6 +179,14 @@ def _placed_as(parameter: Tensor) -> Callable[[Tensor], Tensor]:
     return hook
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Whether the processes along `tensor` have other parts of it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and not tensor.placements[names.index("tensor")].is_replicate()
+
+
 def explained(error: Exception, remedy: str) -> ModelError | None:
     """For what torch says of an operation that it cannot compute on a cut tensor."""
     text = str(error)

@@ -1,4 +1,5 @@
-"""Which parameters a backward call reaches, where strategies sum gradients themselves after the backward."""
+"""Which parameters a backward call uses, for strategies that sum gradients themselves after the backward; and whether
+the copies of parameters are the same bits."""
 
 from __future__ import annotations
 
@@ -11,28 +12,33 @@ from paceline.comm import collectives
 from paceline.comm.mesh import Group
 from paceline.errors import ModelError, UnusedParameterError
 from paceline.strategies.base import Kind
+from paceline.strategies.replicated import listed
 
 
-class Reached:
-    """The processes of `group` compare what a call reaches when it is made for the first time; from
-    then on it must be that. Where they differ then, they compare each time."""
+class UsedParameters:
+    """The parameters that each backward call gives a gradient.
+
+    Processes compare them when a call is made for the first time. Where they are the same, the call must use the same
+    ones from then on. Where they differ, processes compare them at each step.
+    """
 
     def __init__(self, strategy: str, rank: int) -> None:
         self._strategy, self._rank = strategy, rank
-        self._expected: dict[Kind, tuple[bool, ...] | None] = {}
-        self._flags: tuple[bool, ...] = ()
+        self._expected: dict[Kind, tuple[bool, ...] | None] = {}  # of each call; None: compared at each step
+        self._flags: tuple[bool, ...] = ()  # requires_grad of each parameter
 
     @property
-    def fresh(self) -> bool:
-        """Whether nothing was compared yet."""
+    def untouched(self) -> bool:
+        """Whether no call was compared yet."""
         return not self._flags
 
     def clear(self) -> None:
         self._expected, self._flags = {}, ()
 
     def gradients(self, call: Kind, names: Mapping[Tensor, str], group: Group) -> list[Tensor]:
-        """The gradients of this call, of the same parameters on all processes: one that did not reach what others did
-        has zeros. Raises UnusedParameterError where they changed."""
+        """The gradients of this call, of the same parameters on all processes of the group: where others used a
+        parameter and this process did not, zeros. Raises UnusedParameterError where the call uses others than
+        before."""
         flags = tuple(p.requires_grad for p in names)
         if flags != self._flags:  # frozen or unfrozen between steps, alike on all processes
             self._expected, self._flags = {}, flags
@@ -50,7 +56,7 @@ class Reached:
             changed = [name for name, a, b in zip(names.values(), mine, expected, strict=True) if a != b]
             raise UnusedParameterError(
                 f"rank {self._rank}: backward call number {call[0] + 1} of this step reaches other parameters than it "
-                f"did before ({', '.join(changed[:5])}), and the other ranks cannot know. With strategy "
+                f"did before ({listed(changed)}), and the other ranks cannot know. With strategy "
                 f"{self._strategy} the path through the model must not change from step to step; name the "
                 "optimizer where losses take turns: run.backward(loss, optimizer=...)."
             )
@@ -65,30 +71,20 @@ class Reached:
                 )
 
 
-def check_alike(
-    parts: Sequence[tuple[str, Tensor]],
+def check_copies(
+    local: Sequence[tuple[str, Tensor]],
     data: Group,
     whole: Sequence[tuple[str, Tensor]],
     when: str,
 ) -> None:
-    """Raises ModelError, on all processes, where `parts` are not the same bits on the processes that have other
-    examples, or `whole` ones on all."""
-    differing = collectives.digest_mismatch(parts, data)
+    """Raises ModelError, on all processes, where the `local` parts of parameters are not the same bits on the processes
+    of the data group, or the `whole` ones on all."""
+    differing = collectives.digest_mismatch(local, data)
     differing = [*differing, *collectives.digest_mismatch(whole)]
     names = list(dict.fromkeys(name for own in collectives.gather_objects(differing) for name in own))
     if names:
         raise ModelError(
-            f"the weights differ between ranks {when}: {', '.join(names[:5])}. `prepare` and each update make them "
+            f"the weights differ between ranks {when}: {listed(names)}. `prepare` and each update make them "
             "the same, so that something changed them on some ranks only: load weights on every rank, or before "
             "`prepare`, and make each run.backward and run.step on all."
         )
-
-
-def named_state(names: Mapping[Tensor, str], optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, Tensor]]:
-    """The parameters, and the tensors of their optimizers' state, each with a name."""
-    named = [(name, p) for p, name in names.items()]
-    for number, optimizer in enumerate(optimizers):
-        for p, state in optimizer.state.items():
-            what = f"{names.get(p, '?')} in optimizer {number}"
-            named += [(f"{key} of {what}", v) for key, v in sorted(state.items()) if isinstance(v, Tensor)]
-    return named

@@ -1,84 +1,68 @@
-"""Stage 1 of fsdp: ddp whose optimizer updates slices.
+"""Stage 1 of fsdp (ZeRO-1): ddp whose optimizer updates shards.
 
-Phase 1, forward and backward: as in ddp. The reducer's buckets are the gradients' memory.
-Phase 2, step: each rank updates its slice of each parameter, by the same slice of the gradient. Only of this slice
-  there is optimizer state.
-Phase 3: one all-gather for some 25 MB puts the other ranks' slices into the parameters, in place.
+Phase 1, forward and backward: as in ddp. Gradients are views of the reducer's buckets.
+Phase 2, step: each rank updates its shard of each parameter by the same shard of the gradient. It has optimizer state
+  of this shard only.
+Phase 3: all-gathers, of some 25 MB each, write the other ranks' shards into the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh
 from paceline.strategies.ddp import DDP
-from paceline.strategies.fsdp_wrapping import layers_of, recompute
-from paceline.strategies.sliced_state import Masters, check_dense, load_sliced, sliced_state
+from paceline.strategies.fsdp_wrapping import Sharding, recompute
+from paceline.strategies.pickling import PickleGuard
+from paceline.strategies.sharded_state import Masters, check_dense, full_state, load_full_state
 from paceline.world import World
 
 
 class ZeRO1(DDP):
-    """wrap, min_params, checkpointing, find_unused: as in FSDP."""
+    """One replica, which updates its shard of each parameter."""
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        mesh: Mesh,
-        *,
-        wrap: str,
-        min_params: int,
-        checkpointing: bool,
-        find_unused: bool,
-    ) -> None:
-        super().__init__(world, device, find_unused=find_unused, gradient_as_bucket_view=True)
-        self.mesh = mesh
-        self._layers = partial(layers_of, wrap=wrap, min_params=min_params) if checkpointing else None
-        self._masters: Masters | None = None
+    def __init__(self, world: World, device: torch.device, mesh: Mesh, sharding: Sharding) -> None:
+        super().__init__(world, device, find_unused=sharding.find_unused, gradient_as_bucket_view=True)
+        self.mesh, self._sharding = mesh, sharding
+        self._pickle_guard = PickleGuard("fsdp")
+        self._masters = Masters(mesh)
         self._known: list[torch.optim.Optimizer] = []
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_dense(models)
-        if self._layers is not None:
-            for model in models:
-                if not any(model is own for own in self.models):
-                    recompute(self._layers(model))
+        new = [model for model in models if not any(model is own for own in self.models)]
+        for model in new if self._sharding.checkpointing else ():
+            recompute(self._sharding.layers(model))
         super().setup(models, optimizers)
-        if self._masters is None:
-            self._masters = Masters(self.mesh.along(*self.mesh.sizes))
         for parameter in self._names:
             self._masters.add(parameter)
         added = [optimizer for optimizer in optimizers if not any(optimizer is known for known in self._known)]
         if any(optimizer.state for optimizer in added):
             self._check_alike("in `prepare`", "They were loaded on some")
         for optimizer in added:
-            self._masters.serve(optimizer)
+            self._masters.register(optimizer)
         self._known += added
+        self._pickle_guard.install()
 
     def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
         return False
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._masters is not None
         dtensor.gather_rows(self._masters.update(optimizer), self.mesh.group("shard"))
 
     def state_dict(self) -> dict[str, Any]:
         self._check_at_checkpoint()
-        return sliced_state(self.models, self.optimizers, self._of())
+        return full_state(self.models, self.optimizers, self._masters.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_sliced(self.models, self.optimizers, self._of(), state)
+        load_full_state(self.models, self.optimizers, self._masters.of, state)
 
     def close(self) -> None:
         super().close()
-        if self._masters is not None:
-            self._masters.close()
-
-    def _of(self) -> dict[Tensor, Tensor]:
-        return {} if self._masters is None else self._masters.of
+        self._pickle_guard.close()
+        self._masters.close()

@@ -96,7 +96,7 @@ class Accounts:
             if self._accumulated == key and not self._store.any():
                 raise UsageError(CLEARED_BETWEEN)
             return
-        grads = self._store.take()
+        grads = self._store.pop()
         if grads is None:
             self._final_is_exact = self._final_is_exact and self._current != FINAL
         else:
@@ -104,7 +104,7 @@ class Accounts:
                 raise UsageError(DIRECT_BACKWARD)
             self._stashed[self._current] = grads
         if self._stashed:
-            self._store.put(self._stashed.pop(key, ()))
+            self._store.restore(self._stashed.pop(key, ()))
         self._current = key
 
     def mark_accumulated(self, key: Key) -> None:

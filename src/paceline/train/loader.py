@@ -166,7 +166,7 @@ class Loader:
     def _training(self) -> Generator[Any, None, None]:
         """One pass for training. The epoch counts when it was read to its end, or when a step was made on it: to look
         at a first batch costs no epoch. A process that joins others gets an empty pass where they are past it."""
-        if not transport.enter("training", meet=True, loader=self.name):
+        if not transport.enter_phase("training", meet=True, loader=self.name):
             return
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
@@ -174,7 +174,7 @@ class Loader:
         try:
             request = None
             for request, batches in self._fetch(epoch, start):
-                transport.enter("training")
+                transport.enter_phase("training")
                 self._begin_yield(request)
                 self.presented = self._on_device(request, batches)
                 if self.noise is None:
@@ -188,7 +188,7 @@ class Loader:
             if request is None and start == 0 and (self._plan.in_step or not self.steps):
                 raise SettingError(self._source.why_empty())
         finally:
-            transport.enter("between", loader=self.name)
+            transport.enter_phase("between", loader=self.name)
             if self.noise is not None:
                 self.noise.end_yield()
             if mine == self._iteration:  # else a newer pass has begun, and this one is closed late
@@ -211,7 +211,7 @@ class Loader:
         """One pass for evaluation. It is always epoch 0, and puts the generators back at its end, so that training goes
         on undisturbed."""
         before = generators.get_state(self._device)
-        transport.enter("evaluating", meet=True)
+        transport.enter_phase("evaluating", meet=True)
         request, whole = None, False
         try:
             with nullcontext() if self.noise is None else self.noise.suspended():
@@ -220,7 +220,7 @@ class Loader:
                     yield self._on_device(request, batches)
             whole = True
         finally:
-            transport.enter("between")
+            transport.enter_phase("between")
             self.current = None
             if not whole:
                 self._note_exit(request)

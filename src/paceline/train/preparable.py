@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from paceline.errors import UsageError
-from paceline.strategies.replicated import strange_parameters
+from paceline.strategies.replicated import unknown_parameters
 from paceline.train.sources import DATALOADER_OPTIONS
 
 
@@ -32,7 +32,7 @@ def check_preparable(thing: Any) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor]) -> None:
     """Raises UsageError unless all its parameters are in `names`, those of the prepared models."""
-    foreign = strange_parameters(optimizer, names)
+    foreign = unknown_parameters(optimizer, names)
     if foreign:
         raise UsageError(
             f"run.prepare: {type(optimizer).__name__} updates {foreign} that no prepared model has. Prepare the model "

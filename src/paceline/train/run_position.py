@@ -118,10 +118,10 @@ class RunPosition:
         stepper.manual_updates = found.get("by_hand", 0)  # older checkpoints have none
         self._epochs.load_state_dict(found["epochs"])
 
-    def give(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         return {"counters": self.counters(), "state": self._state.position(), "more": self._monitor_give()}
 
-    def take(self, given: dict[str, Any]) -> None:
+    def restore(self, given: dict[str, Any]) -> None:
         self._state.load_position(given["state"])
         self.load_counters(given["counters"])
         self._monitor_take(given["more"])

@@ -77,7 +77,7 @@ class TreeAccounts:
 
     def _take(self, place: int) -> list[Tensor | None]:
         """Remove the gradients of one of this process's replicas from it, and return them."""
-        grads = self._store.take_from(place)
+        grads = self._store.pop_replica(place)
         if any(grad is not None and grad.layout != torch.strided for grad in grads):
             raise UsageError(
                 "reproducible: a parameter has a sparse gradient, as of nn.Embedding(sparse=True), whose entries are "

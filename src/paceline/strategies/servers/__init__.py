@@ -1,31 +1,32 @@
-"""The two sides of `parameter_server`, and what they say to each other.
+"""The two sides of `parameter_server`, and the messages between them.
 
-    dealing.py   who has taken part in an exchange, which parts of a pass are free: pure, without sockets
-    shard.py     a server's shard of the parameters, and the user's optimizer for it
-    serving.py   the loop of a server
-    links.py     a worker's lines to the servers: requests, exchanges, parts to compute
-    remote.py    the parameters as the servers own them: sending, pulling
+    work_queue.py          who has taken part in an exchange, and which chunks of a pass are free: pure, without sockets
+    served_parameters.py   a server's parameters, and the user's optimizers for them
+    serving.py             the loop of a server
+    worker_links.py        a worker's connections to the servers: requests, exchanges, chunks to compute
+    remote_parameters.py   a worker's view of the parameters that servers own: sending, pulling
+    rejoining.py           a worker that comes in the place of one that was killed
 
-Each message of a worker is a request that gets one answer, at once or when others have come. It is a JSON header with
-"op", and tensors (comm/wire.py). Server 0, the first, is also the one where workers meet:
+Each message of a worker is a request that gets one answer, at once or when other workers have come. It is a JSON header
+with "op", and tensors (comm/wire.py). Workers meet at server 0, the first:
 
-    op         to            what it asks                                            answer
-    set        owners        take these weights (and this optimizer state)           done
+    op         to            request                                                 answer
+    set        owners        store these weights (and this optimizer state)          done
     pull       owners        weights, by name                                        the weights
-    push       owners        keep this shard's gradients, of reduction k             done
+    push       owners        store this shard's gradients, of reduction k            done
     sum        owners        the sum of reduction k over these workers, in order     the gradients
-    final      owners        the gradients as they are to be used                    done
+    final      owners        the gradients as the update is to use them              done
     update     owners        make update k of optimizer i, once, with this setting   its weights
-    apply      owners        update optimizer i with this gradient, once per part    its weights
+    apply      owners        update optimizer i with this gradient, once per chunk   its weights
     state      owners        the optimizers' state                                   the tensors
-    exchange   first         everyone's bytes, once all that live have come          the bytes
+    exchange   first         everyone's bytes, once all live workers have come       the bytes
     begin      first         open a pass over the data                               done
-    take       first         a part of the pass to compute                           a part, none, or "over"
+    chunk      first         a chunk of the pass to compute                          a chunk, none, or "over"
     admit      first         may a gradient from version v be applied?               yes or no, the version
-    pool       first         add sums, or take them                                  the sums
-    join       first         let me in, at an exchange whose members allow it        its number, who is there
-    join       others        I have been let in                                      done
-    missing    first         who has not come, after a long wait                     ranks
+    pool       first         add sums, or take them out                              the sums
+    join       first         admit me, at an exchange whose members allow it         its number, the members
+    join       others        I have been admitted                                    done
+    missing    first         which workers have not come, after a long wait          ranks
     again      all           another `prepare` is coming: run on to it               when the server is there
     bye        all           this worker has ended                                   (none)
 """

@@ -1,7 +1,7 @@
-"""The loop of a server: one request after the other, in one thread.
+"""The loop of a server: it handles one request after the other, in one thread.
 
-It ends when no worker is left (`serve` returns False), or when all of them have come to another `prepare` of the script
-(True): then the server runs on to it too.
+`serve` returns False when no worker is left. It returns True when all workers have come to another `prepare` of the
+script: then the server runs on to it too.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from torch import Tensor
 from paceline.comm import wire
 from paceline.comm.sockets import SILENCE_SECONDS, Gone, Listening
 from paceline.errors import WorldError
-from paceline.strategies.servers.dealing import Deals, Exchanges
-from paceline.strategies.servers.shard import Shard
+from paceline.strategies.servers.served_parameters import ServedParameters
+from paceline.strategies.servers.work_queue import Exchanges, PassQueue
 
 START_SECONDS = 120.0
 """How long a worker may take from the servers' start to its first request."""
 
 
 class Serving:
-    """One server. workers: the ranks that are to come. shards: into how many parts a global batch is dealt."""
+    """One server. workers: the ranks that are to connect. shards: into how many chunks a global batch is cut."""
 
-    def __init__(self, listening: Listening, shard: Shard, workers: Sequence[int], shards: int) -> None:
-        self.shard = shard
+    def __init__(self, listening: Listening, parameters: ServedParameters, workers: Sequence[int], shards: int) -> None:
+        self.parameters = parameters
         self._listening, self._shards = listening, shards
-        self._alive, self._unseen = set(workers), set(workers)
-        self._ended: set[int] = set()  # those that said goodbye
-        self._again: set[int] = set()
+        self._alive = set(workers)
+        self._awaited = set(workers)  # those that have sent nothing yet
+        self._ended: set[int] = set()  # those that have said goodbye
+        self._again: set[int] = set()  # those that have come to another `prepare`
         self._pushed: dict[int, dict[int, dict[str, Tensor]]] = {}  # reduction -> worker -> gradients
-        self._summed: dict[int, dict[str, Tensor]] = {}
-        self._final: dict[str, Tensor] = {}
-        self._made: dict[int, int] = {}  # optimizer -> its last update
-        self._applied: dict[str, set[str]] = {}  # loader -> parts of its epoch
-        self._epochs: dict[str, int] = {}
+        self._summed: dict[int, dict[str, Tensor]] = {}  # reduction -> sums
+        self._final: dict[str, Tensor] = {}  # gradients for the next update
+        self._made: dict[int, int] = {}  # optimizer -> number of its last update
+        self._applied: dict[str, set[str]] = {}  # loader -> gradients of its epoch that were applied
+        self._epochs: dict[str, int] = {}  # loader -> that epoch
         self._versions: dict[int, int] = {}  # optimizer -> updates that were applied or admitted
-        self._empty = 0  # parts without examples, which no update is of
-        self._passes: dict[tuple[str, int], Deals] = {}
-        self._waiting: dict[int, tuple[str, int]] = {}  # worker -> the pass of which it wants a part
+        self._empty = 0  # chunks without examples, which make no update
+        self._passes: dict[tuple[str, int], PassQueue] = {}  # (loader, epoch) -> its chunks
+        self._waiting: dict[int, tuple[str, int]] = {}  # worker -> the pass of which it waits for a chunk
         self._exchanges = Exchanges()
-        self._joining: set[int] = set()  # that wait to be let in
-        self._admitting: set[int] = set()  # exchanges at which they may be
-        self._pool: dict[str, list[float]] = {}
+        self._joining: set[int] = set()  # workers that wait to be admitted
+        self._admitting: set[int] = set()  # exchanges at which they may be admitted
+        self._pool: dict[str, list[float]] = {}  # sums that workers share
 
     def serve(self) -> bool:
         for worker in sorted(self._again):
@@ -59,8 +60,8 @@ class Serving:
                 self._lose(found.peer)
             elif found is not None:
                 self._handle(*found)
-            if self._unseen and time.monotonic() - began > START_SECONDS:
-                for worker in sorted(self._unseen):
+            if self._awaited and time.monotonic() - began > START_SECONDS:
+                for worker in sorted(self._awaited):
                     self._lose(worker)
         for worker in sorted(self._joining):
             self._answer(worker, {"over": True})
@@ -68,22 +69,22 @@ class Serving:
             raise WorldError("all workers of this run have died: there is nobody left to serve.")
         return False
 
-    # --- who is there
+    # --- membership
 
     def _lose(self, worker: int) -> None:
         self._joining.discard(worker)
         if worker not in self._alive:
             return
         self._alive.discard(worker)
-        self._unseen.discard(worker)
+        self._awaited.discard(worker)
         self._again.discard(worker)
         self._waiting.pop(worker, None)
-        for deals in self._passes.values():
-            deals.give_back(worker)
-        self._look()
+        for queue in self._passes.values():
+            queue.give_back(worker)
+        self._answer_waiting()
 
-    def _look(self) -> None:
-        """What waits may be complete now."""
+    def _answer_waiting(self) -> None:
+        """Answers those who wait for an exchange that is now complete, or for a chunk that is now free."""
         for number, came in self._exchanges.complete(self._alive):
             joined = sorted(self._joining) if number in self._admitting else []
             self._admitting.discard(number)
@@ -97,7 +98,7 @@ class Serving:
                 if worker in self._alive:
                     self._listening.send(worker, [*wire.pack(header), *(whole if worker not in joined else ())])
         for worker, key in list(self._waiting.items()):
-            answer = self._part(worker, key)
+            answer = self._chunk(worker, key)
             if answer is not None:
                 del self._waiting[worker]
                 self._answer(worker, answer)
@@ -108,7 +109,7 @@ class Serving:
         if worker not in self._alive and wire.header_of(frames)["op"] != "join":
             self._answer(worker, {"error": f"this worker was silent for {SILENCE_SECONDS:g} s, and others go on"})
             return
-        self._unseen.discard(worker)
+        self._awaited.discard(worker)
         header = wire.header_of(frames)
         handler: Callable[[int, dict[str, Any], list[Any]], None] = getattr(self, f"_on_{header['op']}")
         handler(worker, header, frames)
@@ -119,21 +120,21 @@ class Serving:
     def _on_set(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         _, tensors = wire.unpack(frames)
         if header.get("optimizer") is None:
-            self.shard.set(tensors)
+            self.parameters.set(tensors)
         else:
-            self.shard.set_state(header["optimizer"], header["plain"], tensors)
+            self.parameters.set_state(header["optimizer"], header["plain"], tensors)
         self._answer(worker, {})
 
     def _on_pull(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         # Copies: another worker's gradient may come before they are sent.
-        weights = [(name, self.shard.parameters[name].clone()) for name in header["names"]]
-        self._answer(worker, {"versions": self._told(), "empty": self._empty}, weights)
+        weights = [(name, self.parameters.by_name[name].clone()) for name in header["names"]]
+        self._answer(worker, {"versions": self._versions_by_text(), "empty": self._empty}, weights)
 
     def _on_state(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        plain, tensors = self.shard.state(header["optimizer"])
+        plain, tensors = self.parameters.state(header["optimizer"])
         self._answer(worker, {"plain": plain}, tensors)
 
-    # in step
+    # sync: workers in step
 
     def _on_push(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         number = header["number"]
@@ -162,27 +163,27 @@ class Serving:
             self._made[number] = header["number"]
             gradients = {name: self._final[name] for name in header["names"]}
             self._final.clear()
-            self.shard.update(number, header["setting"], header["seed"], gradients)
-        self._answer(worker, {}, self.shard.of(number))
+            self.parameters.update(number, header["setting"], header["seed"], gradients)
+        self._answer(worker, {}, self.parameters.of(number))
 
-    # not in step
+    # async: workers not in step
 
-    def _told(self) -> dict[str, int]:
+    def _versions_by_text(self) -> dict[str, int]:
         return {str(number): version for number, version in self._versions.items()}
 
     def _on_apply(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        number, (loader, epoch, *_) = header["optimizer"], header["part"]
+        number, (loader, epoch, *_) = header["optimizer"], header["chunk"]
         if self._epochs.get(loader, -1) < epoch:
             self._epochs[loader], self._applied[loader] = epoch, set()
-        part = f"{number} {header['part']} {header['call']}"
-        if part not in self._applied[loader]:  # else a worker died between its push and its word that it was done
-            self._applied[loader].add(part)
+        gradient = f"{number} {header['chunk']} {header['call']}"
+        if gradient not in self._applied[loader]:  # else a worker died after its push, before it said "done"
+            self._applied[loader].add(gradient)
             _, gradients = wire.unpack(frames)
-            self.shard.update(number, header["setting"], header["seed"], gradients)
+            self.parameters.update(number, header["setting"], header["seed"], gradients)
             if not header["admitted"]:
                 self._versions[number] = self._versions.get(number, 0) + 1
-        weights = [(name, parameter.clone()) for name, parameter in self.shard.of(number)]
-        self._answer(worker, {"versions": self._told(), "empty": self._empty}, weights)
+        weights = [(name, parameter.clone()) for name, parameter in self.parameters.of(number)]
+        self._answer(worker, {"versions": self._versions_by_text(), "empty": self._empty}, weights)
 
     def _on_admit(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         number = header["optimizer"]
@@ -196,48 +197,49 @@ class Serving:
         loader, epoch = header["pass"]
         for old in [key for key in self._passes if key[0] == loader and key[1] < epoch]:
             del self._passes[old]
-        self._passes.setdefault((loader, epoch), Deals(header["first"], header["steps"], self._shards))
+        self._passes.setdefault((loader, epoch), PassQueue(header["first"], header["steps"], self._shards))
         self._answer(worker, {})
 
-    def _on_take(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
+    def _on_chunk(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         loader, epoch = header["pass"]
-        deals = self._passes.get((loader, epoch))
-        if deals is None:  # all others have begun the next one
+        queue = self._passes.get((loader, epoch))
+        if queue is None:  # all others have begun the next one
             self._answer(worker, {"over": True})
             return
-        deals.done(worker, [tuple(part) for part in header["done"]])
-        deals.give_back(worker, [tuple(part) for part in header["back"]])
+        queue.finish(worker, [tuple(chunk) for chunk in header["done"]])
+        queue.give_back(worker, [tuple(chunk) for chunk in header["back"]])
         self._empty += header["empty"]
         if header["leave"]:
-            deals.give_back(worker)
+            queue.give_back(worker)
             self._answer(worker, {})
-        elif (answer := self._part(worker, (loader, epoch))) is not None:
+        elif (answer := self._chunk(worker, (loader, epoch))) is not None:
             self._answer(worker, answer)
         elif header["wait"]:
             self._waiting[worker] = (loader, epoch)
         else:
             self._answer(worker, {})
-        self._look()
+        self._answer_waiting()
 
-    def _part(self, worker: int, key: tuple[str, int]) -> dict[str, Any] | None:
-        deals = self._passes.get(key)
-        if deals is None or deals.over:
+    def _chunk(self, worker: int, key: tuple[str, int]) -> dict[str, Any] | None:
+        """The answer to a request for a chunk; None where there is none now."""
+        queue = self._passes.get(key)
+        if queue is None or queue.over:
             return {"over": True}
-        part = deals.take(worker)
-        return None if part is None else {"part": part}
+        chunk = queue.hand_out(worker)
+        return None if chunk is None else {"chunk": chunk}
 
-    # together
+    # all workers
 
     def _on_exchange(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        self._exchanges.came(header["number"], worker, frames[1:])
+        self._exchanges.add(header["number"], worker, frames[1:])
         if header["admit"]:
             self._admitting.add(header["number"])
-        self._look()
+        self._answer_waiting()
 
     def _on_join(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        """A process in the place of a worker that was killed. The first server lets it wait for the others; these tell
-        the other servers, through itself, that it is one of them."""
-        self._listening.anew(worker, worker in self._alive)
+        """A process comes in the place of a killed worker. At the first server it waits until the other workers admit
+        it. Then it tells the other servers that it was admitted."""
+        self._listening.reconnected(worker, worker in self._alive)
         self._lose(worker)
         if header["admitted"]:
             self._alive.add(worker)
@@ -246,7 +248,7 @@ class Serving:
             self._joining.add(worker)
 
     def _on_missing(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        """A worker has waited for too long, in an exchange or for a part."""
+        """A worker has waited for too long, in an exchange or for a chunk."""
         waiting = {who for came in self._exchanges.under_way.values() for who in came} | self._waiting.keys()
         self._answer(worker, {"missing": sorted(self._alive - waiting)})
 

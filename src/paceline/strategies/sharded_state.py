@@ -1,15 +1,15 @@
-"""What the stages of fsdp share: an update on slices, and state that is whole in a checkpoint and sliced in memory.
+"""What the stages of fsdp share: an update on shards, and state that is sharded in memory and whole in a checkpoint.
 
-A master (masters.py) is a DTensor whose memory is this rank's slice of the user's own parameter, so that it costs
-nothing: what an optimizer writes to it stands in the parameter. Its gradient is the same slice of the parameter's.
-Being a DTensor it has the whole parameter's shape and norm, so that an optimizer that looks at these (LAMB) makes the
-update that it would make of the whole. A 0-dim parameter is too small to slice: its master is the whole, on every rank
-alike.
+A master weight (replicated.py) is here a DTensor whose local tensor is this rank's shard of the user's own parameter.
+It needs no memory of its own: what an optimizer writes to it stands in the parameter. Its gradient is the same shard of
+the parameter's gradient. A DTensor has the whole parameter's shape and norm, so that an optimizer that uses these
+(LAMB) makes the same update as of the whole. A 0-dim parameter is too small to shard: its master is replicated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,60 +18,67 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paceline.comm import dtensor
+from paceline.comm.mesh import DATA, Mesh
 from paceline.errors import ModelError, UsageError
-from paceline.strategies.masters import in_place_of
-from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
+from paceline.strategies.replicated import in_place_of, load_replicated, parameter_names, replicated_state
 
 
 class Masters:
-    """The masters of some parameters, which it is given in any order, the same on all ranks."""
+    """The master weights of some parameters, which are added in the same order on all ranks."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.of: dict[Tensor, Tensor] = {}
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.of: dict[Tensor, Tensor] = {}  # parameter -> master
         self._hooks: list[Any] = []
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The data dimensions, over the last of which parameters are cut."""
+        return self._mesh.along(*(name for name in DATA if name in self._mesh.sizes))
 
     def add(self, parameter: Tensor) -> None:
         if parameter not in self.of:
             self.of[parameter] = self._slice(parameter, parameter)
 
-    def serve(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the state that the optimizer has; and, until `close`, what a script loads into it. Its own `state_dict`
-        then shows slices."""
-        self.take_state(optimizer)
-        outside: list[Any] = []
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
+        """Shards the state that the optimizer has, and, until `close`, what a script loads into it. The optimizer's own
+        `state_dict` then holds shards."""
+        self.shard_state(optimizer)
+        contexts: list[Any] = []
 
-        def enter(_: torch.optim.Optimizer) -> None:
-            outside.append(in_place_of(optimizer, self.of))
-            outside[-1].__enter__()
+        def before(_: torch.optim.Optimizer) -> None:
+            contexts.append(in_place_of(optimizer, self.of))
+            contexts[-1].__enter__()
 
-        def leave(_: torch.optim.Optimizer, __: dict[str, Any]) -> None:
-            outside.pop().__exit__(None, None, None)
+        def after(_: torch.optim.Optimizer, __: dict[str, Any]) -> None:
+            contexts.pop().__exit__(None, None, None)
 
         self._hooks += [
-            optimizer.register_state_dict_pre_hook(enter),
-            optimizer.register_state_dict_post_hook(leave),
-            optimizer.register_load_state_dict_post_hook(self.take_state),
+            optimizer.register_state_dict_pre_hook(before),
+            optimizer.register_state_dict_post_hook(after),
+            optimizer.register_load_state_dict_post_hook(self.shard_state),
         ]
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """State of whole parameters that the optimizer holds: it is sliced, and belongs to the masters."""
+    def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """State of whole parameters becomes shards, which belong to the masters."""
         for parameter, master in self.of.items():
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
-        slice_state([(p, state) for p, state in optimizer.state.items() if dtensor.is_sharded(p)])
+        shard_optimizer_state([(p, state) for p, state in optimizer.state.items() if dtensor.is_sharded(p)])
 
     def update(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The optimizer's step on slices. Returns the parameters of which other ranks hold rows that are newer."""
-        given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p in self.of]
-        for p in given:
+        """The optimizer's step on shards. Returns the parameters of which other ranks hold newer rows."""
+        updated = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p in self.of
+        ]
+        for p in updated:
             master = self.of[p]
             if dtensor.local(master).untyped_storage().data_ptr() != p.untyped_storage().data_ptr():
-                master._local_tensor = self._part(p.detach())  # type: ignore[attr-defined]  # p.data was set anew
+                master._local_tensor = self._local(p.detach())  # type: ignore[attr-defined]  # p.data was set anew
             master.grad = self._slice(p.grad, p)
         try:
             with in_place_of(optimizer, self.of):
@@ -81,21 +88,22 @@ class Masters:
                 raise UsageError(_no_rule(optimizer, error)) from error
             raise
         finally:
-            for p in given:
+            for p in updated:
                 self.of[p].grad = None
-        return [p for p in given if p.dim()]
+        return [p for p in updated if p.dim()]
 
-    def _part(self, tensor: Tensor) -> Tensor:
+    def _local(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor."""
         if not tensor.dim():
             return tensor
-        shard = self.mesh.ndim - 1  # the dimension of the mesh over which they are cut
-        first, last = dtensor.rows_of(tensor.size(0), self.mesh.get_local_rank(shard), self.mesh.size(shard))
+        last_dim = self.mesh.ndim - 1
+        first, last = dtensor.rows_of(tensor.size(0), self.mesh.get_local_rank(last_dim), self.mesh.size(last_dim))
         return tensor[first:last]
 
     def _slice(self, tensor: Tensor | None, parameter: Tensor) -> Tensor:
         assert tensor is not None
         made: Tensor = DTensor.from_local(
-            self._part(tensor.detach()),
+            self._local(tensor.detach()),
             self.mesh,
             [*[Replicate()] * (self.mesh.ndim - 1), Shard(0) if parameter.dim() else Replicate()],
             run_check=False,
@@ -113,11 +121,11 @@ def _no_rule(optimizer: torch.optim.Optimizer, error: Exception) -> str:
     )
 
 
-def slice_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-    """Pairs of a sharded parameter and its state: where that is whole it becomes slices, each in memory of its own.
+def shard_optimizer_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+    """Shards whole state, in place. states: pairs of a sharded parameter and its state.
 
-    A tensor of the parameter's shape is sliced as the parameter is. One of another shape, such as Adafactor's row
-    means, is kept whole on every rank: DTensor computes with it as the optimizer would. Counters stay as they are.
+    A tensor of the parameter's shape is sharded as the parameter is. One of another shape, such as Adafactor's row
+    means, is replicated: DTensor computes with it as the optimizer would. Counters stay as they are.
     """
     counters = {
         key
@@ -131,10 +139,10 @@ def slice_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
                 state[key] = dtensor.sharded_like(p, value)
 
 
-def sliced_state(
+def full_state(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[Tensor, Tensor]
 ) -> dict[str, Any]:
-    """The whole state by name; sharded tensors whole on rank 0, without memory on the others. Collective."""
+    """The whole state by name. What was sharded is whole on rank 0, and without memory on the others. Collective."""
     made: dict[int, Tensor] = {}
 
     def whole(node: Any) -> Any:
@@ -150,19 +158,19 @@ def sliced_state(
     return {kind: [whole(part) for part in parts] for kind, parts in state.items()}
 
 
-def load_sliced(
+def load_full_state(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[Tensor, Tensor],
     state: dict[str, Any],
 ) -> None:
-    """Takes a whole state, the same on every rank, of which this process keeps its slices."""
+    """Loads a whole state, the same on every rank, of which this process keeps its shards."""
     names = _names(models, masters)
     owns = {name: p for p, name in names.items() if dtensor.is_sharded(p)}
     optimizer_states = []
-    for saved in state["optimizers"]:  # sliced first, so that no optimizer's state lies whole on the device
+    for saved in state["optimizers"]:  # sharded first, so that no optimizer's state lies whole on the device
         copied = {name: dict(values) for name, values in saved["state"].items()}
-        slice_state([(owns[name], values) for name, values in copied.items() if name in owns])
+        shard_optimizer_state([(owns[name], values) for name, values in copied.items() if name in owns])
         optimizer_states.append({**saved, "state": copied})
     whole = {**state, "optimizers": optimizer_states}
     load_replicated(models, optimizers, whole, masters)
@@ -174,7 +182,7 @@ def _names(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dic
 
 
 def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:
-    """Raises ModelError for layers whose gradients cannot be sliced."""
+    """Raises ModelError for layers whose gradients cannot be sharded."""
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:

@@ -1,4 +1,4 @@
-"""A worker's lines to the servers: requests, exchanges with the other workers, parts of the data to compute."""
+"""A worker's connections to the servers: requests, exchanges with the other workers, chunks of the data to compute."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MEET_SECONDS = 1800.0
 """How long a worker waits for the others, as torch's process groups do."""
 
 JOIN_SECONDS = 14 * 24 * 3600.0
-"""How long one that comes waits to be let in: in async for an epoch's end. That the server lives it sees by itself."""
+"""How long a worker that joins waits to be admitted: in async until an epoch ends. A server that dies ends the wait."""
 
 Request = tuple[dict[str, Any], Iterable[tuple[str, Tensor]]]
 
 
 class Links:
-    """One line to each server; the first is where workers meet."""
+    """One connection to each server. Workers meet at the first server."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = list(lines)
@@ -82,14 +82,13 @@ class Links:
 
 
 class Meetings(Channel):
-    """The channel of the workers, through the first server. members: their ranks, ascending. joined: those of them that
-    were let in at the last meeting. updated: whether an update was made since the last yield of a training loader.
+    """The channel of the workers, through the first server.
 
-    What a member was to give is lost when it goes. In training that is no harm: its shard is computed anew. Elsewhere,
-    as in an evaluation, nobody can compute it: WorldError.
+    When a member dies its part of an exchange is lost. In training its shard is computed anew. Elsewhere, as in an
+    evaluation, nobody can compute it: WorldError.
 
-    welcome(): called at the beginning of a pass at which members were let in. join(): lets this worker in, which comes
-    while the others are under way (joining.py); None in all others.
+    welcome(): called at the beginning of a pass at which members were admitted. join(): admits this worker, which comes
+    while the others are under way (rejoining.py); None in all other workers.
     """
 
     def __init__(
@@ -103,12 +102,12 @@ class Meetings(Channel):
         join: Callable[[], None] | None = None,
     ) -> None:
         self._links, self._own, self._in_step = links, rank, in_step
-        self.members = tuple(sorted(members))
-        self.joined: tuple[int, ...] = ()
-        self.updated = False
+        self.members = tuple(sorted(members))  # their ranks, ascending
+        self.joined: tuple[int, ...] = ()  # those that were admitted at the last meeting
+        self.updated = False  # whether an update was made since the last yield of a training loader
         self.number = 0  # of the last meeting
-        self.inside: list[str] = []  # the training loaders whose passes are under way
-        self.to_enter: list[str] = []  # of one that was let in: those that the others are in, and it is not yet
+        self.open_loaders: list[str] = []  # the training loaders whose passes are under way
+        self.to_open: list[str] = []  # in a worker that was admitted: the others' open loaders that it has yet to open
         self._welcome, self._join = welcome, join
         self._phase: Phase = "between"
 
@@ -135,8 +134,8 @@ class Meetings(Channel):
         return self.meet(parts, tolerant=self._phase == "training")
 
     def meet(self, parts: Iterable[Any] = (), tolerant: bool = True, admit: bool = False) -> list[memoryview]:
-        """`exchange`, from wherever it is. tolerant: members that have gone are left out, and that is all. admit: those
-        that wait to join are let in; there is nothing of theirs in what is returned."""
+        """`exchange`, in any phase. tolerant: members that have died are left out without an error. admit: workers
+        that wait to join are admitted; what is returned has nothing of theirs."""
         self.number += 1
         frames = self._links.wait_first({"op": "exchange", "number": self.number, "admit": admit}, parts)
         header = wire.header_of(frames)
@@ -156,16 +155,16 @@ class Meetings(Channel):
             )
         return came
 
-    def enter(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+    def enter_phase(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
         if phase == "between":
-            if loader in self.inside:
-                self.inside.remove(str(loader))
-        elif loader is not None and self.to_enter:  # the others are in their passes: nobody is to be met
-            if loader not in self.to_enter:
+            if loader in self.open_loaders:
+                self.open_loaders.remove(str(loader))
+        elif loader is not None and self.to_open:  # the others are in their passes, and do not meet
+            if loader not in self.to_open:
                 return False
-            self.to_enter.remove(loader)
+            self.to_open.remove(loader)
             meet = False
-            if not self.to_enter:
+            if not self.to_open:
                 tell_launcher(os.environ, JOINED)
         elif phase == "evaluating" or loader is not None:
             self._check_arrived(f"a loader is iterated ({phase})")
@@ -177,7 +176,7 @@ class Meetings(Channel):
         if phase == "training":
             self.updated = False
             if loader is not None:
-                self.inside.append(loader)
+                self.open_loaders.append(loader)
         if meet:
             self.meet(admit=loader is not None and not self._in_step)
             if self.joined:
@@ -195,8 +194,8 @@ class Meetings(Channel):
         return self._join is not None
 
     def _check_arrived(self, what: str) -> None:
-        """Raises UsageError in a worker that has come while the others were under way, and is not where they are."""
-        if self.arriving or self.to_enter:
+        """Raises UsageError in a worker that joins and has not come to where the others are."""
+        if self.arriving or self.to_open:
             raise UsageError(
                 f"this worker joins a run under way, and before it has come to where the others are {what}. They are "
                 "in the loop over a training loader, and cannot take part. A worker that joins runs the script up to "
@@ -210,7 +209,7 @@ class Meetings(Channel):
 
 
 class Refusing(Channel):
-    """The channel of a server between two `prepare`s, where it has nothing to say."""
+    """The channel of a server between two `prepare`s, where it can take part in nothing."""
 
     size, rank, in_step = 2, 1, False
 
@@ -224,7 +223,7 @@ class Refusing(Channel):
     def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
         return self._refuse()
 
-    def enter(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
+    def enter_phase(self, phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
         return bool(self._refuse())
 
     def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
@@ -232,7 +231,11 @@ class Refusing(Channel):
 
 
 class Chunks(Queue):
-    """The chunks of passes that this worker computes: the first server hands them out."""
+    """The chunks that this worker computes; the first server hands them out.
+
+    at_end(begins): called at both ends of a pass, where all workers are. pull(): gets the newest weights. steps: how
+    many an optimizer has made, as far as this worker knows.
+    """
 
     def __init__(
         self,
@@ -241,16 +244,15 @@ class Chunks(Queue):
         pull: Callable[[], None],
         steps: Callable[[torch.optim.Optimizer], int],
     ) -> None:
-        """at_end(begins): called at both ends of a pass, where all workers are. pull: get the newest weights. steps:
-        how many an optimizer has made, by what this worker knows."""
         self._links, self._at_end, self._pull, self._steps = links, at_end, pull, steps
-        self.told: dict[torch.optim.Optimizer, int] = {}  # steps that `completed` has given
-        self._pushes: dict[int, int] = {}
-        self._empty = 0  # parts without examples, since the last request
-        self._done: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        self._back: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        self.current: tuple[str, int, int, int] | None = None  # loader, epoch, step, shard that is being computed
-        self.refused = False  # whether its gradient came too late
+        self.counted: dict[torch.optim.Optimizer, int] = {}  # steps that `completed` has returned so far
+        self._pushes: dict[int, int] = {}  # optimizer -> gradients of the current chunk
+        self._empty = 0  # chunks without examples, since the last request
+        # For each pass, chunks to report with the next request: computed ones, and ones to hand out again.
+        self._done: dict[tuple[str, int], list[Chunk]] = {}
+        self._back: dict[tuple[str, int], list[Chunk]] = {}
+        self.current: tuple[str, int, int, int] | None = None  # loader, epoch, step, shard of the chunk under way
+        self.refused = False  # whether its gradient was too old
 
     def begin(self, loader: str, epoch: int, first: int, steps: int) -> None:
         self._done[loader, epoch], self._back[loader, epoch] = [], []
@@ -259,14 +261,14 @@ class Chunks(Queue):
 
     def next_chunk(self, loader: str, epoch: int, wait: bool) -> Chunk | None:
         key = (loader, epoch)
-        header = {"op": "take", "pass": key, "done": self._done[key], "back": self._back[key], "wait": wait}
+        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "wait": wait}
         header["empty"], self._empty = self._empty, 0
         self._done[key], self._back[key] = [], []
         answer = wire.header_of(self._links.wait_first({**header, "leave": False}))
-        if "part" in answer:
-            if wait:  # perhaps for long
+        if "chunk" in answer:
+            if wait:  # it may have waited for long
                 self._pull()
-            step, shard = answer["part"]
+            step, shard = answer["chunk"]
             return step, shard
         if wait:
             self.current = None
@@ -278,31 +280,31 @@ class Chunks(Queue):
         self._pushes.clear()
 
     def completed(self, optimizer: torch.optim.Optimizer) -> int:
-        """Steps, as large as a global batch, that all workers together have made since it was asked last."""
-        before = self.told.get(optimizer, 0)
-        self.told[optimizer] = now = max(before, self._steps(optimizer))
+        """How many steps, as large as a global batch, all workers together have made since the last call."""
+        before = self.counted.get(optimizer, 0)
+        self.counted[optimizer] = now = max(before, self._steps(optimizer))
         return now - before
 
     def pushes(self, optimizer: int) -> int:
-        """How many gradients of the current part this optimizer has had before."""
+        """How many gradients of the current chunk this optimizer has had before."""
         before = self._pushes.get(optimizer, 0)
         self._pushes[optimizer] = before + 1
         return before
 
     def finished(self, loader: str, epoch: int, chunk: Chunk, empty: bool = False) -> None:
-        """Told with the next request."""
-        told = self._back if self.refused and not empty else self._done
-        told[loader, epoch].append(chunk)
+        """Reported with the next request."""
+        report = self._back if self.refused and not empty else self._done
+        report[loader, epoch].append(chunk)
         if empty:
             self._empty += 1
         else:
             self.refused = False
 
     def leave(self, loader: str, epoch: int) -> None:
-        """The loop has been left: what this worker still has is for others."""
+        """The script has left the loop: the chunks that this worker still has are free."""
         key = (loader, epoch)
-        header = {"op": "take", "pass": key, "done": self._done[key], "back": self._back[key], "wait": False}
-        with contextlib.suppress(WorldError):  # it may be the reason why the loop is left
+        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "wait": False}
+        with contextlib.suppress(WorldError):  # a dead server may be why the script leaves the loop
             self._links.ask_first({**header, "empty": self._empty, "leave": True})
 
 

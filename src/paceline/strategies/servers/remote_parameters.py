@@ -1,4 +1,4 @@
-"""The parameters as the servers own them: which server has which, and what goes to and fro."""
+"""A worker's view of the parameters that servers own: which server owns which, and requests that send and pull them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.strategies.servers.links import Links
-from paceline.strategies.servers.shard import Setting
+from paceline.strategies.servers.served_parameters import Setting
+from paceline.strategies.servers.worker_links import Links
 
 Answers = dict[int, tuple[dict[str, Any], dict[str, Tensor]]]
 
 
-class Remote:
-    """names: the parameters by name, here. owner: which server has each. versions, empty: when weights came last, the
-    updates of each optimizer, and the parts without examples, that there had been (server 0 counts them)."""
+class RemoteParameters:
+    """The parameters of the model, each of which a server owns. servers: how many there are."""
 
     def __init__(self, servers: int) -> None:
-        self.names: dict[str, Tensor] = {}
-        self.owner: dict[str, int] = {}
+        self.names: dict[str, Tensor] = {}  # this process's copies, by name
+        self.owner: dict[str, int] = {}  # name -> server
+        # As server 0 counted when it last sent weights: updates of each optimizer, and chunks without examples.
         self.versions: dict[str, int] = {}
         self.empty = 0
-        self.links: Links | None = None  # of a worker
+        self.links: Links | None = None  # in a worker
         self.servers = range(servers)
         self._load = [0] * servers  # bytes that each owns
         self._as_pulled: dict[str, int] = {}  # the version of the tensor when its weights came
 
-    def share_out(self, names: dict[str, Tensor]) -> None:
-        """Whole parameters, the largest first, each to the server that has least; what has an owner keeps it."""
+    def assign(self, names: dict[str, Tensor]) -> None:
+        """Assigns whole parameters, the largest first, each to the server that owns the fewest bytes. A parameter keeps
+        its owner."""
         self.names = names
         new = [(name, p.numel() * p.element_size()) for name, p in names.items() if name not in self.owner]
         for name, size in sorted(new, key=lambda item: -item[1]):
@@ -78,17 +79,18 @@ class Remote:
     # --- from them
 
     @torch.no_grad()
-    def take(self, weights: Mapping[str, Tensor]) -> None:
+    def store(self, weights: Mapping[str, Tensor]) -> None:
+        """Writes weights that servers have sent into this process's copies."""
         for name, weight in weights.items():
             self.names[name].copy_(weight)
-        self.note(weights)
+        self.note_pulled(weights)
 
-    def note(self, names: Iterable[str]) -> None:
-        """These are now what the servers have."""
+    def note_pulled(self, names: Iterable[str]) -> None:
+        """The copies of these are now what the servers have."""
         self._as_pulled.update((name, self.names[name]._version) for name in names)
 
     def changed(self) -> dict[str, Tensor]:
-        """Weights that the script has written to since."""
+        """Weights that the script has written to since they came."""
         return {name: p for name, p in self.names.items() if p._version != self._as_pulled[name]}
 
     def pull(self, names: Iterable[str]) -> None:
@@ -100,11 +102,11 @@ class Remote:
         for server in sorted(wanted):
             header, weights = self.links.ask({server: ({"op": "pull", "names": wanted[server]}, ())})[server]
             if server == 0:
-                self.hear(header)
-            self.take(weights)
+                self.note_versions(header)
+            self.store(weights)
 
-    def hear(self, header: Mapping[str, Any]) -> None:
-        """What the first server tells with weights."""
+    def note_versions(self, header: Mapping[str, Any]) -> None:
+        """Keeps the counts that the first server sends with weights."""
         self.versions, self.empty = header["versions"], header["empty"]
 
     def state(self, number: int) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A server's shard: whole parameters, and the user's optimizers for them."""
+"""What one server owns: whole parameters of the model, and the user's optimizers for them."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ Setting = list[dict[str, Any]]
 """Of each group of an optimizer, its options but for the parameters."""
 
 
-class Shard:
-    """parameters: those that this server owns, by name. They are updated in place, on the CPU."""
+class ServedParameters:
+    """The parameters of one server. They are updated in place, on the CPU."""
 
     def __init__(self) -> None:
-        self.parameters: dict[str, Tensor] = {}
-        self.optimizers: list[Any] = []  # the user's, with this shard's parameters
-        self._groups: list[list[int]] = []  # of each, which of the user's groups its own are
-        self._names: list[list[str]] = []  # of each, its parameters
+        self.by_name: dict[str, Tensor] = {}
+        self.optimizers: list[Any] = []  # the user's, with this server's parameters only
+        # For each optimizer: the index of the user's parameter group that each of its own groups came from.
+        self._groups: list[list[int]] = []
+        self._names: list[list[str]] = []  # for each optimizer: the names of its parameters
 
     def add(
         self, owned: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]
     ) -> None:
-        """owned: all that this server owns now. optimizers: all of the user's, those known already too. names: of all
-        parameters. The memory of those that others own is let go."""
-        self.parameters = dict(owned)
+        """Sets what this server owns, and frees the memory of all other parameters.
+
+        owned: all that this server owns now. optimizers: all of the user's, also known ones. names: of all parameters.
+        """
+        self.by_name = dict(owned)
         self._groups, self._names = [], []
         for number, optimizer in enumerate(optimizers):
             if number == len(self.optimizers):
-                self.optimizers.append(_like(optimizer, [p for p in names if names[p] in owned]))
-            self._divide(self.optimizers[number], optimizer, names)
+                self.optimizers.append(_optimizer_like(optimizer, [p for p in names if names[p] in owned]))
+            self._set_groups(self.optimizers[number], optimizer, names)
         for parameter, name in names.items():
-            if name not in self.parameters:
+            if name not in self.by_name:
                 parameter.data = parameter.data.new_empty(0)
 
-    def _divide(self, own: Any, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-        """Groups with this shard's parameters only."""
+    def _set_groups(self, own: Any, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+        """Gives the optimizer `own` the user's groups, with this server's parameters only."""
         own.param_groups, numbers = [], []
         for number, group in enumerate(optimizer.param_groups):
-            mine = [p for p in group["params"] if names[p] in self.parameters]
+            mine = [p for p in group["params"] if names[p] in self.by_name]
             if mine:
                 own.param_groups.append({**group, "params": mine})
                 numbers.append(number)
@@ -52,26 +55,26 @@ class Shard:
 
     def of(self, number: int) -> list[tuple[str, Tensor]]:
         """The parameters of an optimizer, by name."""
-        return [(name, self.parameters[name]) for name in self._names[number]]
+        return [(name, self.by_name[name]) for name in self._names[number]]
 
     def update(self, number: int, setting: Setting, seed: int, gradients: Mapping[str, Tensor]) -> None:
-        """One update. What it draws at random is of the given seed."""
+        """One update. seed: of the random numbers that it draws."""
         optimizer = self.optimizers[number]
         for own, of_user in zip(optimizer.param_groups, self._groups[number], strict=True):
             for key, value in setting[of_user].items():
                 own[key] = tuple(value) if isinstance(own.get(key), tuple) else value
         torch.manual_seed(seed)
         for name, gradient in gradients.items():
-            self.parameters[name].grad = gradient
+            self.by_name[name].grad = gradient
         if gradients:
             optimizer.step()
         for name in gradients:
-            self.parameters[name].grad = None
+            self.by_name[name].grad = None
 
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            self.parameters[name].copy_(value)
+            self.by_name[name].copy_(value)
 
     def state(self, number: int) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Tensor]]]:
         """An optimizer's state: {parameter: {key: value}} of what is no tensor; the tensors by "parameter\\nkey"."""
@@ -93,18 +96,18 @@ class Shard:
         state = self.optimizers[number].state
         state.clear()
         for name, values in plain.items():
-            state[self.parameters[name]] = dict(values)
+            state[self.by_name[name]] = dict(values)
         for whole, tensor in tensors.items():
             name, _, key = whole.partition("\n")
-            parameter = self.parameters[name]
+            parameter = self.by_name[name]
             if tensor.shape == parameter.shape and tensor.stride() != parameter.stride():
                 tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
             state[parameter][key] = tensor
 
 
-def _like(optimizer: torch.optim.Optimizer, owned: Sequence[Tensor]) -> Any:
-    """The same class and attributes. What the run has put on the user's own (guards, the counting of schedulers) stays
-    behind. Raises UsageError where the script has put hooks on it."""
+def _optimizer_like(optimizer: torch.optim.Optimizer, owned: Sequence[Tensor]) -> Any:
+    """An optimizer of the same class and attributes, without the methods that the run has put on the user's (guards,
+    the counting of schedulers). Raises UsageError where the script has put hooks on it."""
     if optimizer._optimizer_step_post_hooks or len(optimizer._optimizer_step_pre_hooks) > 1:  # one is the run's
         raise UsageError(
             f"strategy parameter_server: {type(optimizer).__name__} has hooks of the script's (register_step_pre_hook, "

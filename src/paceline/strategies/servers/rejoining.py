@@ -1,15 +1,15 @@
-"""A worker that comes while the others are under way: in the place of one that was killed.
+"""A worker that joins while the others are under way, in the place of one that was killed.
 
 Phases:
 
 1. At its start each worker leaves a ticket for the launcher: where the servers are, their public keys, and its own pair
    of keys. A process that is started in its place finds it (world.TICKET), makes no process group, and runs the script
    up to `run.epochs`.
-2. There it asks the first server to be let in, and waits. That happens where all that live meet and say so: in sync
-   once each global batch, in async where a pass begins.
-3. All then count it. One of those that were there hands over where the run is: counters, the position in the data,
-   schedules, tracked objects, buffers. The weights come from the servers.
-4. It goes into the loaders that the others are in. In sync the global batch at hand begins anew, cut over all.
+2. There it asks the first server to admit it, and waits. The live workers admit it where all of them meet: in sync once
+   each global batch, in async where a pass begins.
+3. From then on it is a member. One of the earlier members hands over where the run is: counters, the position in the
+   data, schedules, tracked objects, buffers. The weights come from the servers.
+4. It opens the loaders that the others have open. In sync the global batch at hand begins anew, cut over all members.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from torch import Tensor
 from paceline.comm import process_group, wire
 from paceline.comm.sockets import Keys, Line
 from paceline.errors import WorldError
-from paceline.strategies.servers.links import JOIN_SECONDS, Chunks, Links, Meetings
+from paceline.strategies.servers.worker_links import JOIN_SECONDS, Chunks, Links, Meetings
 from paceline.world import TICKET, TICKET_FILE, Served, tell_launcher
 
 Place = tuple[str, bytes]
 """A server's address and public key."""
 
-Given = dict[str, Any]
-"""Where the run is: see `given`."""
+RunState = dict[str, Any]
+"""Where the run is: see `run_state`."""
 
 
 def leave_ticket(places: Sequence[Place], keys: Keys) -> None:
-    """Not for a later run of the process: another in its place would come to the first one, which is over."""
+    """Leaves the launcher a ticket, but in the first run of this process alone: a process in its place would begin with
+    the first run, which is over later."""
     if process_group.runs > 1:
         return
     ticket = {"servers": [[where, key.decode()] for where, key in places], "keys": [key.decode() for key in keys]}
@@ -46,7 +47,7 @@ def leave_ticket(places: Sequence[Place], keys: Keys) -> None:
 
 
 def find_ticket(environ: Mapping[str, str]) -> tuple[list[Place], Keys] | None:
-    """Of a process that is to join; None in all others."""
+    """The servers and the keys of a process that is to join; None in all others."""
     path = environ.get(TICKET)
     if not path:
         return None
@@ -61,8 +62,8 @@ def make_lines(places: Sequence[Place], first: int, keys: Keys, rank: int) -> Li
     return Links([Line(*place, keys, rank, name) for place, name in zip(places, named, strict=True)])
 
 
-def be_let_in(links: Links, places: Sequence[Place], meetings: Meetings) -> None:
-    """Waits for it. Raises Served where the run has ended meanwhile."""
+def wait_for_admission(links: Links, places: Sequence[Place], meetings: Meetings) -> None:
+    """Returns when this worker is a member. Raises Served where the run has ended meanwhile."""
     for where, _ in places:
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         try:
@@ -81,32 +82,32 @@ def be_let_in(links: Links, places: Sequence[Place], meetings: Meetings) -> None
     links.ask({server: ({"op": "join", "admitted": True}, ()) for server in others})
 
 
-def hand_over(meetings: Meetings, rank: int, give: Callable[[], Given] | None) -> Given:
-    """One of those that were there before gives; all get it. Raises WorldError where none of them is left."""
+def hand_over(meetings: Meetings, rank: int, capture: Callable[[], RunState] | None) -> RunState:
+    """The run state of one of the earlier members, on all members. Raises WorldError where none of them is left."""
     newcomers = set(meetings.joined)
     while givers := sorted(set(meetings.members) - newcomers):
-        gives = give is not None and rank == givers[0]
-        found = meetings.meet([pickle.dumps(give())] if gives and give is not None else [])
+        own = [pickle.dumps(capture())] if capture is not None and rank == givers[0] else []
+        found = meetings.meet(own)
         if givers[0] in meetings.members:
-            whole: Given = pickle.loads(found[meetings.members.index(givers[0])])
+            whole: RunState = pickle.loads(found[meetings.members.index(givers[0])])
             return whole
     raise WorldError("all workers that knew where the run was have died. Restore the last checkpoint.")
 
 
-def given(
+def run_state(
     counts: tuple[int, int],
     meetings: Meetings,
     optimizers: Sequence[torch.optim.Optimizer],
     chunks: Chunks | None,
     buffers: Sequence[Tensor],
     run: Any,
-) -> Given:
+) -> RunState:
     """counts: reductions and updates so far. run: where the run is, as it says itself."""
     return {
         "counts": counts,
-        "inside": list(meetings.inside),
+        "open_loaders": list(meetings.open_loaders),
         "groups": [[_options(group) for group in own.param_groups] for own in optimizers],
-        "told": [] if chunks is None else [chunks.told.get(optimizer, 0) for optimizer in optimizers],
+        "counted": [] if chunks is None else [chunks.counted.get(optimizer, 0) for optimizer in optimizers],
         "buffers": [buffer.cpu() for buffer in buffers],
         "run": run,
     }
@@ -117,30 +118,30 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def take(
-    found: Given,
+def load_run_state(
+    found: RunState,
     meetings: Meetings,
     optimizers: Sequence[torch.optim.Optimizer],
     chunks: Chunks | None,
     buffers: Sequence[Tensor],
 ) -> tuple[int, int]:
-    """Goes on there; returns the counts."""
+    """This worker goes on from this run state. Returns its counts."""
     assert meetings.handover is not None
-    meetings.to_enter = list(found["inside"])
+    meetings.to_open = list(found["open_loaders"])
     for optimizer, groups in zip(optimizers, found["groups"], strict=True):
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
     for buffer, value in zip(buffers, found["buffers"], strict=True):
         buffer.copy_(value)
-    meetings.handover.take(found["run"])
+    meetings.handover.restore(found["run"])
     if chunks is not None:
-        chunks.told = dict(zip(optimizers, found["told"], strict=True))
+        chunks.counted = dict(zip(optimizers, found["counted"], strict=True))
     counts: tuple[int, int] = found["counts"]
     return counts
 
 
 def news(lost: Collection[int], joined: Collection[int]) -> str:
-    """What has become of which workers, in words."""
+    """Which workers have died or joined, in words."""
     told = []
     for ranks, what in ((lost, "died"), (joined, "joined")):
         if ranks:

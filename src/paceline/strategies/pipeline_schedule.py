@@ -1,0 +1,102 @@
+"""torch's pipeline schedules (torch.distributed.pipelining) of one stage, for both ways to cut a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.microbatch import _Replicate
+
+from paceline.comm.mesh import Mesh
+
+T = TypeVar("T")
+
+_MOST = 4  # schedules that are kept: each has buffers for what it receives
+
+
+class Schedules:
+    """The schedules of this process's stage, by number and form of the micro-batches. name: gpipe, 1f1b or naive."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, name: str) -> None:
+        self._mesh, self._device, self._name = mesh, device, name
+        self._made: dict[Any, Any] = {}
+        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None  # of the run under way
+
+    @property
+    def first(self) -> bool:
+        return self._mesh.coordinate("stage") == 0
+
+    @property
+    def last(self) -> bool:
+        return self._mesh.coordinate("stage") == self._mesh.size("stage") - 1
+
+    def passes(self, group: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
+        """Micro-batches of one form that go through the stages together, each with the index of the first."""
+        size = 1 if self._name == "naive" else len(group)
+        for start in range(0, len(group), size):
+            yield start, group[start : start + size]
+
+    def run(
+        self,
+        stage: nn.Module,
+        forms: tuple[Tensor, Tensor],
+        given: Callable[[], Tensor],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        count: int,
+        **keywords: Tensor,
+    ) -> None:
+        """Forwards and backwards of `count` micro-batches.
+
+        forms: tensors on "meta", as the stage receives and sends them. given(): the input of the first stage, of all
+        micro-batches. loss: on the last stage, of its output and the number of the micro-batch. keywords: given to the
+        stage, cut by micro-batches.
+        """
+        self._loss = loss
+        numbers = torch.arange(count)
+        # A single micro-batch is not cut: it may have no examples.
+        spec = (_Replicate(),) if count == 1 and not keywords else None
+        schedule = self._schedule(stage, count, forms, spec)
+        if self.first:
+            schedule.step(given(), **keywords)
+        elif self.last:
+            schedule.step(target=numbers, losses=[], **keywords)
+        else:
+            schedule.step(**keywords)
+
+    def _schedule(
+        self, stage: nn.Module, count: int, forms: tuple[Tensor, Tensor], spec: tuple[_Replicate] | None
+    ) -> Any:
+        key = (count, *((form.shape, form.dtype) for form in forms))
+        if key not in self._made:
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            stages = self._mesh.size("stage")
+            own = PipelineStage(
+                stage,
+                self._mesh.coordinate("stage"),
+                stages,
+                self._device,
+                input_args=forms[:1],
+                output_args=forms[1:],
+                group=self._mesh.along("stage").get_group(),
+            )
+            kind = Schedule1F1B if self._name == "1f1b" and count >= stages else ScheduleGPipe
+            self._made[key] = kind(
+                own,
+                n_microbatches=count,
+                loss_fn=self._loss_of,
+                args_chunk_spec=spec,  # type: ignore[arg-type]
+                scale_grads=False,
+            )
+        return self._made[key]
+
+    def _loss_of(self, output: Tensor, number: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(output, number)
+
+    def close(self) -> None:
+        self._made = {}
+        self._loss = None
