@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.patching import call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest, sample
 
 SAME_SIZE = (
@@ -205,12 +206,8 @@ class CollectiveRecorder:
         if told.get("of") == "grad" and hasattr(type(work), "wait"):
             self.unwaited[id(work)] = (work, self.log.caller())
 
-    def wrap_wait(self, original: Any) -> Any:
-        def method(work: Any, /, *args: Any, **options: Any) -> Any:
-            self.unwaited.pop(id(work), None)
-            return original(work, *args, **options)
-
-        return method
+    def before_wait(self, work: Any, *_: Any, **__: Any) -> None:
+        self.unwaited.pop(id(work), None)
 
     def pop_unwaited(self) -> list[Any] | None:
         """[number of handles that the script has not waited for since the last step, line of the first]; None where it
@@ -331,18 +328,10 @@ class CollectiveRecorder:
         self._results += 1
         return [float(v) for v in tensor.detach().reshape(-1).tolist()]
 
-    def wrap_point_to_point(self, op: str) -> Callable[[Any], Any]:
+    def before_point_to_point(self, op: str, *_: Any, **__: Any) -> None:
         """A send or a receive: record that there is one."""
-
-        def make(original: Any) -> Any:
-            def call(*args: Any, **options: Any) -> Any:
-                if self.log.active and not self._depth():
-                    self.log.record("p2p", op=op)
-                return original(*args, **options)
-
-            return call
-
-        return make
+        if not self._depth():
+            self.log.record("p2p", op=op)
 
     def wrap_group_call(self, op: str) -> Callable[[Any], Any]:
         """A function that makes or destroys process groups: the collectives inside it are not recorded."""
@@ -387,38 +376,31 @@ class CollectiveRecorder:
 
         return make
 
-    def wrap_spawn(self, original: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self.log.record("spawn", now=True, joined=dist.is_initialized())
-            return original(*args, **options)
+    def before_spawn(self, *_: Any, **__: Any) -> None:
+        self.log.record("spawn", now=True, joined=dist.is_initialized())
 
-        return call
-
-    def wrap_join(self, original: Any) -> Any:
-        def __enter__(join: Any) -> Any:
-            self.compared = False
-            self.log.record("join")
-            return original(join)
-
-        return __enter__
+    def before_join(self, join: Any) -> None:
+        self.compared = False
+        self.log.record("join")
 
 
 def install(log: EventLog) -> None:
     if not dist.is_available():
         return
     recorder = log.collectives = CollectiveRecorder(log, os.path.join(log.directory, f"calls-{log.rank}.jsonl"))
-    for make, names in ((recorder.wrap, (*SAME_SIZE, *_ANY_SIZE)), (recorder.wrap_group_call, _GROUP_CALLS),
-                        (recorder.wrap_point_to_point, _POINT_TO_POINT)):  # fmt: skip
-        for name in names:
-            if hasattr(c10d, name):
-                patch(c10d, name, make(name))
-                setattr(dist, name, getattr(c10d, name))
+    for make, names in ((recorder.wrap, (*SAME_SIZE, *_ANY_SIZE)), (recorder.wrap_group_call, _GROUP_CALLS)):
+        for name in filter(vars(c10d).get, names):
+            patch(c10d, name, make(name))
+            setattr(dist, name, getattr(c10d, name))
+    for name in filter(vars(c10d).get, _POINT_TO_POINT):
+        call_before(log, c10d, name, partial(recorder.before_point_to_point, name))
+        setattr(dist, name, getattr(c10d, name))
     for name in FUNCTIONAL:
         if hasattr(functional_collectives, name):
             patch(functional_collectives, name, recorder.wrap_functional(name))
     for name in _HANDLE_METHODS:  # torch's own class, of C++
         if hasattr(dist.Work, name):
-            patch(dist.Work, name, recorder.wrap_wait)
+            call_before(log, dist.Work, name, recorder.before_wait)
     patch(DistributedDataParallel, "__init__", recorder.wrap_method("DDP's construction", lambda module: True))
     patch(DistributedDataParallel, "_sync_buffers", recorder.wrap_method("DDP's buffers", _has_buffers))
     if hasattr(DistributedDataParallel, "_pre_forward"):
@@ -427,9 +409,9 @@ def install(log: EventLog) -> None:
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 
-    patch(Join, "__enter__", recorder.wrap_join)
+    call_before(log, Join, "__enter__", recorder.before_join)
     for name in ("spawn", "start_processes"):
-        patch(multiprocessing, name, recorder.wrap_spawn)
+        call_before(log, multiprocessing, name, recorder.before_spawn)
 
 
 def _nothing() -> None:

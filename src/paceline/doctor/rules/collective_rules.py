@@ -31,29 +31,17 @@ Entry = dict[str, Any]
 
 @dataclass
 class _Rank:
-    """What has been read of one rank.
+    """What has been read of one rank."""
 
-    Attributes:
-        path: of its collectives.
-        events: path of its event log.
-        offset: how far `path` has been read.
-        rest: the incomplete last line.
-        calls: process group -> its calls.
-        open: the collective that it is in.
-        moved: when something new was last seen of it.
-        size: of its event log, then.
-        ended: has its script come to its end?
-    """
-
-    path: str
-    events: str
-    offset: int = 0
-    rest: str = ""
-    calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    path: str  # of its collectives
+    events: str  # path of its event log
+    offset: int = 0  # how far `path` has been read
+    rest: str = ""  # the incomplete last line
+    calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))  # process group -> its calls
     open: Entry | None = None  # the collective that it is in
-    moved: float = 0.0
-    size: int = 0
-    ended: bool = False
+    moved: float = 0.0  # when something new was last seen of it
+    size: int = 0  # of its event log, then
+    ended: bool = False  # has its script come to its end?
 
 
 class CollectiveChecker:

@@ -29,15 +29,10 @@ _EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all
 
 @dataclass
 class _Evaluation:
-    """One evaluation on all ranks.
+    """One evaluation on all ranks."""
 
-    Attributes:
-        passes: of each rank, over the evaluation's loader.
-        after: of each rank, the events from the begin of its pass until training goes on.
-    """
-
-    passes: list[Pass]
-    after: list[list[Event]]  # of each rank, from the pass's begin
+    passes: list[Pass]  # of each rank, over the evaluation's loader
+    after: list[list[Event]]  # of each rank, the events from the begin of its pass until training goes on
 
     @property
     def reads(self) -> Counter[int]:

@@ -61,27 +61,16 @@ MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
 
 @dataclass
 class Pass:
-    """One iteration over a loader, on one rank.
+    """One iteration over a loader, on one rank."""
 
-    Attributes:
-        loader: the loader's name.
-        n: the number of the pass in its process.
-        at: the line of the loop.
-        epoch: the sampler's `epoch` when it began.
-        yields: its "yield" events.
-        trained: how many of them a backward followed.
-        complete: was the loader read to its end?
-        begin, end: places in the rank's events.
-    """
-
-    loader: str
-    n: int
-    at: list[Any]
-    epoch: Any = None
-    yields: list[Event] = field(default_factory=list)
-    trained: int = 0  # yields that a backward followed
-    complete: bool = False
-    begin: int = 0  # positions in the events
+    loader: str  # the loader's name
+    n: int  # the number of the pass in its process
+    at: list[Any]  # the line of the loop
+    epoch: Any = None  # the sampler's `epoch` when it began
+    yields: list[Event] = field(default_factory=list)  # its "yield" events
+    trained: int = 0  # how many of them a backward followed
+    complete: bool = False  # was the loader read to its end?
+    begin: int = 0  # places in the rank's events
     end: int = 0
 
     @property
@@ -98,18 +87,12 @@ class Pass:
 
 
 class RecordedRun:
-    """The events of all ranks.
-
-    Attributes:
-        ranks: the events of each rank, in order.
-        processes: the number of ranks.
-        cut: was the script ended from outside?
-    """
+    """The events of all ranks."""
 
     def __init__(self, ranks: Sequence[list[Event]], cut: bool = False) -> None:
-        self.ranks = list(ranks)
-        self.cut = cut
-        self.processes = len(self.ranks)
+        self.ranks = list(ranks)  # the events of each rank, in order
+        self.cut = cut  # was the script ended from outside?
+        self.processes = len(self.ranks)  # the number of ranks
 
     def events(self, rank: int, *kinds: str) -> Iterator[Event]:
         """The events of these kinds on one rank."""
