@@ -25,8 +25,6 @@ def _hyphens(name: str) -> str:
 
 
 def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Several options as one decorator."""
-
     def decorate(command: Any) -> Any:
         for option in reversed(options):
             command = option(command)

@@ -163,7 +163,6 @@ def _meet(world: World, device: torch.device, init_method: str | None) -> None:
 
 
 def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:
-    """The settings, and a line for each override."""
     overrides = json.loads(os.environ.get(worlds.SETTINGS) or "{}")
     path = overrides.pop("config", None)
     if path is None:

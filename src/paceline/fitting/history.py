@@ -99,7 +99,6 @@ class History(Mapping[str, list[float]]):
         return len(self._values.get("loss", ()))
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Add the values of one epoch."""
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
 

@@ -105,7 +105,6 @@ def fit(
 
 
 def _call(callbacks: Sequence[Callback], event: str, fitting: Fitting) -> None:
-    """Call an event of every callback."""
     for callback in callbacks:
         getattr(callback, event)(fitting)
 

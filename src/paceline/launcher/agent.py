@@ -234,7 +234,6 @@ class Agent(SimpleElasticAgent):
             code = exits.get(local_rank)
             error = report.read_error(self._error_file(rank)) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
-                # ranks that were killed, while the others went on
                 expendable = self._is_expendable(local_rank, rank, code)
                 self._endings[local_rank] = ending = report.Ending(rank, code, now, error, expendable, self._role(rank))
                 if expendable:

@@ -43,7 +43,6 @@ class Nodes:
 
     @property
     def several(self) -> bool:
-        """Is there more than one machine?"""
         return self.max_nodes > 1
 
     @property

@@ -57,7 +57,6 @@ class Output:
         self._first: int | None = None
 
     def path(self, rank: int) -> str:
-        """The file of a rank's output."""
         return os.path.join(self.directory, f"rank-{rank}.log")
 
     def open(self, rank: int, first: bool) -> IO[bytes] | None:

@@ -61,7 +61,6 @@ class View:
         return self.loader.step if self.loader is not None else self.steps or 0
 
     def name(self) -> str:
-        """ "epoch 3/10"."""
         return f"epoch {self.epoch + 1}{f'/{self.epochs}' if self.epochs else ''}"
 
     def seconds_left(self, now: float) -> float | None:
@@ -106,7 +105,6 @@ class Writer:
         self._held_back: str | None = None  # the line about the last epoch, if it has not been given
 
     def position(self) -> str:
-        """Where training or evaluation is."""
         view = self.view
         if view.evaluation is not None:
             loader = view.evaluation
@@ -114,7 +112,6 @@ class Writer:
         return f"{view.name()}  step {view.step}{f'/{view.steps}' if view.steps else ''}"
 
     def fraction(self) -> float | None:
-        """The part of the epoch that is done."""
         view = self.view
         return min(view.step / view.steps, 1.0) if view.steps else None
 

@@ -1,5 +1,4 @@
-"""What a run shows and records: collected at each yield of a loader, exchanged now and then, shown and written on rank
-0.
+"""What a run shows and records: collected when a loader yields, exchanged now and then, shown and written on rank 0.
 
 One mechanism serves the progress display and the trackers. The loss of every backward call, and the values of
 `run.log`, go into a window (window.py). A window is exchanged (exchange.py)
@@ -112,7 +111,6 @@ class Monitor:
         return 0
 
     def _rate(self) -> float | None:
-        """The learning rate of the first optimizer."""
         for optimizer in self._stepper.updates:
             return optimizer.param_groups[0].get("lr")
         return None
@@ -159,7 +157,6 @@ class Monitor:
             self.totals.examples += examples
 
     def _begin_epoch(self, loader: Loader) -> None:
-        """A pass of a training loader begins."""
         self._loader = loader
         now = loader.fetched_at
         if self._facts is None:
@@ -172,7 +169,6 @@ class Monitor:
             self._display = make_display(self._settings.progress, self.view, self.totals, self._device)
 
     def _begin(self, loader: Loader, now: float) -> None:
-        """Training begins."""
         self._facts = summary.facts(self._world, self._settings, self._device, self._stepper, self._models, loader)
         atexit.register(self._exiting)
         self._sent_steps = self._made()  # of a restored run: not 0
@@ -231,7 +227,6 @@ class Monitor:
     # --- what is logged
 
     def log(self, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> None:
-        """`run.log`."""
         logged = checked(values, named)
         if not self._active:
             return
@@ -368,7 +363,6 @@ class Monitor:
         return self._interval, self._window.keys
 
     def load_join_state(self, place: tuple[int, list[str]]) -> None:
-        """In the process that joins."""
         self._interval, keys = place
         for key in keys:
             self._window.add(key, 0.0, 0)

@@ -167,7 +167,6 @@ class Totals:
         self._samples.append((now, self.examples))
 
     def end(self, now: float) -> None:
-        """The open pass has ended."""
         for loader in self._loaders:
             self._loaders[loader] = loader.waited
         if self._began is not None:
@@ -175,7 +174,6 @@ class Totals:
             self._began = None
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint was written."""
         self.checkpoints += 1
         self.checkpoint_seconds += seconds
 

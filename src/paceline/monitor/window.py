@@ -41,7 +41,6 @@ class Window:
 
     @property
     def keys(self) -> list[str]:
-        """The keys, sorted."""
         return sorted(self._sums)
 
     def _sum(self, key: str, changed: str) -> WeightedSum:

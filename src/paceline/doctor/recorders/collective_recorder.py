@@ -53,19 +53,13 @@ _ANY_SIZE = (
 _CUTTING_GATHERS = ("all_gather", "all_gather_into_tensor", "gather")  # their results have no autograd graph
 _HANDLE_METHODS = ("wait", "synchronize", "is_completed", "is_success", "get_future", "get_future_result", "result")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-_GROUP_CALLS = (
-    "new_group",
-    "init_process_group",
-    "destroy_process_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-)
+_GROUPS = ("new_group", "init_process_group", "destroy_process_group", "new_subgroups", "new_subgroups_by_enumeration")
 # gloo's thread needs the interpreter to release the last backward's calls (torch 2.13 keeps its context in them), and
 # the interpreter waits for that thread when the group is destroyed: give the thread time to finish first.
 _SETTLE_SECONDS = 0.05
 # To recognise a copy of a gradient, perhaps in bfloat16: elements of the smallest gradient that may be one of several
 # in a tensor; elements that are compared; relative tolerance.
-_MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2  # values of a gradient with a copy of it, which may be in bfloat16
+_MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2
 _MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600  # elements of a result; gradients; results
 
 
@@ -89,7 +83,7 @@ class CollectiveRecorder:
 
     # --- the side file
 
-    def begin(self, op: str, group: Any, parameter: int | None = None, **about: Any) -> Callable[[], None]:
+    def begin(self, op: str, group: Any, parameter: int | None = None, **must_match: Any) -> Callable[[], None]:
         """Record that a collective begins. Returns the function that records its end. Inside another collective nothing
         is recorded.
 
@@ -97,7 +91,7 @@ class CollectiveRecorder:
             op: the collective's name.
             group: None: the default group.
             parameter: the number of the parameter whose gradient or weight is sent.
-            about: what must be equal on all ranks of the group.
+            must_match: what must be equal on all ranks of the group.
         """
         depth: int = self._depth()
         self._local.depth = depth + 1
@@ -109,7 +103,7 @@ class CollectiveRecorder:
                 at, way, branches = self.log.call_context()
                 way |= {"the parameter": parameter} if parameter else {}
                 entry = {"b": number, "op": op, "g": group.group_name, "ranks": dist.get_process_group_ranks(group),
-                         "at": at, **about, "way": way, "branches": branches}  # fmt: skip
+                         "at": at, **must_match, "way": way, "branches": branches}  # fmt: skip
                 if not self.compared:
                     entry["loose"] = True
                 self._write(entry)
@@ -146,8 +140,8 @@ class CollectiveRecorder:
                     if isinstance(group, str):
                         group = torch._C._distributed_c10d._resolve_process_group(c10d.GroupName(group))
                     tensor = given.get("self")
-                    about = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
-                    end = self.begin(op, group, **about)
+                    must_match = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
+                    end = self.begin(op, group, **must_match)
                 try:
                     return original(*args, **options)
                 finally:
@@ -176,11 +170,11 @@ class CollectiveRecorder:
                 if group is dist.GroupMember.NON_GROUP_MEMBER or not dist.is_initialized():
                     return original(*args, **options)
                 tensor: Any = None
-                about: dict[str, Any] = {}
-                told: dict[str, Any] = {}
+                must_match: dict[str, Any] = {}
+                fields: dict[str, Any] = {}
                 with self.log.overhead():
-                    tensor, about, told = self._describe(op, given)
-                end = self.begin(op, group, told.get("number"), **about)
+                    tensor, must_match, fields = self._describe(op, given)
+                end = self.begin(op, group, fields.get("number"), **must_match)
                 try:
                     result = original(*args, **options)
                 except RuntimeError as error:
@@ -190,20 +184,20 @@ class CollectiveRecorder:
                     end()
                 with self.log.overhead():
                     if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
-                        told["result"] = self._values(tensor, told)
+                        fields["result"] = self._values(tensor, fields)
                     if given.get("async_op"):
-                        self._hold_handle(result, told)
-                    self.log.record("coll", op=op, path=[] if told.get("of") else self.log.call_stack(), **told)
+                        self._hold_handle(result, fields)
+                    self.log.record("coll", op=op, path=[] if fields.get("of") else self.log.call_stack(), **fields)
                 return result
 
             return call
 
         return make
 
-    def _hold_handle(self, work: Any, told: dict[str, Any]) -> None:
+    def _hold_handle(self, work: Any, fields: dict[str, Any]) -> None:
         """Keep the handle of an asynchronous reduction of gradients until the script waits for it or the optimizer
         steps."""
-        if told.get("of") == "grad" and hasattr(type(work), "wait"):
+        if fields.get("of") == "grad" and hasattr(type(work), "wait"):
             self.unwaited[id(work)] = (work, self.log.caller())
 
     def before_wait(self, work: Any, *_: Any, **__: Any) -> None:
@@ -223,21 +217,21 @@ class CollectiveRecorder:
         )
         if op == "all_reduce_coalesced":
             tensor = next((t for t in given.get("tensors") or () if isinstance(t, torch.Tensor)), None)
-        about: dict[str, Any] = {}
+        must_match: dict[str, Any] = {}
         if op in SAME_SIZE and tensor is not None:
-            about = {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}
+            must_match = {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}
         for name in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(name), int):
-                about["root"] = given[name]
+                must_match["root"] = given[name]
         reduction = given.get("op")
         if op in ("all_reduce", "reduce"):
-            about["by"] = str(reduction).rpartition(".")[2] if reduction is not None else "SUM"
-        told: dict[str, Any] = {**about}
+            must_match["by"] = str(reduction).rpartition(".")[2] if reduction is not None else "SUM"
+        fields: dict[str, Any] = {**must_match}
         if op in _CUTTING_GATHERS and tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            told["cuts"] = True  # the graph
+            fields["cuts"] = True  # the graph
         if tensor is not None and op in _OF_GRADIENTS:
-            told |= self._identify(tensor)
-        return tensor, about, told
+            fields |= self._identify(tensor)
+        return tensor, must_match, fields
 
     def _identify(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Is the tensor a gradient or a weight of an optimizer, or all of them in one tensor? Returns fields of the
@@ -264,13 +258,13 @@ class CollectiveRecorder:
         if of != "grad":
             return {"of": of, "number": number} if of else {}
         clipped = id(grad) in self.log.clipped_gradients if grad is not None else bool(self.log.clipped_gradients)
-        told: dict[str, Any] = {"of": of, "number": number, "clipped": clipped}
+        fields: dict[str, Any] = {"of": of, "number": number, "clipped": clipped}
         if self._digests < _MAX_DIGESTS:
             self._digests += 1
-            told["digest"] = digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
-            told["given"] = sample(tensor) if number is not None else None
-            told["by"] = self.log.script_stack(4)
-        return told
+            fields["digest"] = digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
+            fields["given"] = sample(tensor) if number is not None else None
+            fields["by"] = self.log.script_stack(4)
+        return fields
 
     def _match_gradient(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
         """(number, gradient) where the tensor holds a copy of a gradient: divided, in another precision, or the first
@@ -321,9 +315,9 @@ class CollectiveRecorder:
         """Gradients have been made or dropped: their addresses must be found anew."""
         self._grads, self._in_backward = None, backward
 
-    def _values(self, tensor: torch.Tensor, told: dict[str, Any]) -> list[float] | None:
+    def _values(self, tensor: torch.Tensor, fields: dict[str, Any]) -> list[float] | None:
         """The elements of a small result that is neither gradient nor weight."""
-        if told.get("of") or tensor.numel() > _MAX_VALUES or tensor.is_complex() or self._results >= _MAX_RESULTS:
+        if fields.get("of") or tensor.numel() > _MAX_VALUES or tensor.is_complex() or self._results >= _MAX_RESULTS:
             return None
         self._results += 1
         return [float(v) for v in tensor.detach().reshape(-1).tolist()]
@@ -388,7 +382,7 @@ def install(log: EventLog) -> None:
     if not dist.is_available():
         return
     recorder = log.collectives = CollectiveRecorder(log, os.path.join(log.directory, f"calls-{log.rank}.jsonl"))
-    for make, names in ((recorder.wrap, (*SAME_SIZE, *_ANY_SIZE)), (recorder.wrap_group_call, _GROUP_CALLS)):
+    for make, names in ((recorder.wrap, (*SAME_SIZE, *_ANY_SIZE)), (recorder.wrap_group_call, _GROUPS)):
         for name in filter(vars(c10d).get, names):
             patch(c10d, name, make(name))
             setattr(dist, name, getattr(c10d, name))

@@ -49,9 +49,9 @@ class _FSDPRecorder:
                 self._number += 1
                 parts = _shard_samples(args[0] if args else options.get("module"), whole)
                 for name, (p, part) in parts.items():
-                    told = f"{name} of call {self._number}"
-                    self._shards.append((weakref.ref(p), told, part))
-                    self._full[told] = whole[name]
+                    label = f"{name} of call {self._number}"
+                    self._shards.append((weakref.ref(p), label, part))
+                    self._full[label] = whole[name]
                 mesh = options.get("mesh")
                 ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
                 self.log.record("fsdp", ranks=ranks)

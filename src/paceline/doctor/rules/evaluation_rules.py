@@ -10,7 +10,7 @@ from typing import Any
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
 from paceline.doctor.rules.gathered_results import uses_all
-from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 from paceline.doctor.script_ast import divided_by_world
 
 MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
@@ -152,7 +152,7 @@ def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    return [Finding("padded_evaluation", file_line(exchanged[0]["at"]), evidence + counted)]
+    return [finding_at("padded_evaluation", exchanged[0]["at"], evidence + counted)]
 
 
 def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
@@ -174,7 +174,7 @@ def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Find
                 f"the ranks evaluate {', '.join(map(str, sizes))} examples; what they add up is divided by the number "
                 "of ranks, as if they had as many each, and no count is exchanged"
             )
-            return [Finding("mean_of_means", file_line(e["at"]), evidence)]
+            return [finding_at("mean_of_means", e["at"], evidence)]
     return []
 
 
@@ -231,7 +231,7 @@ def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
                 f"{about['size']} examples; then it logged {said[0]['text'].strip()!r}"
             )
-            return [Finding("local_metric", file_line(said[0]["at"]), evidence)]
+            return [finding_at("local_metric", said[0]["at"], evidence)]
     return []
 
 
@@ -265,4 +265,4 @@ def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Findi
         f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
         "ranks evaluate; nothing was exchanged in between"
     )
-    return [Finding("local_metric", file_line(said[0]["at"]), evidence)]
+    return [finding_at("local_metric", said[0]["at"], evidence)]

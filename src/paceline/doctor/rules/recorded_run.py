@@ -55,6 +55,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from paceline.doctor.findings import Finding
+
 Event = dict[str, Any]
 MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
 
@@ -226,6 +228,11 @@ class RecordedRun:
                 counts[one.loader][1] += len(one.yields)
         return {n for n, (fed, all_) in counts.items() if fed >= MIN_TRAINED and fed * 2 >= all_}
 
+    def at_common_steps(self, kind: str, field: str = "k") -> list[list[Event]]:
+        """The peers' events of a kind, with this field, for each step of an optimizer at which all peers have one."""
+        by_step = [{(e["opt"], e["step"]): e for e in self.events(rank, kind) if e.get(field)} for rank in self.peers]
+        return [[events[key] for events in by_step] for key in by_step[0] if all(key in events for events in by_step)]
+
     def steps(self, rank: int = 0) -> int:
         """The most steps that an optimizer of this rank made."""
         return max((e["step"] for e in self.events(rank, "step")), default=0)
@@ -247,6 +254,11 @@ def file_line(at: Any) -> str:
     path, line = at[0], at[1]
     near = os.path.relpath(path)
     return f"{near if len(near) < len(path) else path}:{line}"
+
+
+def finding_at(cause: str, at: Any, evidence: str, beside: Any = None) -> Finding:
+    """A Finding, from [file, line] of what it names; None or [] where there is no line."""
+    return Finding(cause, file_line(at), evidence, file_line(beside))
 
 
 def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:
