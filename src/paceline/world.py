@@ -144,7 +144,7 @@ def _local_place(environ: Environment, given: list[str], rank: int, size: int) -
     """(local rank, local size). Older launchers, and people, set only RANK, WORLD_SIZE and MASTER_*."""
     if len(given) == 2:
         return _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", least=1)
-    if size == 1 or _is_loopback(environ.get("MASTER_ADDR", "")):  # one machine
+    if size == 1 or is_loopback(environ.get("MASTER_ADDR", "")):  # one machine
         place = (rank, size)
     elif not given:  # one process on each machine, as Kubernetes' PyTorchJob starts them
         place = (0, 1)
@@ -335,7 +335,8 @@ def _port(job: str) -> int:
     return 15000 + zlib.crc32(job.encode()) % 14400
 
 
-def _is_loopback(addr: str) -> bool:
+def is_loopback(addr: str) -> bool:
+    """Is it this machine's loopback address?"""
     return addr in ("localhost", "::1") or addr.startswith("127.")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import LaunchError
+from paceline.world import is_loopback
 
 _C10D_PORT = 29400  # torch's defaults
 _STATIC_PORT = 29500
@@ -56,10 +57,6 @@ class Nodes:
 
 
 ALONE = Nodes()
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def read_nodes(

@@ -49,10 +49,10 @@ class EventLog:
 
     def __init__(self, directory: str, rank: int, script_folder: str, steps: int | None) -> None:
         self.rank, self.steps, self.directory = rank, steps, directory
-        self.overhead_seconds = 0.0  # that recording has taken so far; no recorded time includes them
+        self.overhead_seconds = 0.0  # seconds that recording has taken; no recorded time includes them
         self.models: Any = None  # the ModelRecorder
         self.collectives: Any = None  # the CollectiveRecorder
-        self.optimizers: Any = weakref.WeakSet()  # all of the script's that are alive
+        self.optimizers: Any = weakref.WeakSet()  # the script's optimizers that are alive
         self.backward_since_step = False  # has a backward ended since the last optimizer step?
         self.clipped_gradients: set[int] = set()  # id of each gradient that the last clipping made smaller
         self._folder = os.path.join(script_folder, "")

@@ -70,8 +70,8 @@ class _LoaderRecorder:
         thing.__dict__[_MADE_AT] = self._log.caller(lambda frame: frame.f_code.co_name == "__init__")
 
     def _name(self, loader: Any) -> str:
-        """A name that is the same on all ranks: the line that makes the loader, and the how-manieth loader of that line
-        it is. (A running number would shift where one rank has a loader more.)"""
+        """A name that is the same on all ranks: the line that makes the loader, and a number among the loaders that
+        this line makes. (A number among all loaders would shift where one rank has a loader more.)"""
         at = self._log.caller()
         line = f"line {at[1]} of {at[0]}" if at else "a library"
         self._made[line] += 1

@@ -15,11 +15,12 @@ from paceline.doctor.script_ast import holds
 class Statement:
     """The innermost statement at a line."""
 
-    sent: str = ""  # the text of the first argument of its call
-    # those in it, and those that a loop around it binds, where the statement uses one of them or a value made from one
+    sent: str = ""  # text of the first argument of its call
+    # The names in the statement, and those that a loop around it binds, if the statement uses one of them or a value
+    # that is made from one.
     names: frozenset[str] = frozenset()
-    indices: frozenset[str] = frozenset()  # those in its subscripts
-    # line of each `if` around it -> does the statement stand in the body, and not in the else?
+    indices: frozenset[str] = frozenset()  # the names in its subscripts
+    # Line of each `if` around it -> does the statement stand in the body, and not in the else?
     branches: Mapping[int, bool] = field(default_factory=dict)
 
 

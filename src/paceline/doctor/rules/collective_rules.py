@@ -33,14 +33,14 @@ Entry = dict[str, Any]
 class _Rank:
     """What has been read of one rank."""
 
-    path: str  # of its collectives
-    events: str  # path of its event log
+    path: str  # the file of its collectives
+    events: str  # the file of its event log
     offset: int = 0  # how far `path` has been read
-    rest: str = ""  # the incomplete last line
+    rest: str = ""  # the incomplete last line of `path`
     calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))  # process group -> its calls
     open: Entry | None = None  # the collective that it is in
-    moved: float = 0.0  # when something new was last seen of it
-    size: int = 0  # of its event log, then
+    moved: float = 0.0  # when something new was last read
+    size: int = 0  # of `events`, then
     ended: bool = False  # has its script come to its end?
 
 
@@ -55,7 +55,7 @@ class CollectiveChecker:
         ]
         self._checked: dict[str, int] = defaultdict(int)  # process group -> calls that match
         self._found: Finding | None = None
-        self.abort_reason = ""  # the run must be ended, since ...
+        self.abort_reason = ""  # why the run must be ended
         self.lines: list[Any] = []  # of the calls that do not match
 
     def poll(self, late: bool = False) -> bool:

@@ -36,7 +36,7 @@ class _Evaluation:
 
     @property
     def reads(self) -> Counter[int]:
-        """index -> how many ranks, or times, it was read."""
+        """index -> how often it was read, over all ranks."""
         return Counter(i for p in self.passes for i in p.indices or [])
 
 
@@ -61,7 +61,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _evaluations(run: RecordedRun, loader: str) -> list[_Evaluation]:
-    """The evaluations with a loader. None where only some ranks evaluate: on all the data, or without sharding by this
+    """The evaluations with a loader; [] where only some ranks evaluate, on all the data or without sharding by this
     loader."""
     per_rank = [
         [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
