@@ -1,4 +1,4 @@
-"""The command line. Commands hold no logic; nothing here imports torch."""
+"""The command line. Commands hold no logic, and nothing here imports torch before a command runs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def main() -> None:
 
 
 def _check_strategy(spec: StrategySpec | None, size: int | None, reproducible: int | None) -> None:
-    from paceline.strategies import check  # loads torch, which the launcher needs soon after
+    """strategies.check. Its import loads torch, which the launcher needs soon after."""
+    from paceline.strategies import check
 
     check(spec, size, reproducible)
 
@@ -114,8 +115,8 @@ def run(context: click.Context, script: str, args: tuple[str, ...], **options: A
         raise click.UsageError(str(error)) from None
 
 
-def _of_a_trial(command: Callable[..., None]) -> Callable[..., None]:
-    """The script, and the settings that trials of it share."""
+def _trial_arguments(command: Callable[..., None]) -> Callable[..., None]:
+    """The script, and the settings that all its trials share."""
     for add in (
         click.argument("args", nargs=-1, type=click.UNPROCESSED),
         click.argument("script", type=click.Path()),
@@ -148,7 +149,7 @@ def _of_a_trial(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures there.")
 @click.option("--html", "html_file", metavar="FILE", help="Write them there as a page with charts.")
-@_of_a_trial
+@_trial_arguments
 @click.pass_context
 def compare(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
     """Run SCRIPT for a few steps under each strategy, and print one table.
@@ -203,7 +204,7 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
     "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A longer run is ended."
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write what was found there.")
-@_of_a_trial
+@_trial_arguments
 @click.pass_context
 def verify(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
     """Is SCRIPT's model the same on N processes as on one? If not, where it differs first, and why.
@@ -225,6 +226,6 @@ def verify(context: click.Context, script: str, args: tuple[str, ...], module: b
 @main.command()
 def env() -> None:
     """Print what a bug report needs: versions, devices, backends, environment variables."""
-    from paceline.launcher.about import about
+    from paceline.launcher.environment_report import environment_report
 
-    click.echo(about(), nl=False)
+    click.echo(environment_report(), nl=False)

@@ -1,8 +1,8 @@
-"""Settings: what they are, what they may be, and the one place that merges them.
+"""Settings: which there are, which values they may have, and the one place that merges them.
 
-What `paceline.start()` is given are the script's defaults; a `paceline.toml` beside the script, or the file that
-`--config` names, overrides them; the command line (which reaches a worker as JSON in the environment variable that
-world.py names) overrides both. The result is one frozen object.
+The arguments of `paceline.start()` are the script's defaults. A `paceline.toml` beside the script, or the file that
+`--config` names, overrides them. The command line overrides both; it reaches a worker as JSON, in an environment
+variable that world.py names. The result is one frozen object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ FILE = "paceline.toml"
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """A strategy by name, with its options: what `paceline.strategy("ddp", bucket_mb=50)` returns."""
+    """A strategy by name, with its options: what `paceline.strategy("ddp", bucket_mb=50)` returns.
+
+    Attributes:
+        name: such as "ddp".
+        options: by name; values from the command line are text.
+    """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +49,8 @@ def strategy(name: str, **options: Any) -> StrategySpec:
 
 
 def parse_strategy(text: str | StrategySpec) -> StrategySpec:
-    """Reads `NAME` or `NAME:key=value,...`; a part without `=` continues the value before it (devices=cpu,cpu).
+    """The strategy in `NAME` or `NAME:key=value,...`. A part without `=` continues the value before it
+    (devices=cpu,cpu).
 
     Raises SettingError where an option has no key.
     """
@@ -72,7 +78,7 @@ def parse_strategy(text: str | StrategySpec) -> StrategySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run was told. Names are those of `paceline.start`, which documents them."""
+    """The settings of a run. Their names are the arguments of `paceline.start`, which documents them."""
 
     strategy: StrategySpec | None = None
     precision: str = "fp32"
@@ -151,7 +157,8 @@ def _true_or_false(setting: str, value: object) -> None:
 
 
 def file_beside(script: str | Path | None) -> Path | None:
-    """The settings file in a script's directory, if there is one; without a script (a notebook) in the current one."""
+    """The settings file in a script's directory, if there is one; without a script (in a notebook), in the current
+    directory."""
     path = Path(FILE) if script is None else Path(script).parent / FILE
     return path if path.exists() else None
 
@@ -160,7 +167,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file: `key = value` lines; the strategy as on the command line, or as a table with `name`
     and its options.
 
-    Raises SettingError, with the path, where it cannot be read, is no TOML, or has a key that is no setting.
+    Raises SettingError, with the path, where the file cannot be read, is no TOML, or has a key that is no setting.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -186,10 +193,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]]:
-    """Merges settings from several places, each (its name, what it says; None: nothing): a later one overrides.
+    """Merge settings from several places, each (its name, setting -> value, None for one that is not set). A later
+    place overrides an earlier one.
 
-    Returns the settings, and a line for each override that changed something. Raises SettingError for an unknown or
-    impossible value.
+    Returns the settings, and a line for each override that changed a value. Raises SettingError for an unknown setting
+    or an impossible value.
     """
     known = [f.name for f in dataclasses.fields(Settings)]
     merged: dict[str, tuple[Any, str]] = {}
@@ -202,14 +210,14 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]
                 raise SettingError(f"{place} has a setting {key!r}. {suggest(key, known)}")
             try:
                 Settings(**_typed({key: value}))
-            except SettingError as error:  # here, where it is still known who said so
+            except SettingError as error:  # here, where it is known which place has the value
                 raise SettingError(f"{error} (It is from {place}.)") from None
             if key in merged and str(merged[key][0]) != str(value):
                 notes.append(f"{key}={value} from {place}, in place of {merged[key][0]} in {merged[key][1]}")
             merged[key] = value, place
     try:
         settings = Settings(**_typed({key: value for key, (value, _) in merged.items()}))
-    except SettingError as error:  # each can be alone, so that they contradict each other
+    except SettingError as error:  # each value is possible by itself, so that two contradict each other
         told = [f"{key} is from {place}" for key, (_, place) in merged.items() if f"{key}=" in str(error)]
         raise SettingError(f"{error} ({', '.join(told)}.)") from None
     if "trackers" in merged and settings.log_dir is None:
@@ -221,7 +229,7 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that may be written as text, as what Settings takes."""
+    """The values as Settings takes them; some may be text."""
     typed = dict(values)
     if "strategy" in typed:
         typed["strategy"] = parse_strategy(typed["strategy"])

@@ -51,7 +51,10 @@ from paceline.world import World
 class Run:
     """One training run, seen from one process. Made by `paceline.start`.
 
-    Attributes: world, device, settings; seed; latest, the loader that yielded last.
+    Attributes:
+        world, device, settings, seed: of the run.
+        latest: the loader that yielded last.
+        closed: has the run ended?
     """
 
     def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
@@ -72,7 +75,7 @@ class Run:
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         own = self._state, self._stepper, self._epochs
-        self._position = RunPosition(*own, self._monitor.give_place, self._monitor.take_place)
+        self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
         self._evaluations = 0
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.gradient)
@@ -272,7 +275,7 @@ class Run:
         return self.loader(RowDataset(global_batch, steps), global_batch=global_batch, **own, **options)
 
     def _evaluation_plan(self) -> BatchPlan:
-        """Evaluation is cut over the processes that have other examples, as many as live when a pass begins."""
+        """Evaluation is sharded over the processes with different examples, as many as live when a pass begins."""
         data = self._strategy.mesh.data
         return one_shard(collectives.size_of(data), collectives.rank_of(data))
 

@@ -23,9 +23,9 @@ from paceline.trials.spec import TrialSpec
 from paceline.verify.worker.recorder import Recorder
 from paceline.world import World
 
-_open: list[Run] = []
-_explained = False
-_joined = False
+_open: list[Run] = []  # the open run, if there is one
+_explained = False  # has the excepthook been installed?
+_joined = False  # has this process joined a run in place of one that was killed?
 
 
 def start(
@@ -131,6 +131,7 @@ def start(
 
 
 def _explain() -> None:
+    """Have uncaught errors explained, from the first run on."""
     global _explained
     if not _explained:
         _explained = True
@@ -143,8 +144,11 @@ def current() -> Run | None:
 
 
 def _meet(world: World, device: torch.device, init_method: str | None) -> None:
-    """Joins the process group of all. Not where the launcher has started this process in place of one that was killed:
-    its strategy finds the others. Raises WorldError where it did so before: a run after it cannot be joined."""
+    """Join the default process group.
+
+    A process that the launcher has started in place of one that was killed joins none: its strategy finds the others.
+    Raises WorldError where it has done so before, since it cannot join the next run.
+    """
     global _joined
     if not os.environ.get(worlds.TICKET):
         process_group.join(world, device, init_method)

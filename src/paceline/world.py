@@ -1,4 +1,4 @@
-"""Which process is this, and of how many? Read from what the launcher left in the environment. Imports no torch.
+"""Which process is this, and of how many? Read from the environment variables of the launcher. Imports no torch.
 
 The first of these that describes a world decides:
 
@@ -24,18 +24,19 @@ from pathlib import Path
 
 from paceline.errors import WorldError
 
-# How `paceline run` speaks to its workers, beside torchrun's variables. Not a way to configure.
-LAUNCHER_PID = "PACELINE_LAUNCHER_PID"  # process id of the launcher: a worker ends when it is gone
+# How `paceline run` and its workers speak to each other, beside torchrun's variables. Not a way to configure.
+LAUNCHER_PID = "PACELINE_LAUNCHER_PID"  # process id of the launcher: a worker ends when the launcher is gone
 SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the command line, such as {"strategy": "ddp"}
-THREAD_BUDGET = "PACELINE_THREAD_BUDGET"  # OMP_NUM_THREADS is the launcher's choice, and nobody else's
+THREAD_BUDGET = "PACELINE_THREAD_BUDGET"  # OMP_NUM_THREADS, where the launcher chose it and not the user
 ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
-DOCTOR = "PACELINE_DOCTOR"  # JSON object: this run is watched by `paceline doctor` (doctor/doctor_worker.py)
-TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` (trials/spec.py says what is in it)
-MAY_DIE = ".may-die"  # ERROR_FILE and this: a file by which a rank says that the others can go on without it
-ROLE = ".role"  # likewise: what the rank is for the others, in words, where that is not the same for all ranks
-TICKET_FILE = ".ticket"  # likewise: what a process needs that is started in this rank's place while the others go on
-TICKET = "PACELINE_TICKET"  # path of that file: this process takes a killed rank's place in a run that goes on
-JOINED = ".joined"  # ERROR_FILE and this: a file by which such a process says that the others count on it
+DOCTOR = "PACELINE_DOCTOR"  # JSON object: this run is recorded by `paceline doctor` (doctor/doctor_worker.py)
+TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` or `verify` (trials/spec.py)
+# Suffixes of ERROR_FILE. A file of that name is a rank's message to the launcher.
+MAY_DIE = ".may-die"  # the others can go on without this rank
+ROLE = ".role"  # what the rank is for the others, in words, where that is not the same for all ranks
+TICKET_FILE = ".ticket"  # what a process needs that is started in this rank's place while the others go on
+TICKET = "PACELINE_TICKET"  # path of a TICKET_FILE: this process takes a killed rank's place in a run that goes on
+JOINED = ".joined"  # the others count on the process that was started in this rank's place
 
 Environment = Mapping[str, str]
 
@@ -99,8 +100,12 @@ class Served(SystemExit):
 
 
 def tell_launcher(environ: Environment, what: str, text: str = "") -> None:
-    """Leaves a file for the launcher, which only this user can read. what: MAY_DIE, ROLE, TICKET_FILE or JOINED. Other
-    launchers know nothing of it."""
+    """Leave a message for the launcher, in a file that only this user can read. Other launchers do not read it.
+
+    Args:
+        what: MAY_DIE, ROLE, TICKET_FILE or JOINED.
+        text: the content of the file.
+    """
     path = environ.get(ERROR_FILE)
     if path:
         with open(os.open(path + what, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -139,7 +144,7 @@ def _local_place(environ: Environment, given: list[str], rank: int, size: int) -
     """(local rank, local size). Older launchers, and people, set only RANK, WORLD_SIZE and MASTER_*."""
     if len(given) == 2:
         return _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", least=1)
-    if size == 1 or _is_loopback(environ.get("MASTER_ADDR", "")):  # one machine
+    if size == 1 or is_loopback(environ.get("MASTER_ADDR", "")):  # one machine
         place = (rank, size)
     elif not given:  # one process on each machine, as Kubernetes' PyTorchJob starts them
         place = (0, 1)
@@ -169,7 +174,7 @@ def _open_mpi(environ: Environment) -> World | None:
         return None
     nodes_name = "OMPI_MCA_orte_num_nodes"  # Open MPI 4; 5 has no such variable
     nodes = _number(environ, nodes_name, least=1) if environ.get(nodes_name) else None
-    job = environ.get("PMIX_NAMESPACE", "")  # unlike for every mpirun
+    job = environ.get("PMIX_NAMESPACE", "")  # different for each mpirun
     return _mpi(environ, names, "openmpi", nodes, _port(job) if job else 29500)
 
 
@@ -183,7 +188,12 @@ def _mpich(environ: Environment) -> World | None:
 
 
 def _mpi(environ: Environment, names: tuple[str, str, str, str], source: str, nodes: int | None, port: int) -> World:
-    """`names`: the variables for rank, size, local rank and local size. `nodes`: their number, where it is known."""
+    """The world by MPI's variables. Raises WorldError where its ranks are not laid out evenly over the nodes.
+
+    Args:
+        names: the variables for rank, size, local rank and local size.
+        nodes: the number of nodes, where it is known.
+    """
     rank, local_rank = _number(environ, names[0], why="mpirun runs"), _number(environ, names[2], why="mpirun runs")
     size = _number(environ, names[1], least=1, why="mpirun runs")
     local_size = _number(environ, names[3], least=1, why="mpirun runs")
@@ -289,7 +299,7 @@ def _text(environ: Environment, name: str, why: str) -> str:
 
 
 def _number(environ: Environment, name: str, *, least: int = 0, why: str = "others of its family are") -> int:
-    """The whole number in variable `name`, at least `least`. `why` ends the sentence "it is not set, but ..."."""
+    """The whole number in variable `name`, at least `least`. why: ends the sentence "it is not set, but ..."."""
     text = _text(environ, name, why)
     if not re.fullmatch(r"\d+", text, re.ASCII) or int(text) < least:
         raise WorldError(f"{name}={text!r} is not a whole number of at least {least}. Correct it. {_ALONE}")
@@ -299,7 +309,8 @@ def _number(environ: Environment, name: str, *, least: int = 0, why: str = "othe
 def _master(
     environ: Environment, size: int, addr: str | None = None, port: int | None = None
 ) -> tuple[str | None, int | None]:
-    """MASTER_ADDR and MASTER_PORT where they are set, otherwise the given ones. A world of several needs both."""
+    """(MASTER_ADDR, MASTER_PORT) where they are set, or else the given ones. A world of several processes needs
+    both."""
     addr = environ.get("MASTER_ADDR") or addr
     if environ.get("MASTER_PORT"):
         port = _number(environ, "MASTER_PORT", least=1)
@@ -324,12 +335,13 @@ def _port(job: str) -> int:
     return 15000 + zlib.crc32(job.encode()) % 14400
 
 
-def _is_loopback(addr: str) -> bool:
+def is_loopback(addr: str) -> bool:
+    """Is it this machine's loopback address?"""
     return addr in ("localhost", "::1") or addr.startswith("127.")
 
 
 def _consistent(world: World, names: tuple[str, ...]) -> World:
-    """`world`, if its numbers can be. `names`: the variables of rank, size, local rank, local size and node."""
+    """`world`, if its numbers are consistent. names: the variables of rank, size, local rank, local size and node."""
     rank, size, local_rank, local_size = names[:4]
     problem = None
     if world.rank >= world.size:

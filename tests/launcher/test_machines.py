@@ -16,7 +16,7 @@ import pytest
 from paceline.errors import LaunchError
 from paceline.launcher import rendezvous
 from paceline.launcher.nodes import read_nodes
-from paceline.launcher.rendezvous import _is_here
+from paceline.launcher.rendezvous import _is_local
 
 DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
 
@@ -149,11 +149,11 @@ def test_a_machine_joins_a_run(machines: Machines) -> None:
 
 def test_which_machine_keeps_the_rendezvous() -> None:
     """By address: torch goes by names, and does not know itself by the address of a second network."""
-    assert _is_here("127.0.0.1")
-    assert _is_here("localhost")
-    assert _is_here(socket.gethostname())
-    assert not _is_here("192.0.2.1")  # RFC 5737: nobody's
-    assert not _is_here("no-such-machine.invalid")
+    assert _is_local("127.0.0.1")
+    assert _is_local("localhost")
+    assert _is_local(socket.gethostname())
+    assert not _is_local("192.0.2.1")  # RFC 5737: nobody's
+    assert not _is_local("no-such-machine.invalid")
 
 
 def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from paceline.launcher.nodes import ALONE, Nodes, read_nodes
 from paceline.launcher.plan import Plan, make_plan, read_ranks, worker_environment
 from paceline.world import World
 
-TWO = Nodes(least=2, most=2, backend="c10d", host="n0", port=29400)
+TWO = Nodes(min_nodes=2, max_nodes=2, backend="c10d", host="n0", port=29400)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ TWO = Nodes(least=2, most=2, backend="c10d", host="n0", port=29400)
 )
 def test_where_two_machines_meet(options: dict[str, object], backend: str, endpoint: str) -> None:
     nodes = read_nodes(nnodes="2", **options)  # type: ignore[arg-type]
-    assert (nodes.least, nodes.most, nodes.backend, nodes.endpoint) == (2, 2, backend, endpoint)
+    assert (nodes.min_nodes, nodes.max_nodes, nodes.backend, nodes.endpoint) == (2, 2, backend, endpoint)
 
 
 def test_numbers_and_details_of_the_rendezvous() -> None:
     nodes = read_nodes(nnodes="1:4", rdzv_endpoint="n0:1", rdzv_id="job", rdzv_conf="join_timeout=9, a=b")
-    assert (nodes.least, nodes.most, nodes.run_id) == (1, 4, "job")
+    assert (nodes.min_nodes, nodes.max_nodes, nodes.run_id) == (1, 4, "job")
     assert nodes.conf == {"join_timeout": "9", "a": "b"}
     assert not nodes.loopback
     assert nodes.local_addr is None
@@ -123,10 +123,10 @@ def test_inside_another_launcher() -> None:
         checks.check_outer_world(TORCHRUN, ALONE)
     with pytest.raises(LaunchError, match=r"each of the 4 would start a launcher of 2 to 2 machines"):
         checks.check_outer_world(SRUN, TWO)
-    four = Nodes(least=1, most=4, backend="c10d", host="n0", port=1)
+    four = Nodes(min_nodes=1, max_nodes=4, backend="c10d", host="n0", port=1)
     checks.check_outer_world(SRUN, four)  # srun starts one launcher on each of four machines
     with pytest.raises(LaunchError, match="but --node-rank is 3"):
-        checks.check_outer_world(SRUN, Nodes(least=4, most=4, backend="static", host="n0", port=1, rank=3))
+        checks.check_outer_world(SRUN, Nodes(min_nodes=4, max_nodes=4, backend="static", host="n0", port=1, rank=3))
     checks.check_outer_world({"RANK": "3"}, ALONE)  # a stale half of a world, which the workers do not see
     checks.check_outer_world(SRUN | {"SLURM_NTASKS": "1"}, ALONE)
 
@@ -220,7 +220,7 @@ def test_torchruns_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, line.split())
     assert result.exit_code == 0, result.output
     nodes = Nodes(
-        least=1, most=4, backend="c10d", host="n0", port=1, run_id="7", conf={"a": "b"}, local_addr="n1"
+        min_nodes=1, max_nodes=4, backend="c10d", host="n0", port=1, run_id="7", conf={"a": "b"}, local_addr="n1"
     )  # fmt: skip
     assert calls == [
         {

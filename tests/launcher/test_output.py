@@ -10,8 +10,8 @@ import pytest
 
 from paceline import launcher
 from paceline.errors import LaunchError
-from paceline.launcher import leavers, stalls
-from paceline.launcher.leavers import Stand, waits
+from paceline.launcher import early_exits, stalls
+from paceline.launcher.early_exits import StackSample, is_waiting
 from paceline.launcher.output import Output
 
 
@@ -113,9 +113,9 @@ def test_a_rank_that_others_wait_for_in_vain(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It left before it joined: torch itself would wait for half an hour."""
-    monkeypatch.setattr(leavers, "NOTICE_SECONDS", 1.0)
-    monkeypatch.setattr(leavers, "LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(leavers, "STUCK_SECONDS", 3.0)
+    monkeypatch.setattr(early_exits, "NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(early_exits, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(early_exits, "STUCK_SECONDS", 3.0)
     code = "if rank == 1: sys.exit()\nimport torch.distributed as dist\ndist.init_process_group('gloo')"
     assert launcher.run(script(place, code), nproc=2) == 1
     notice, story = capfd.readouterr().err.splitlines()
@@ -129,7 +129,7 @@ def test_ranks_that_wait_are_said(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call on one rank only: which rank waits, in which of the script's lines, and which one has not come."""
-    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.3)
     monkeypatch.setattr(stalls, "STALL_SECONDS", 2.0)
     code = """
 import paceline, torch
@@ -156,7 +156,7 @@ print("saved")
 def test_ranks_that_move_are_not_waiting(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(stalls, "STALL_SECONDS", 0.5)
     code = "for i in range(2 * 10**7):\n    if i % 2:\n        i\nprint('done')"
     assert launcher.run(script(place, code), nproc=2) == 0
@@ -166,23 +166,23 @@ def test_ranks_that_move_are_not_waiting(
 @pytest.mark.parametrize(
     "code",
     [
-        "import faulthandler, signal\nfrom paceline.launcher.worker import STAND_SIGNAL\n"
-        "if STAND_SIGNAL: faulthandler.unregister(STAND_SIGNAL); os.kill(os.getpid(), STAND_SIGNAL)",  # as at its exit
+        "import faulthandler, signal\nfrom paceline.launcher.worker import STACK_SIGNAL\n"
+        "if STACK_SIGNAL: faulthandler.unregister(STACK_SIGNAL); os.kill(os.getpid(), STACK_SIGNAL)",  # as at its exit
         "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(1.5)'])",
     ],
     ids=["exit", "exec"],
 )
 def test_to_be_asked_kills_nobody(place: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr(stalls, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.1)
     assert launcher.run(script(place, code), nproc=2) == 0
 
 
 def test_a_rank_that_goes_on_alone_may(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leavers, "NOTICE_SECONDS", 0.3)
-    monkeypatch.setattr(leavers, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(leavers, "STUCK_SECONDS", 0.5)
+    monkeypatch.setattr(early_exits, "NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(early_exits, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(early_exits, "STUCK_SECONDS", 0.5)
     assert launcher.run(script(place, "if rank == 0: time.sleep(2); print('uploaded')"), nproc=2) == 0
     out, err = capfd.readouterr()
     assert out == "uploaded\n"
@@ -204,6 +204,6 @@ TORCH = "/v/lib/python3.11/site-packages/torch"
 )
 def test_what_counts_as_waiting(frame: str, cpu: float, waiting: bool) -> None:
     frames = ((frame, 1, "f"), ("/home/me/train.py", 12, "main"))
-    assert waits(Stand(frames, 5.0), Stand(frames, 5.0 + cpu), 30.0) is waiting
+    assert is_waiting(StackSample(frames, 5.0), StackSample(frames, 5.0 + cpu), 30.0) is waiting
     where = "train.py, line 1" if frame.startswith("/home") else "train.py, line 12, in f()"
-    assert str(Stand(frames, 0.0)) == where
+    assert str(StackSample(frames, 0.0)) == where

@@ -122,7 +122,7 @@ def test_record_of_an_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    hook = worker._Hook()
+    hook = worker._ExceptHook()
     monkeypatch.setattr(sys, "excepthook", hook)
     try:
         fail(ValueError, KeyError("inner"))
@@ -145,7 +145,7 @@ def test_hooks_of_the_script_are_called(
 ) -> None:
     """One that calls the hook before it, as experiment trackers do, and one that prints by itself, as rich does."""
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    before = worker._Hook()
+    before = worker._ExceptHook()
 
     def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
         if chained:
@@ -161,7 +161,7 @@ def test_hooks_of_the_script_are_called(
 def test_a_broken_hook_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: 1 / 0)
-    worker.report(ValueError("why"), worker._Hook())
+    worker.report(ValueError("why"), worker._ExceptHook())
     found = read_error(str(tmp_path / "error.json"))
     assert found is not None
     assert (found.summary, found.shown) == ("ValueError: why", False)
@@ -171,7 +171,7 @@ def test_without_a_launcher_the_traceback_is_printed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(ERROR_FILE, raising=False)
-    hook = worker._Hook()
+    hook = worker._ExceptHook()
     monkeypatch.setattr(sys, "excepthook", hook)
     worker.report(ValueError("why"), hook)
     assert capfd.readouterr().err == "ValueError: why\n"
@@ -209,7 +209,7 @@ def test_a_note_of_a_hook_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pytest.skip("exceptions have notes from Python 3.11 on")
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
-    before = worker._Hook()
+    before = worker._ExceptHook()
 
     def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
         error.add_note("paceline: because the shard is empty")

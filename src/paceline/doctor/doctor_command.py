@@ -36,19 +36,14 @@ CLEAN, FOUND, UNWATCHED = 0, 1, 2
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the command line asks for; the names are those of its options.
-
-    Attributes:
-        steps: end the script after so many optimizer steps; None: it ends itself.
-        deadline: end the script after so many seconds; None: never.
-    """
+    """What the command line asks for; the names are those of its options."""
 
     script: str
     args: Sequence[str] = ()
     nproc: str | int = 2
     module: bool = False
-    steps: int | None = None
-    deadline: float | None = None
+    steps: int | None = None  # end the script after so many optimizer steps; None: it ends itself
+    deadline: float | None = None  # end the script after so many seconds; None: never
     json_file: str | None = None
     tee: str = ""
 

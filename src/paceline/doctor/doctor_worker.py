@@ -1,5 +1,4 @@
-"""What each process of `paceline doctor` runs: the script, as under `paceline run` (launcher/worker.py), with
-recorders.
+"""What each process of `paceline doctor` runs: the script, with recorders, as launcher/worker.py runs it.
 
     python -m paceline.doctor.doctor_worker script FILE args...
 

@@ -1,4 +1,4 @@
-"""What can be found: the causes, what each leads to and what to do. No torch."""
+"""The causes that doctor can find, with what each leads to and what to do. No torch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ MODEL, COST, NOTE = "model", "cost", "note"
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause by its name. kind: "model" (it changes the model), "cost" (time or space) or "note" (to know)."""
+    """A cause; CAUSES has its name."""
 
-    kind: str
+    kind: str  # MODEL: it changes the model; COST: time or memory; NOTE: to know
     title: str
-    consequence: str
-    remedy: str
+    consequence: str  # what it leads to
+    remedy: str  # what to do
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, seen in this run. at: "file:line", or empty. evidence: with the numbers. beside: a second line, where
-    what is at fault was made, or the call that matters; or empty."""
+    """A cause that was found in this run."""
 
-    cause: str
-    at: str
-    evidence: str
-    beside: str = ""
+    cause: str  # its name
+    at: str  # "file:line", or ""
+    evidence: str  # what was recorded, with numbers
+    beside: str = ""  # a second line, where what is at fault was made, or of a call that matters; or ""
 
     @property
     def about(self) -> Cause:
         return CAUSES[self.cause]
 
     def as_json(self) -> dict[str, Any]:
+        """The finding as `--json` writes it."""
         about = self.about
         file, _, line = self.at.rpartition(":")
         return {

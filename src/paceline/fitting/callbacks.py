@@ -1,4 +1,4 @@
-"""What a script can hang into `fit`: six events."""
+"""Callbacks of `fit`: six events."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what you need. Each event is told on every process, in this order, with the `Fitting` at hand: its
-    run, model, optimizer, loader, epoch, loss, values, history, and stop().
+    """Override what you need. Each event comes on every process, in this order, with the `Fitting`: its run, model,
+    optimizer, loader, epoch, loss, values, history, and stop().
 
-    Whatever communicates (run.save, run.mean, run.sum) is to be called on every process. State that is to survive a
+    Whatever communicates (run.save, run.mean, run.sum) must be called on every process. State that is to survive a
     restart: `fit.run.track(name=self)` in on_start, with state_dict and load_state_dict.
     """
 
@@ -20,17 +20,18 @@ class Callback:
         """Everything is prepared, and restored where there was a checkpoint."""
 
     def on_epoch_start(self, fit: Fitting) -> None:
-        """Epoch `fit.epoch` begins; also when a restored run goes on in the middle of it."""
+        """Epoch `fit.epoch` begins; also when a restored run continues in the middle of it."""
 
     def on_step(self, fit: Fitting) -> None:
-        """An optimizer step was made. fit.loss: this process's last loss, a 0-dim tensor; float(fit.loss) waits for
-        the device."""
+        """An optimizer step was made. fit.loss: this process's last loss, a 0-dim tensor; float(fit.loss) waits for the
+        device."""
 
     def on_evaluate(self, fit: Fitting) -> None:
         """`evaluate_on` was evaluated; fit.values holds the epoch's values so far."""
 
     def on_epoch_end(self, fit: Fitting) -> None:
-        """The epoch's values are in fit.history, the best model is kept; the checkpoint is written after this."""
+        """The epoch's values are in fit.history, and the best model is written. The checkpoint is written after
+        this."""
 
     def on_end(self, fit: Fitting) -> None:
         """All epochs are over, or `fit` stopped early."""

@@ -1,4 +1,4 @@
-"""evaluate and predict: a whole data set once, exact over uneven and empty shards."""
+"""evaluate and predict: one pass over a whole data set, exact over uneven and empty shards."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def evaluate(
     """
     run = open_run(run, model)
     check_metrics(metrics)
-    return whole(run, model, loss_fn, evaluation_loader(run, dataset, global_batch, loader_options), metrics)
+    return evaluate_pass(run, model, loss_fn, evaluation_loader(run, dataset, global_batch, loader_options), metrics)
 
 
-def whole(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metrics | None) -> dict[str, float]:
+def evaluate_pass(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metrics | None) -> dict[str, float]:
     """One pass over an evaluation loader: the loss, and the metrics."""
-    seen = _Recorder(model) if metrics else None
+    capture = _OutputCapture(model) if metrics else None
     losses: list[Average] = []
-    whole_metrics = {name: metric for name, metric in (metrics or {}).items() if _is_object(metric)}
-    functions = {name: metric for name, metric in (metrics or {}).items() if name not in whole_metrics}
+    objects = {name: metric for name, metric in (metrics or {}).items() if _is_object(metric)}
+    functions = {name: metric for name, metric in (metrics or {}).items() if name not in objects}
     means = {name: Average(run.device) for name in functions}
-    for metric in whole_metrics.values():
+    for metric in objects.values():
         metric.reset()
     with evaluating(model):
         for batch in loader:
             with run.autocast():
-                # A plain sum is told for an example: batches of another size would else tell other numbers.
-                terms = terms_of(loss_fn(model if seen is None else seen, batch), loader.examples)
+                # A plain sum is reported per example: batches of another size would otherwise give other numbers.
+                terms = terms_of(loss_fn(model if capture is None else capture, batch), loader.examples)
                 losses = losses or [Average(run.device) for _ in terms]
                 for average, term in zip(losses, terms, strict=True):
                     if term.count is None:
@@ -73,16 +73,16 @@ def whole(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metric
                     else:
                         average.add_sum(term.value, term.count)
             for name, function in functions.items():
-                assert seen is not None
-                _add(means[name], name, function(seen.taken(name), batch), loader.examples)
-            for name, metric in whole_metrics.items():
-                assert seen is not None
-                if loader.examples:  # not all of them take nothing
-                    metric.update(seen.taken(name), batch[1])
+                assert capture is not None
+                _add(means[name], name, function(capture.output(name), batch), loader.examples)
+            for name, metric in objects.items():
+                assert capture is not None
+                if loader.examples:  # some metrics cannot take an empty batch
+                    metric.update(capture.output(name), batch[1])
     values = reduce_averages([*losses, *means.values()])
     own = len(losses)
     found = dict(zip(means, values[own:], strict=True))
-    found |= {name: float(run.compute(metric)) for name, metric in whole_metrics.items()}
+    found |= {name: float(run.compute(metric)) for name, metric in objects.items()}
     return {"loss": sum(values[:own]) if own else float("nan"), **{name: found[name] for name in metrics or {}}}
 
 
@@ -100,7 +100,7 @@ def predict(
 
 
 def open_run(run: Run | None, model: Any) -> Run:
-    """The run to use: the given one, the open one, or a new one, which the model is then prepared in."""
+    """The run to use: the given one, or the open one, or a new one, in which the model is then prepared."""
     run = run if run is not None else session.current()
     if run is None:
         run = session.start()
@@ -109,7 +109,8 @@ def open_run(run: Run | None, model: Any) -> Run:
 
 
 def evaluation_loader(run: Run, dataset: Any, global_batch: int | None, options: Mapping[str, Any]) -> Loader:
-    """Raises SettingError where it would not yield each example once, and in the order of the data set."""
+    """The loader for a data set, or the given evaluation loader. Raises SettingError for a training loader, and for
+    options of a loader that exists."""
     if isinstance(dataset, Loader):
         if dataset.train:
             raise SettingError(
@@ -122,6 +123,7 @@ def evaluation_loader(run: Run, dataset: Any, global_batch: int | None, options:
 
 
 def check_metrics(metrics: Any) -> None:
+    """Raises SettingError."""
     if metrics is None:
         return
     if not isinstance(metrics, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in metrics.items()):
@@ -134,11 +136,12 @@ def check_metrics(metrics: Any) -> None:
 
 
 def _is_object(metric: Any) -> bool:
-    """A torchmetrics metric, which keeps a state, and not a function of one batch."""
+    """Is it a torchmetrics metric, which keeps a state, and not a function of one batch?"""
     return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
 
 
 def _add(average: Average, name: str, value: Any, examples: int) -> None:
+    """Add what a metric function returned for a batch. Raises UsageError."""
     if isinstance(value, Total):
         average.add_sum(value.sum, examples if value.count is None else value.count)
     elif isinstance(value, Tensor) and value.dim():
@@ -152,9 +155,9 @@ def _add(average: Average, name: str, value: Any, examples: int) -> None:
         )
 
 
-class _Recorder:
-    """Stands for the model in loss_fn, and keeps what it returned last. (A forward hook would not be seen by a model
-    that is compiled already.)"""
+class _OutputCapture:
+    """Stands for the model in loss_fn, and keeps its last output. (A model that is compiled already would not call a
+    forward hook.)"""
 
     def __init__(self, model: Any) -> None:
         self._model, self._outputs = model, _NOTHING
@@ -169,7 +172,8 @@ class _Recorder:
     def __getitem__(self, key: Any) -> Any:
         return self._model[key]
 
-    def taken(self, name: str) -> Any:
+    def output(self, name: str) -> Any:
+        """The last output. Raises UsageError, for metric `name`, if loss_fn has not called the model."""
         if self._outputs is _NOTHING:
             raise UsageError(
                 f"the metric {name!r} needs the model's outputs, but loss_fn did not call model(...) itself. "

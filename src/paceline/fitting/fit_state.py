@@ -1,4 +1,4 @@
-"""What a fit is told (Plan), and what it holds while it runs (Fitting)."""
+"""The arguments of fit, checked (Plan), and its state while it runs (Fitting)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PerEpoch:
 class Plan:
     """The arguments of fit that decide what happens when, checked against each other."""
 
-    epochs: int
-    per_step: LRScheduler | None
-    per_epoch: LRScheduler | None
-    checkpoints: Checkpoints | None
-    best: Best | None
-    monitor: str
+    epochs: int  # how many in all
+    per_step: LRScheduler | None  # the schedule that is moved after each optimizer step
+    per_epoch: LRScheduler | None  # the schedule that is moved after each epoch
+    checkpoints: Checkpoints | None  # where to save, if anywhere
+    best: Best | None  # by which value the best model is kept, if one is
+    monitor: str  # the name of that value
 
     @staticmethod
     def of(
@@ -46,8 +46,10 @@ class Plan:
         best: Best | None,
         evaluated: tuple[str, ...] | None,
     ) -> Plan:
-        """evaluated: the names of the metrics that `evaluate_on` gives beside its loss; None: nothing is evaluated.
-        Raises SettingError."""
+        """The plan for arguments of fit. Raises SettingError.
+
+        evaluated: the names of the metrics that `evaluate_on` gives beside its loss; None: nothing is evaluated.
+        """
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise SettingError(f"fit(epochs={epochs!r}): a whole number, at least 1, is needed.")
         if best is not None and not isinstance(best, Best):
@@ -65,6 +67,7 @@ class Plan:
 
     @property
     def best_path(self) -> Path | None:
+        """The file of the best model; None where none is written."""
         if self.best is None:
             return None
         if self.best.path is not None:
@@ -73,7 +76,7 @@ class Plan:
 
 
 def _schedules(scheduler: Any) -> tuple[LRScheduler | None, LRScheduler | None]:
-    """(moved after each step, moved after each epoch)."""
+    """(schedule moved after each step, schedule moved after each epoch)."""
     if scheduler is None:
         return None, None
     inner = scheduler.scheduler if isinstance(scheduler, PerEpoch) else scheduler
@@ -87,10 +90,14 @@ def _schedules(scheduler: Any) -> tuple[LRScheduler | None, LRScheduler | None]:
 
 
 class Fitting:
-    """A fit as it runs, and what a callback is told.
+    """A fit while it runs; callbacks are handed it.
 
-    run, model, optimizer, loader: those of the fit. epoch: from 0. loss: this process's last loss, a detached 0-dim
-    tensor. values: those of the epoch, once it is over. history: those of all epochs.
+    Attributes:
+        run, model, optimizer, loader: those of the fit.
+        epoch: from 0.
+        loss: this process's last loss, a detached 0-dim tensor.
+        values: those of the epoch, once it is over.
+        history: those of all epochs.
     """
 
     def __init__(
@@ -103,13 +110,13 @@ class Fitting:
         self._mean = Average(run.device)
 
     def stop(self) -> None:
-        """Ends the fit after this epoch. One process is enough."""
+        """End the fit after this epoch. One process is enough."""
         self._stop = True
 
     # --- checkpoints
 
     def restore(self) -> None:
-        """Goes on from the last checkpoint, if there is one."""
+        """Restore the last checkpoint, if there is one."""
         name, plan = self.loader.name, self._plan
         self.run.track(**{f"{name} fit": self})
         if plan.per_epoch is not None:
@@ -141,32 +148,34 @@ class Fitting:
             if self._stop or self.history.stopped_early:
                 return
 
-    def saw(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor) -> None:
+        """Add a batch's loss to the mean of the epoch."""
         self.loss = loss
         for part, count in parts_of(loss):
             self._mean.add_mean(part, self.loader.examples if count is None else count)
 
     def mean_loss(self) -> float:
-        """Over all examples (or what the loss counts) of the epoch, on all processes."""
+        """The mean loss over all examples (or what the loss counts) of the epoch, on all processes."""
         (value,) = reduce_averages([self._mean])
         self._mean = Average(self.run.device)
         return value
 
     def save_in_mid_epoch(self) -> None:
+        """Save, if this step is one of those after which a checkpoint is due."""
         where = self._plan.checkpoints
         if where is not None and where.every is not None and self.run.steps % where.every == 0:
             reduce_averages([self._mean])
             self.run.save(where.directory, keep=where.keep)
 
     def end_epoch(self) -> None:
-        """Notes the values; keeps the best model; moves a schedule that goes by epochs. All processes act on the
+        """Record the epoch's values, keep the best model, move a schedule that counts epochs. All processes act on the
         numbers of rank 0."""
         plan = self._plan
         self.values = collectives.broadcast_object(self.values)
         self.history.add(self.values)
         if evaluated := {name: value for name, value in self.values.items() if name != "loss"}:
             self.run.log(evaluated)  # the loss is what every run shows by itself
-        if plan.best is not None and self.history.judge(plan.best, plan.monitor) and plan.best_path is not None:
+        if plan.best is not None and self.history.update_best(plan.best, plan.monitor) and plan.best_path is not None:
             self.run.export(plan.best_path, self.model)
             self.history.best_path = plan.best_path
         if isinstance(plan.per_epoch, ReduceLROnPlateau):
@@ -175,7 +184,7 @@ class Fitting:
             plan.per_epoch.step()
 
     def save(self) -> None:
-        """The checkpoint of a whole epoch. And whether some process asked to stop."""
+        """Save a checkpoint of a whole epoch, and learn whether some process asked to stop."""
         self._stop = any(collectives.gather_objects(self._stop))
         if self._plan.checkpoints is not None:
             self.run.save(self._plan.checkpoints.directory, keep=self._plan.checkpoints.keep)

@@ -1,4 +1,4 @@
-"""What a fit remembers from epoch to epoch, in checkpoints too: its values, and which were the best."""
+"""What a fit keeps from epoch to epoch, in checkpoints too: its values, and which were the best."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from paceline.errors import SettingError, suggest
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where `fit` saves after each epoch, and goes on from when it is started again.
+    """Where `fit` saves after each epoch, and resumes from when it is started again.
 
-    directory: on the machine of rank 0. keep: how many checkpoints to leave there. every: save also in mid-epoch, each
-    time that this many optimizer steps were made.
+    Attributes:
+        directory: on the machine of rank 0.
+        keep: how many checkpoints to leave there.
+        every: save in mid-epoch too, after each so many optimizer steps.
     """
 
     directory: str | Path
@@ -31,12 +33,15 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Best:
-    """By which value `fit` keeps the best model and stops early.
+    """The value by which `fit` keeps the best model and stops early.
 
-    monitor: "loss" or "val_loss", or "val_" and a metric's name; "val_loss" if not given, "loss" where nothing is
-    evaluated. mode: whether "min" or "max" of it is best. patience: stop when it was no better for this many epochs in
-    a row; None: do not. path: the best model so far, as one safetensors file; `best.safetensors` in the checkpoints'
-    directory if not given, and without checkpoints none is written.
+    Attributes:
+        monitor: "loss" or "val_loss", or "val_" and a metric's name; "val_loss" if not given, "loss" where nothing is
+            evaluated.
+        mode: whether "min" or "max" of it is best.
+        patience: stop when it was no better for this many epochs in a row; None: do not.
+        path: the best model so far, as one safetensors file; `best.safetensors` in the checkpoints' directory if not
+            given, and without checkpoints none is written.
     """
 
     monitor: str | None = None
@@ -54,11 +59,13 @@ class Best:
 
 
 class History(Mapping[str, list[float]]):
-    """The values of each epoch: `history["loss"][0]` is the mean loss of the first; "val_loss" and "val_" with the name
-    of a metric are those of `evaluate_on`. The same on every process, and restored with a checkpoint.
+    """The values of each epoch: `history["loss"][0]` is the mean loss of the first; "val_loss", and "val_" with the
+    name of a metric, are those of `evaluate_on`. The same on every process, and restored with a checkpoint.
 
-    Attributes: best_epoch, best_value, of the monitored value; best_path, the file of the best model, or None;
-    stopped_early.
+    Attributes:
+        best_epoch, best_value: of the monitored value.
+        best_path: the file of the best model, or None.
+        stopped_early: did the patience run out?
     """
 
     def __init__(self) -> None:
@@ -83,7 +90,7 @@ class History(Mapping[str, list[float]]):
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """The same as a plain dict (the name that Keras has for it)."""
+        """The same as a plain dict (Keras has this name for it)."""
         return {name: list(values) for name, values in self._values.items()}
 
     @property
@@ -95,8 +102,9 @@ class History(Mapping[str, list[float]]):
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
 
-    def judge(self, best: Best, monitor: str) -> bool:
-        """Whether the last epoch was the best so far; notes it. NaN never is. Sets `stopped_early`."""
+    def update_best(self, best: Best, monitor: str) -> bool:
+        """Record the last epoch as the best one, if it is, and return whether it is; NaN never is. Sets
+        `stopped_early`."""
         value, last = self._values[monitor][-1], self.epochs - 1
         better = not math.isnan(value) and (
             self.best_value is None or (value < self.best_value if best.mode == "min" else value > self.best_value)

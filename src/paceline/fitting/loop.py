@@ -1,7 +1,7 @@
-"""fit: the ready-made loop. Read `fit` itself; what it is told and holds is in fit_state.py.
+"""fit: the ready-made loop. Its arguments' checks and its state are in fit_state.py.
 
-The mean loss of an epoch is exact and costs no wait for the device: losses are kept as tensors, added up on the device,
-and summed over the processes once, at the end of the epoch or when a checkpoint is written in the middle of it.
+The mean loss of an epoch is exact and costs no wait for the device: losses stay tensors, are added on the device, and
+are summed over the processes once, at the end of the epoch or when a checkpoint is written in the middle of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline import session
 from paceline.errors import SettingError, suggest
 from paceline.fitting.callbacks import Callback
-from paceline.fitting.evaluate import LossFn, Metrics, check_metrics, evaluation_loader, whole
+from paceline.fitting.evaluate import LossFn, Metrics, check_metrics, evaluate_pass, evaluation_loader
 from paceline.fitting.fit_state import Fitting, PerEpoch, Plan
 from paceline.fitting.history import Best, Checkpoints, History
 from paceline.run import Run
@@ -68,6 +68,7 @@ def fit(
     A model in evaluation mode is put into training mode; single modules of it (a frozen batch norm) stay as they are.
     Raises SettingError for arguments that cannot be, and what the calls of a loop raise.
     """
+    # Phase 1: prepare everything, and restore it from the last checkpoint.
     # Phase 1: everything in its place, and as it was when the last checkpoint was written.
     _check(model, loss_fn, loader_options, metrics)
     plan = Plan.of(epochs, scheduler, checkpoints, best, None if evaluate_on is None else tuple(metrics or ()))
@@ -77,42 +78,42 @@ def fit(
         model.train()
     loader = run.loader(train_set, **_training(global_batch, loader_options))
     test = None if evaluate_on is None else evaluation_loader(run, evaluate_on, global_batch, _reading(loader_options))
-    now = Fitting(run, model, optimizer, loader, plan)
-    now.restore()
-    _tell(callbacks, "on_start", now)
+    fitting = Fitting(run, model, optimizer, loader, plan)
+    fitting.restore()
+    _call(callbacks, "on_start", fitting)
 
     # Phase 2: the epochs.
-    for _ in now.remaining():
-        _tell(callbacks, "on_epoch_start", now)
+    for _ in fitting.remaining():
+        _call(callbacks, "on_epoch_start", fitting)
         for batch in loader:
-            now.saw(run.forward_backward(loss_fn, model, batch))
+            fitting.add_loss(run.forward_backward(loss_fn, model, batch))
             if run.step(optimizer, max_grad_norm=max_grad_norm):
-                _tell(callbacks, "on_step", now)
-                now.save_in_mid_epoch()
-        now.values = {"loss": now.mean_loss()}
+                _call(callbacks, "on_step", fitting)
+                fitting.save_in_mid_epoch()
+        fitting.values = {"loss": fitting.mean_loss()}
         if test is not None:
-            scores = whole(run, model, loss_fn, test, metrics)
-            now.values |= {f"val_{name}": value for name, value in scores.items()}
-            _tell(callbacks, "on_evaluate", now)
-        now.end_epoch()
-        _tell(callbacks, "on_epoch_end", now)
-        now.save()
+            scores = evaluate_pass(run, model, loss_fn, test, metrics)
+            fitting.values |= {f"val_{name}": value for name, value in scores.items()}
+            _call(callbacks, "on_evaluate", fitting)
+        fitting.end_epoch()
+        _call(callbacks, "on_epoch_end", fitting)
+        fitting.save()
 
     # Phase 3: the end.
-    _tell(callbacks, "on_end", now)
-    return now.history
+    _call(callbacks, "on_end", fitting)
+    return fitting.history
 
 
-def _tell(callbacks: Sequence[Callback], event: str, now: Fitting) -> None:
+def _call(callbacks: Sequence[Callback], event: str, fitting: Fitting) -> None:
     for callback in callbacks:
-        getattr(callback, event)(now)
+        getattr(callback, event)(fitting)
 
 
-_own: Run | None = None  # the last run that fit started by itself
+_own: Run | None = None  # the last run that fit started itself
 
 
 def _run(given: Run | None) -> Run:
-    """The given run; the open one that the script started; or a new one, also after an earlier fit's own."""
+    """The given run; or the open one, if the script started it; or else a new one."""
     global _own
     if given is not None:
         return given
@@ -140,10 +141,12 @@ def _check(model: Any, loss_fn: Any, options: Mapping[str, Any], metrics: Any) -
 
 
 def _training(global_batch: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the training loader."""
     own_order = any(options.get(name) is not None for name in ("sampler", "batch_sampler"))
     made = {"shuffle": not own_order, "global_batch": global_batch, **options}
     return {**made, "global_batch": None} if options.get("batch_sampler") is not None else made
 
 
 def _reading(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the loader's options those that say how to read."""
     return {name: value for name, value in options.items() if name in DATALOADER_OPTIONS or name == "micro_batch"}

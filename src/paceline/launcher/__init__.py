@@ -1,21 +1,21 @@
 """Starting, watching and ending the worker processes of a run. Importing this imports no torch.
 
-nodes.py        which machines take part and where they meet (pure)
-checks.py       the script, an outer launcher, a port, devices: looked at before anything starts
-plan.py         what is to be run, the command line and the environment of each worker (pure)
-worker.py       what each worker runs: the user's script, as plain python would
-processes.py    starting and ending operating-system processes
-output.py       what the ranks print
-rendezvous.py   a store that listens on loopback only; for several machines torch's own rendezvous
-agent.py        torch's elastic agent, watching the processes
-peers.py        what the launchers of several machines tell each other
-leavers.py      a rank that has ended while others go on
-stalls.py       ranks that wait for others
-report.py       which rank is the cause of a failure, and how to say it (pure)
-interrupts.py   Ctrl-C and SIGTERM
-supervise.py    a run, from the rendezvous to the last message
-function.py     paceline.launch: a function in place of a script
-about.py        what `paceline env` prints
+nodes.py               which machines take part and where they meet (pure)
+checks.py              the script, an outer launcher, a port, devices: checked before anything starts
+plan.py                what is run, with which command line and environment (pure)
+worker.py              what each worker runs: the user's script, as plain python would
+processes.py           starting and ending operating-system processes
+output.py              what the ranks print
+rendezvous.py          a store that listens on loopback only; for several machines torch's rendezvous
+agent.py               torch's elastic agent, with processes of our own
+peers.py               what the launchers of several machines tell each other
+early_exits.py         a rank that has ended while others go on
+stalls.py              ranks that wait for others
+report.py              which rank is the cause of a failure, and how to say it (pure)
+interrupts.py          Ctrl-C and SIGTERM
+supervise.py           a run, from the rendezvous to the last message
+function.py            paceline.launch: a function in place of a script
+environment_report.py  what `paceline env` prints
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from paceline.launcher.nodes import ALONE, Nodes
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Where torch is loaded, which takes more than a second. Of the warnings of its C++ part there are pages where a
-    connection breaks, which the launcher tells in a line; the level is read at the import, and the workers keep
-    theirs."""
+    """While torch is being loaded, its C++ part logs errors only. Where a connection breaks it would log pages of
+    warnings, of which the launcher says a line. torch reads the level at its import; the workers keep theirs."""
     level = "TORCH_CPP_LOG_LEVEL"
     ours = level not in os.environ
     if ours:
@@ -69,14 +68,13 @@ def run(
         module: is `script` a module's name?
         nodes: the machines that take part.
         max_restarts: how often all workers are started again after a failure.
-        monitor_seconds: between two looks at the workers.
+        monitor_seconds: between two polls of the workers.
         output: directory for what the ranks other than the first print; None: a temporary one.
         tee: ranks whose output is shown too, such as "1,3" or "all".
-        check_strategy: raises SettingError for a strategy that cannot work on so many processes, or not with this
-            `reproducible` (None, of any of these: not known).
+        check_strategy: see plan.StrategyCheck.
 
     Returns:
-        The exit code for the launcher: 0, that of the rank that failed first, or 128 + n for a signal n.
+        The launcher's exit code: 0, that of the rank that failed first, or 128 + n for a signal n.
 
     Raises:
         LaunchError: something that was asked for cannot be run, or a process could not be started.

@@ -1,19 +1,19 @@
-"""torch's elastic agent, with processes of our own: starts the workers, watches them, ends them together.
+"""torch's elastic agent, with processes of our own: it starts the workers, watches them and ends them together.
 
 torch.distributed.elastic does the rendezvous, numbers the ranks and runs the loop that watches and restarts
-(SimpleElasticAgent). The methods it asks for are here. Its LocalElasticAgent would do, but for these things: it waits
-30 seconds for a worker that does not heed SIGTERM, it names as cause whichever rank was seen to fail first, it leaves
-the workers running when the launcher is killed, and it tells the agents of other machines nothing.
+(SimpleElasticAgent). Its abstract methods are implemented here, for four reasons that rule out its LocalElasticAgent:
+that one waits 30 seconds for a worker that ignores SIGTERM, names the rank that was first seen to fail as the cause,
+leaves the workers running when the launcher is killed, and tells the agents of other machines nothing.
 
 A failure goes through these phases:
 
-1. A worker is seen to have failed: a non-zero exit code, a signal, or an exception that it wrote down and has not
-   ended after for LINGER_SECONDS. Or another machine tells of a failure there, or a rank waits for one that has left.
-2. If all that failed so far only complain about another rank, wait up to SETTLE_SECONDS for that one's own story; and
-   likewise for the words of the first rank, which are shown, where a script refuses its arguments.
+1. A worker is seen to have failed: a non-zero exit code, a signal, or an exception that it recorded more than
+   LINGER_SECONDS ago without ending. Or another machine reports a failure, or a rank waits for one that has ended.
+2. If only secondary failures have been reported, wait up to SETTLE_SECONDS for the root cause. Likewise for the first
+   rank, whose words are shown, where the script refuses its arguments.
 3. Tell the other machines.
-4. End the others: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
-5. Say the cause; start all again, or end.
+4. End the other workers: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
+5. Say the cause. Start all workers again, or end.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paceline.launcher import processes, report
+from paceline.launcher.early_exits import EarlyExits, sample_stacks
 from paceline.launcher.interrupts import Interrupts
-from paceline.launcher.leavers import Leavers, stands
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
@@ -45,36 +45,36 @@ from paceline.launcher.stalls import Stalls
 from paceline.world import JOINED, MAY_DIE, ROLE, TICKET, TICKET_FILE, World
 
 SETTLE_SECONDS = 1.0
-LATE_SECONDS = 60.0  # for one that comes to join others, and finds that all have ended
-LINGER_SECONDS = 10.0  # for exit functions of a failed script, such as uploading a log
+LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
+LINGER_SECONDS = 10.0  # for the exit functions of a failed script, such as uploading a log
 
 
 class Agent(SimpleElasticAgent):
-    """The elastic agent of this machine. After `run`, `exit_code` and `story` tell how it ended.
+    """The elastic agent of this machine.
 
     Args:
         spec: what torch's part needs to know.
         plan: what to run.
         output: where the ranks print.
-        interrupts: tells of Ctrl-C and SIGTERM.
+        interrupts: whether Ctrl-C or SIGTERM came.
     """
 
     def __init__(self, spec: WorkerSpec, plan: Plan, output: Output, interrupts: Interrupts) -> None:
         super().__init__(spec)
-        self.exit_code = 0
+        self.exit_code = 0  # the launcher's
         self.story = ""  # why the run failed, ending in a newline
         self.refused = False  # did all ranks refuse the script's arguments?
         self._plan, self._output, self._interrupts = plan, output, interrupts
         self._processes = processes.Processes([])
         self._ranks = range(0)  # of this machine
-        self._endings: dict[int, report.Ending] = {}  # local rank -> the first sight of its end
+        self._endings: dict[int, report.Ending] = {}  # local rank -> how it was first seen to have ended
         self._commands: list[processes.Command] = []  # that the workers were started with
-        self._rejoined: set[int] = set()  # local ranks that were started again alone
-        self._too_late: set[int] = set()  # of these, those that found nobody, and were ended
+        self._rejoined: set[int] = set()  # local ranks that were started again alone, to rejoin the others
+        self._too_late: set[int] = set()  # of these, those that found nobody and were ended
         self._starts = 0
         self._failed = False  # were the workers ended because of a failure?
         self._began = time.monotonic()
-        self._leavers, self._stalls = Leavers({}), Stalls({}, True)
+        self._early_exits, self._stalls = EarlyExits({}), Stalls({}, True)
         self._peers: Any = None
         self._workers_store: Any = None
 
@@ -112,7 +112,8 @@ class Agent(SimpleElasticAgent):
             own = self._workers_store.port if node == 0 else None
             worker_group.master_port = self._peers.share_port(own)
         files = {rank: self._error_file(rank) for rank in self._ranks}
-        self._leavers, self._stalls = Leavers(files), Stalls(files, len(files) == 1 and not self._plan.nodes.several)
+        self._early_exits = EarlyExits(files)
+        self._stalls = Stalls(files, alone=len(files) == 1 and not self._plan.nodes.several)
         self._interrupts.deferred = True
         self._interrupts.check()
         self._commands = commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
@@ -157,23 +158,24 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._interrupts.check()
-        self._look()
+        self._poll_workers()
         self._output.show()
         if any(ending.failed for ending in self._endings.values()):
-            return self._fail(None, self._settle())
-        elsewhere = self._peers.look()
+            return self._fail(None, self._wait_for_cause())
+        elsewhere = self._peers.poll()
         if elsewhere is not None:
             return self._fail(None, elsewhere)
         if len(self._endings) == self._plan.nproc:
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks))
-        problem = self._late() or self._leavers.look([*self._left(), *self._peers.left], self._running())
+        problem = self._timed_out() or self._early_exits.poll([*self._exited(), *self._peers.exited], self._running())
         if problem is not None:
             return self._fail(problem, None)
-        self._stalls.look(self._running())
+        self._stalls.poll(self._running())
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, problem: str | None, elsewhere: Failure | None) -> RunResult:
-        """End this machine's workers, and tell why: a rank of ours failed, or `problem`, or another machine did."""
+        """End this machine's workers and say why: a rank of this machine failed, or `problem`, or a failure
+        `elsewhere`."""
         endings = list(self._endings.values())
         self.exit_code, consequence = 1, False
         ours = None if problem or not any(ending.failed for ending in endings) else report.cause(endings)
@@ -190,8 +192,8 @@ class Agent(SimpleElasticAgent):
             self.story = f"{text}\n"
         if elsewhere is None or ours is not None:  # others know their own
             with contextlib.suppress(RendezvousLost):
-                self._peers.tell_failure(text, consequence or elsewhere is not None)
-        if self._remaining_restarts > 0 and self._peers.any_done():
+                self._peers.publish_failure(text, consequence or elsewhere is not None)
+        if self._remaining_restarts > 0 and self._peers.any_finished():
             self._remaining_restarts = 0
             self.story += "There is no restart: another machine has ended its part already.\n"
         self._failed = True
@@ -203,10 +205,11 @@ class Agent(SimpleElasticAgent):
         failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
 
-    def _settle(self) -> Failure | None:
-        """Wait for the story of a cause, if so far there are only those of its victims. It may be another machine's."""
+    def _wait_for_cause(self) -> Failure | None:
+        """If only secondary failures have been reported, wait briefly for the root cause. Returns another machine's
+        failure that is one."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        elsewhere: Failure | None = self._peers.look()
+        elsewhere: Failure | None = self._peers.poll()
         while (
             all(ending.consequence or ending.refusal for ending in self._endings.values() if ending.failed)
             and (len(self._endings) < self._plan.nproc or self._plan.nodes.several)
@@ -215,50 +218,51 @@ class Agent(SimpleElasticAgent):
         ):
             self._interrupts.check()
             time.sleep(self._plan.monitor_seconds)
-            self._look()
-            elsewhere = self._peers.look()
-        self._look(patience=0.0)  # also those that have failed and not yet ended
+            self._poll_workers()
+            elsewhere = self._peers.poll()
+        self._poll_workers(patience=0.0)  # also those that have failed and not yet ended
         return elsewhere if elsewhere is not None and not elsewhere.consequence else None
 
-    def _look(self, patience: float = LINGER_SECONDS) -> None:
-        """Note who has ended since the last look, or has failed for more than `patience` seconds."""
+    def _poll_workers(self, patience: float = LINGER_SECONDS) -> None:
+        """Record which workers have ended since the last poll, or have failed more than `patience` seconds ago."""
         exits = self._processes.exits()
         now = time.time()
-        left = len(self._left())
+        left = len(self._exited())
         for local_rank, rank in enumerate(self._ranks):
             if local_rank in self._endings:
                 continue
             code = exits.get(local_rank)
             error = report.read_error(self._error_file(rank)) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
-                spared = self._can_be_spared(local_rank, rank, code)
-                self._endings[local_rank] = ending = report.Ending(rank, code, now, error, spared, self._role(rank))
-                if spared:
+                expendable = self._is_expendable(local_rank, rank, code)
+                self._endings[local_rank] = ending = report.Ending(rank, code, now, error, expendable, self._role(rank))
+                if expendable:
                     late = code == 0 or local_rank in self._too_late
                     what = f"rank {rank} came too late to join" if late else report.headline(ending)
                     say(f"paceline: {what}; the others go on.\n")
-                    self._bring_back(local_rank, rank, ending)
+                    self._restart_rank(local_rank, rank, ending)
         self._end_latecomers(now)
-        if len(self._left()) > left:
-            self._peers.tell_left(self._left())
+        if len(self._exited()) > left:
+            self._peers.publish_exits(self._exited())
 
-    def _can_be_spared(self, local_rank: int, rank: int, code: int | None) -> bool:
-        """It was killed, and has said that the others can go on; or it was to come back, and they do not count on it
-        yet."""
+    def _is_expendable(self, local_rank: int, rank: int, code: int | None) -> bool:
+        """Can the others go on without this rank? It was killed, and had said that they can; or it was to rejoin them,
+        and they do not count on it yet."""
         path = self._error_file(rank)
         if local_rank in self._rejoined and not os.path.exists(path + JOINED):
             return code is not None
         return code is not None and code < 0 and os.path.exists(path + MAY_DIE)
 
     def _role(self, rank: int) -> str:
+        """What the rank is for the others, as it has said; "" where all ranks are alike."""
         try:
             with open(self._error_file(rank) + ROLE) as file:
                 return file.read()
         except FileNotFoundError:
             return ""
 
-    def _bring_back(self, local_rank: int, rank: int, ending: report.Ending) -> None:
-        """Starts one rank again, to join the others, where restarts are left and it was killed by a signal."""
+    def _restart_rank(self, local_rank: int, rank: int, ending: report.Ending) -> None:
+        """Start one rank again alone, to rejoin the others, if a signal killed it and restarts are left."""
         ticket = self._error_file(rank) + TICKET_FILE
         ended = any(other.code == 0 for other in self._endings.values())
         if ending.error is not None or self._remaining_restarts < 1 or ended or not os.path.exists(ticket):
@@ -276,7 +280,7 @@ class Agent(SimpleElasticAgent):
         command = self._commands[local_rank]
         environ = {**command.environ, TICKET: ticket}
         try:
-            self._processes.again(local_rank, command._replace(environ=environ, output=output))
+            self._processes.restart(local_rank, command._replace(environ=environ, output=output))
         finally:
             if output is not None:
                 output.close()
@@ -284,7 +288,7 @@ class Agent(SimpleElasticAgent):
         del self._endings[local_rank]
 
     def _end_latecomers(self, now: float) -> None:
-        """Those that were to join others which have all ended since, and do not notice it."""
+        """Kill ranks that were to rejoin others, which have all ended since, and that do not notice it."""
         endings = self._endings.values()
         if not endings or any(ending.failed or now - ending.time < LATE_SECONDS for ending in endings):
             return
@@ -296,24 +300,26 @@ class Agent(SimpleElasticAgent):
                     os.kill(pid, signal.SIGKILL)
 
     @property
-    def spared(self) -> frozenset[int]:
-        """Ranks that were killed, and were not missed."""
-        return frozenset(ending.rank for ending in self._endings.values() if ending.spared)
+    def expendable(self) -> frozenset[int]:
+        """Ranks that were killed, while the others went on."""
+        return frozenset(ending.rank for ending in self._endings.values() if ending.expendable)
 
-    def _left(self) -> list[int]:
-        return [ending.rank for ending in self._endings.values() if not ending.failed and not ending.spared]
+    def _exited(self) -> list[int]:
+        """Ranks that have ended without an error."""
+        return [ending.rank for ending in self._endings.values() if not ending.failed and not ending.expendable]
 
     def _running(self) -> dict[int, int]:
-        """rank -> process, of those that have not ended."""
+        """rank -> process id, of those that have not ended."""
         pids = zip(self._ranks, self._processes.pids)
         return {rank: pid for index, (rank, pid) in enumerate(pids) if index not in self._endings}
 
-    def _late(self) -> str | None:
+    def _timed_out(self) -> str | None:
+        """Where the ranks are, once the plan's time has run out."""
         limit = self._plan.timeout_seconds
         if limit is None or time.monotonic() - self._began < limit:
             return None
         running = self._running()
-        where = stands({rank: self._error_file(rank) for rank in self._ranks}, running)
+        where = sample_stacks({rank: self._error_file(rank) for rank in self._ranks}, running)
         lines = [f"not done after {limit:g} s"]
         lines += [f"rank {rank} stands at {where[rank]}" if rank in where else f"rank {rank} runs" for rank in running]
         return "\n".join(lines)
@@ -321,23 +327,23 @@ class Agent(SimpleElasticAgent):
     # ------------------------------------------------------------ ending
 
     def _exit_barrier(self) -> None:
-        """torch's waits 300 seconds, deaf to Ctrl-C. This one waits as long as the other machines live."""
+        """Wait for the other machines as long as they live. (torch's barrier waits 300 seconds, deaf to Ctrl-C.)"""
         self._interrupts.deferred = False
-        failure = self._peers.done()
+        failure = self._peers.finish()
         if failure is not None:
             self.exit_code, self.story = 1, f"{failure.text}\n"
 
     def leave(self, why: str) -> None:
-        """Tell the other machines that this one goes."""
+        """Tell the other machines that this one ends, and why."""
         if self._peers is not None:
-            self._peers.tell_failure(why, False)
+            self._peers.publish_failure(why, False)
             self._peers.linger()
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
-        """torch calls it at every end of a run, with a signal and a delay. Which, and how long, is ours to say."""
+        """torch calls it at every end of a run with a signal and a delay. Both are decided here instead."""
         interrupted = self._interrupts.received[:1] == [signal.SIGINT]
         self._processes.stop(signal.SIGINT if interrupted else signal.SIGTERM, lambda: self._interrupts.impatient)
         self._output.show()

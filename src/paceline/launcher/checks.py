@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: the script, an outer launcher, a port, the number of devices. No torch."""
+"""What is checked before anything starts: the script, an outer launcher, a port, the number of devices. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from paceline.errors import LaunchError, WorldError
 from paceline.launcher.nodes import Nodes
 from paceline.world import from_env
 
+# World.source -> (where this process is, the command to start the script by).
 _OUTER = {
     "slurm": ("srun task {rank} of {size}", "srun python"),
     "openmpi": ("rank {rank} of {size} of mpirun", "mpirun -np {size} python"),
@@ -59,13 +60,15 @@ def check_outer_world(environ: Mapping[str, str], nodes: Nodes) -> None:
         return
     if outer.size == 1 or outer.source not in _OUTER:
         return
-    if nodes.several and nodes.least <= outer.size <= nodes.most and nodes.rank in (None, outer.rank):
+    if nodes.several and nodes.min_nodes <= outer.size <= nodes.max_nodes and nodes.rank in (None, outer.rank):
         return
     where, instead = (text.format(rank=outer.rank, size=outer.size) for text in _OUTER[outer.source])
-    if nodes.several and nodes.least <= outer.size <= nodes.most:
+    if nodes.several and nodes.min_nodes <= outer.size <= nodes.max_nodes:
         problem = f"but --node-rank is {nodes.rank}: the numbers contradict each other. Leave --node-rank out."
     elif nodes.several:
-        problem = f"and each of the {outer.size} would start a launcher of {nodes.least} to {nodes.most} machines. "
+        problem = (
+            f"and each of the {outer.size} would start a launcher of {nodes.min_nodes} to {nodes.max_nodes} machines. "
+        )
     else:
         problem = "and each of them would start a run of its own. "
     raise LaunchError(

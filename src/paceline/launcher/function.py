@@ -1,4 +1,4 @@
-"""A function in several processes, started by the same agent as a script: for paceline.launch (launching.py)."""
+"""A function in several processes, which the same agent starts as a script: for paceline.launch (launching.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def call(
     tee: str,
     check_strategy: StrategyCheck,
 ) -> list[Any]:
-    """What `paceline.launch` does; launching.py says it."""
+    """paceline.launch, whose docstring is in launching.py."""
     from paceline.launcher.interrupts import Interrupts, Stopped
     from paceline.launcher.output import Output
 
@@ -44,7 +44,7 @@ def call(
             outcome = supervise(replace(plan, script=path), interrupts, output)
             if outcome.exit_code == 0:
                 ranks = range(plan.nproc)
-                return [None if rank in outcome.spared else _result(f"{path}.{rank}", fn, rank) for rank in ranks]
+                return [None if rank in outcome.expendable else _result(f"{path}.{rank}", fn, rank) for rank in ranks]
         except Stopped as error:
             stopped = error.signum
         else:
@@ -57,12 +57,13 @@ def call(
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    """With its module: many are called train or main."""
+    """The function with its module: many are called train or main."""
     name = getattr(fn, "__qualname__", None)
     return repr(fn) if name is None else f"{getattr(fn, '__module__', '?')}.{name}"
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The function with its arguments, as bytes. Raises LaunchError."""
     import cloudpickle  # type: ignore[import-untyped]  # plain pickle cannot send what is defined in a notebook or in a function
 
     try:
@@ -75,6 +76,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _result(path: str, fn: Callable[..., Any], rank: int) -> Any:
+    """What the function returned on a rank. Raises LaunchError."""
     try:
         with open(path, "rb") as file:
             data = file.read()

@@ -12,38 +12,39 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Stopped(BaseException):
-    """The launcher was told to stop. Not an Exception: nothing on the way may swallow it."""
+    """A signal told the launcher to stop. Not an Exception: nothing on the way may swallow it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
 
     def report(self) -> int:
-        """Say so in one line and return the exit code that shells use for the signal."""
+        """Print one line about it, and return the exit code that shells use for the signal."""
         what = "interrupted" if self.signum == signal.SIGINT else f"stopped by {signal.Signals(self.signum).name}"
         print(f"paceline: {what}; all ranks have ended.", file=sys.stderr, flush=True)
         return 128 + self.signum
 
 
 class Interrupts:
-    """While entered, a signal is noted. Before there are workers it also raises Stopped at once.
+    """A context in which signals are collected.
 
-    Once workers run (`deferred`), an exception in the middle of starting or ending one could lose it; the agent asks
-    `check()` instead, some twenty times a second. What the caller's shell told us to ignore (nohup and SIGHUP) stays
-    ignored; torch's own handlers do not care.
+    Before workers run, a signal also raises Stopped at once. Once they run (`deferred`), an exception in the middle of
+    starting or ending one could lose it, so that the agent calls `check` instead, some twenty times a second. A signal
+    that the caller's shell told us to ignore (nohup and SIGHUP) stays ignored; torch's own handlers would not do that.
     """
 
     def __init__(self) -> None:
-        self.received: list[int] = []
-        self.deferred = False
+        self.received: list[int] = []  # the signals so far
+        self.deferred = False  # does only `check` raise?
         self._before: dict[signal.Signals, Any] = {}
 
     @property
     def impatient(self) -> bool:
-        """Has the user asked more than once?"""
+        """Has the user sent more than one signal?"""
         return len(self.received) > 1
 
     def check(self) -> None:
+        """Raise Stopped if a signal has come."""
         if self.received:
             raise Stopped(self.received[0])
 

@@ -1,8 +1,7 @@
 """Which machines take part and where they meet: torchrun's options, read and checked. Pure.
 
 One machine meets nobody and listens on loopback only, whatever else is said. Several machines meet by one of torch's
-own rendezvous: `static` where each launcher is told its number (--node-rank), otherwise `c10d`, or what --rdzv-backend
-names.
+rendezvous: `static` where each launcher is told its number (--node-rank), or else `c10d`, or what --rdzv-backend names.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import LaunchError
+from paceline.world import is_loopback
 
 _C10D_PORT = 29400  # torch's defaults
 _STATIC_PORT = 29500
@@ -21,7 +21,7 @@ class Nodes:
     """The machines of a run.
 
     Attributes:
-        least, most: how many there may be; unequal: some may come and go.
+        min_nodes, max_nodes: how many there may be. If they differ, machines may come and go.
         backend: torch's rendezvous; "" on one machine.
         host, port: where several machines meet. On one machine, the port of its store, 0 for any.
         rank: this machine's number; None where the rendezvous gives the numbers.
@@ -31,8 +31,8 @@ class Nodes:
         unused: options that were given and mean nothing on one machine.
     """
 
-    least: int = 1
-    most: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
     backend: str = ""
     host: str = ""
     port: int = 0
@@ -44,7 +44,7 @@ class Nodes:
 
     @property
     def several(self) -> bool:
-        return self.most > 1
+        return self.max_nodes > 1
 
     @property
     def endpoint(self) -> str:
@@ -52,15 +52,11 @@ class Nodes:
 
     @property
     def loopback(self) -> bool:
-        """Is all on this machine?"""
+        """Do all processes run on this machine?"""
         return not self.several or is_loopback(self.host)
 
 
 ALONE = Nodes()
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def read_nodes(
@@ -76,40 +72,40 @@ def read_nodes(
     local_addr: str | None = None,
     standalone: bool = False,
 ) -> Nodes:
-    """From torchrun's options of the same names. Raises LaunchError where they contradict each other."""
-    least, most = _counts(nnodes)
+    """Nodes from torchrun's options of the same names. Raises LaunchError where they contradict each other."""
+    min_nodes, max_nodes = _counts(nnodes)
     if master_port is not None and not 0 <= master_port <= 65535:
         raise LaunchError(f"--master-port {master_port} is no TCP port. Give a free one from 1024 to 65535.")
-    if standalone and most > 1:
+    if standalone and max_nodes > 1:
         raise LaunchError(f"--standalone means this machine alone, but --nnodes is {nnodes}. Leave one of them out.")
-    if node_rank is not None and not 0 <= node_rank < most:
-        numbers = "is 0, the only one" if most == 1 else f"is from 0 to {most - 1}"
+    if node_rank is not None and not 0 <= node_rank < max_nodes:
+        numbers = "is 0, the only one" if max_nodes == 1 else f"is from 0 to {max_nodes - 1}"
         raise LaunchError(f"--node-rank {node_rank}: with --nnodes {nnodes} a machine's number {numbers}.")
-    if most == 1:
+    if max_nodes == 1:
         return Nodes(
             port=0 if standalone else master_port or 0,
             run_id=rdzv_id or "paceline",
             unused=_unused(
                 rdzv_backend=None if rdzv_backend == "c10d" else rdzv_backend,
-                rdzv_endpoint=rdzv_endpoint if not _here(rdzv_endpoint) else None,
+                rdzv_endpoint=rdzv_endpoint if not _is_this_machine(rdzv_endpoint) else None,
                 rdzv_conf=rdzv_conf,
-                master_addr=master_addr if not _here(master_addr) else None,
+                master_addr=master_addr if not _is_this_machine(master_addr) else None,
                 master_port=master_port if standalone else None,
-                local_addr=local_addr if not _here(local_addr) else None,
+                local_addr=local_addr if not _is_this_machine(local_addr) else None,
             ),
         )
-    fixed = least == most
+    fixed = min_nodes == max_nodes
     backend = rdzv_backend or ("static" if node_rank is not None and fixed else "c10d")
     if backend == "static" and (node_rank is None or not fixed):
         raise LaunchError(
-            f"--rdzv-backend static needs a fixed number of machines and the number of this one: --nnodes {most} "
-            f"--node-rank N, with N from 0 to {most - 1}. Or use --rdzv-backend c10d, which numbers them itself."
+            f"--rdzv-backend static needs a fixed number of machines and the number of this one: --nnodes {max_nodes} "
+            f"--node-rank N, with N from 0 to {max_nodes - 1}. Or use --rdzv-backend c10d, which numbers them itself."
         )
     default = _STATIC_PORT if backend == "static" else _C10D_PORT
-    host, port = _meeting_place(nnodes, rdzv_endpoint, master_addr, master_port, default)
+    host, port = _endpoint(nnodes, rdzv_endpoint, master_addr, master_port, default)
     return Nodes(
-        least=least,
-        most=most,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
         backend=backend,
         host=host,
         port=port,
@@ -120,13 +116,13 @@ def read_nodes(
     )
 
 
-def _here(place: str | None) -> bool:
-    """Is it this machine alone, which is where all processes of one machine meet anyway? With a port or without."""
+def _is_this_machine(place: str | None) -> bool:
+    """Does HOST or HOST:PORT name this machine's loopback, where all processes of one machine meet anyway?"""
     return place is not None and is_loopback(place.removeprefix("[").partition("]")[0].partition(":")[0] or "::1")
 
 
 def _unused(**given: object) -> tuple[str, ...]:
-    """Of torchrun's options those that were given, as they were typed."""
+    """The options that were given, as they were typed."""
     return tuple(f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None)
 
 
@@ -135,15 +131,14 @@ def _counts(nnodes: str) -> tuple[int, int]:
     parts = nnodes.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise LaunchError(f"--nnodes {nnodes}: give the number of machines, such as 2, or MIN:MAX, such as 1:4.")
-    least, most = int(parts[0]), int(parts[-1])
-    if not 1 <= least <= most:
+    min_nodes, max_nodes = int(parts[0]), int(parts[-1])
+    if not 1 <= min_nodes <= max_nodes:
         raise LaunchError(f"--nnodes {nnodes}: at least one machine, and MIN not above MAX, such as 1:4.")
-    return least, most
+    return min_nodes, max_nodes
 
 
-def _meeting_place(
-    nnodes: str, endpoint: str | None, addr: str | None, port: int | None, default: int
-) -> tuple[str, int]:
+def _endpoint(nnodes: str, endpoint: str | None, addr: str | None, port: int | None, default: int) -> tuple[str, int]:
+    """(host, port) where the machines meet. Raises LaunchError."""
     if endpoint and addr and _split(endpoint, default)[0] != addr:
         raise LaunchError(
             f"--rdzv-endpoint {endpoint} and --master-addr {addr} name two places to meet. Leave one of them out."

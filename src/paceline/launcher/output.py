@@ -1,7 +1,8 @@
 """What the ranks print: the first rank of each machine straight to the console, every other one into a file.
 
-A rank whose output was asked for is shown too, from its file: each line whole, with the rank before it. A worker
-writes to a file and not to a pipe, so that it never waits for the launcher, and nothing is lost when that is killed.
+A rank whose output was asked for (--tee) is shown too, from its file: whole lines, each marked with the rank. A worker
+writes to a file and not to a pipe, so that it never waits for the launcher, and nothing is lost when the launcher is
+killed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LAST_LINES = 20  # of a rank that died without an exception
 
 
 def say(text: str) -> None:
-    """Prints whole lines on stderr. A rank's progress bar, whose line has no end yet, is wiped away before them."""
+    """Print whole lines on stderr. A rank's progress bar, whose line has no end yet, is wiped away first."""
     terminal = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
     print("\r\x1b[2K" * terminal + text, end="", file=sys.stderr, flush=True)
 
@@ -29,8 +30,8 @@ class Output:
     Args:
         directory: where to put them; None: a temporary directory, which only a failed run leaves.
         tee: the ranks to show; None: all.
-        console: does the first rank write to the launcher's own streams? Otherwise it is shown from its file.
-        silent: nothing is shown of any rank.
+        console: does the first rank write to the launcher's own streams? If not, it is shown from its file.
+        silent: show no rank.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Output:
         self._tee = tee
         self._console, self._silent = console and not silent, silent
         try:
-            self.private = tempfile.mkdtemp(prefix="paceline-")  # also for the workers' error files
+            # a directory for this run alone, with the workers' error files
+            self.private = tempfile.mkdtemp(prefix="paceline-")
         except OSError as error:
             raise LaunchError(f"No temporary directory can be made: {error.strerror}. Set TMPDIR to another.") from None
-        self.directory = self.private if directory is None else os.path.abspath(directory)
+        self.directory = self.private if directory is None else os.path.abspath(directory)  # of the ranks' output
         try:
             os.makedirs(self.directory, exist_ok=True)
         except OSError as error:
@@ -51,14 +53,15 @@ class Output:
                 f"--output {directory}: the directory cannot be made: {error.strerror}. Name one that you may write to."
             ) from None
         self._written: set[int] = set()  # ranks that have had a file in this run
-        self._shown: dict[int, int] = {}  # rank -> bytes of its file that were looked at
+        self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
         self._first: int | None = None
 
     def path(self, rank: int) -> str:
         return os.path.join(self.directory, f"rank-{rank}.log")
 
     def open(self, rank: int, first: bool) -> IO[bytes] | None:
-        """A file for the output of `rank`, which is about to start, or None for the console. A restart goes on."""
+        """A file for the output of `rank`, which is about to start; None for the console. After a restart the file is
+        continued."""
         if first and self._console:
             return None
         if first:
@@ -76,7 +79,7 @@ class Output:
         return file
 
     def show(self, final: bool = False) -> None:
-        """Print what has been written since the last call, as far as lines are whole; at last (`final`), all of it."""
+        """Print what has been written since the last call, in whole lines; with `final`, all of it."""
         for rank, start in self._shown.items():
             with open(self.path(rank), "rb") as file:
                 file.seek(start)
@@ -91,7 +94,7 @@ class Output:
             sys.stdout.flush()
 
     def last_lines(self, rank: int) -> list[str]:
-        """The end of what `rank` printed, if that was not shown."""
+        """The end of what `rank` printed, unless that was shown."""
         if rank not in self._written or rank in self._shown:
             return []
         with open(self.path(rank), "rb") as file:
@@ -99,7 +102,7 @@ class Output:
             return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
 
     def close(self, failed: bool) -> str:
-        """Remove what need not be kept. Returns a line that says where the ranks' output is, or nothing."""
+        """Remove what need not be kept. Returns a line that says where the ranks' output is, or ""."""
         self.show(final=True)
         kept = [rank for rank in sorted(self._written) if os.path.getsize(self.path(rank))]
         if self.directory != self.private or not failed or not kept:

@@ -1,8 +1,8 @@
 """What the launchers of several machines tell each other, through the store of their rendezvous.
 
-torch's agents meet, and then each is alone: one whose workers fail ends, and what the others get to know of it is that
-a connection broke, or, where a machine is gone, nothing. Here each tells the others why it ends, which of its ranks
-have left, and every few seconds that it lives. On one machine there is nobody to tell, and nothing is sent.
+torch's agents meet, and then each is alone. An agent whose workers fail ends, and the others learn only that a
+connection broke, or, where a machine is gone, nothing. Here each launcher tells the others why it ends, which of its
+ranks have ended well, and every few seconds that it lives. On one machine nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from paceline.errors import LaunchError
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 30.0  # without a beat: the machine or its launcher is gone
-MEET_SECONDS = 300.0  # between the first and the last to begin a round
+MEET_SECONDS = 300.0  # between the first and the last launcher to begin a round
 LINGER_SECONDS = 3.0  # for the others to read the last message: the store may end with this launcher
-_POLL_SECONDS = 0.05
+_WAIT_SECONDS = 0.05
 
 
 class RendezvousLost(LaunchError):
@@ -33,17 +33,17 @@ class RendezvousLost(LaunchError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What another machine told. `consequence`: its ranks only complain that others have gone."""
+    """What another machine reported."""
 
-    text: str
-    consequence: bool
+    text: str  # in words
+    consequence: bool  # do its ranks only complain that others have gone?
 
 
 class Peers:
-    """One round: from a rendezvous to the next.
+    """The launchers of one round: from a rendezvous to the next.
 
     Args:
-        store: alike on all nodes, with nothing of an earlier round in it.
+        store: the same on all nodes, with nothing of an earlier round in it.
         node, nodes: this machine's number, and how many there are.
         endpoint: where the rendezvous is kept, for messages.
         check: called while waiting; may raise.
@@ -54,16 +54,16 @@ class Peers:
         self._node, self._nodes, self._endpoint, self._check = node, nodes, endpoint, check
         self._others = [other for other in range(nodes) if other != node]
         self._hosts: dict[int, str] = {}
-        self._beats: dict[int, tuple[bytes, float]] = {}  # node -> its last beat, and when it came
-        self._looked = self._beaten = 0.0
+        self._beats: dict[int, tuple[bytes, float]] = {}  # node -> (its last beat, when it came)
+        self._polled = self._beaten = 0.0
         self._failure: Failure | None = None
-        self.left: list[int] = []  # ranks of other nodes that have ended well
+        self.exited: list[int] = []  # ranks of other nodes that have ended well
 
     def agree(self, starts: int, used: int) -> tuple[int, int]:
-        """The greatest number of earlier starts, and of restarts used up, over all nodes.
+        """The most earlier starts, and the most restarts used up, over all nodes. Waits for all.
 
-        A node that joins later knows of none; workers that do not agree on the number would look for each other under
-        different names. Waits for all.
+        A node that joins later knows of none. Workers that do not agree on the number of starts would look for each
+        other under different names.
         """
         if self._nodes == 1:
             return starts, used
@@ -77,31 +77,32 @@ class Peers:
         return starts, used
 
     def share_port(self, port: int | None) -> int:
-        """The port that the first node gives; the others give None and wait."""
+        """The port that the first node gives. The other nodes give None and wait."""
         if port is not None:
             self._call("set", "port", str(port))
         else:
             self._wait(lambda: self._call("check", ["port"]), MEET_SECONDS)
         return int(self._call("get", "port"))
 
-    def look(self) -> Failure | None:
-        """Why another node has failed, if one has. Looks now and then; also tells the others that this one lives."""
+    def poll(self) -> Failure | None:
+        """Why another node has failed, if one has. Reads the store now and then, and tells the others that this node
+        lives."""
         now = time.monotonic()
         known = self._failure is not None and not self._failure.consequence
-        if self._nodes == 1 or known or now - self._looked < LOOK_SECONDS:
+        if self._nodes == 1 or known or now - self._polled < POLL_SECONDS:
             return self._failure
-        self._looked = now
+        self._polled = now
         if int(self._call("add", "failures", 0)):
             self._failure = self._read_failure()
         elif now - self._beaten >= BEAT_SECONDS:
             self._beaten = now
             self._call("set", f"beat/{self._node}", str(now))
-            self._failure = self._silent(now)
-            self.left = [rank for other in self._others for rank in json.loads(self._call("get", f"left/{other}"))]
+            self._failure = self._find_silent(now)
+            self.exited = [rank for other in self._others for rank in json.loads(self._call("get", f"left/{other}"))]
         return self._failure
 
     def _read_failure(self) -> Failure | None:
-        """The most telling of those told: one that is no mere consequence, if there is one."""
+        """Of the reported failures one that is no mere consequence, if there is one."""
         told = []
         for other in self._others:
             if self._call("check", [f"failed/{other}"]):
@@ -111,7 +112,8 @@ class Peers:
             self._call("set", f"seen/{self._node}", "")
         return min(told, key=lambda failure: failure.consequence, default=None)
 
-    def _silent(self, now: float) -> Failure | None:
+    def _find_silent(self, now: float) -> Failure | None:
+        """A failure where a node has sent no beat for too long."""
         for other in self._others:
             beat = self._call("get", f"beat/{other}")
             if other not in self._beats or self._beats[other][0] != beat:
@@ -121,34 +123,35 @@ class Peers:
                 return Failure(f"{self._name(other)}: {why}", False)
         return None
 
-    def tell_failure(self, text: str, consequence: bool) -> None:
+    def publish_failure(self, text: str, consequence: bool) -> None:
+        """Tell the other nodes why this one ends. consequence: its ranks only complain that others have gone."""
         if self._nodes > 1:
             self._call("set", f"failed/{self._node}", json.dumps([text, consequence]))
             self._call("add", "failures", 1)
 
-    def tell_left(self, ranks: list[int]) -> None:
-        """These ranks of this node have ended well."""
+    def publish_exits(self, ranks: list[int]) -> None:
+        """Tell the other nodes which ranks of this one have ended well."""
         if self._nodes > 1:
             self._call("set", f"left/{self._node}", json.dumps(ranks))
 
-    def done(self) -> Failure | None:
-        """Wait until all nodes have ended well, or one has not."""
+    def finish(self) -> Failure | None:
+        """Wait until all nodes have ended well, or one has failed. Returns that failure."""
         if self._nodes == 1:
             return None
         self._call("set", f"done/{self._node}", "")
         names = [f"done/{other}" for other in self._others]
-        self._wait(lambda: self._call("check", names) or self.look() is not None, None)
+        self._wait(lambda: self._call("check", names) or self.poll() is not None, None)
         if self._failure is None:
             with contextlib.suppress(RendezvousLost):  # the one that keeps the store has gone first
                 self._linger("bye")
         return self._failure
 
-    def any_done(self) -> bool:
+    def any_finished(self) -> bool:
         """Has another node ended well? It would not come to a new round."""
         return any(self._call("check", [f"done/{other}"]) for other in self._others)
 
     def linger(self) -> None:
-        """After a failure was told: until the others know."""
+        """After a failure was published: wait until the others have read it."""
         if self._nodes > 1:
             self._linger("seen")
 
@@ -168,7 +171,7 @@ class Peers:
                     raise LaunchError(f"The machines did not begin together within {seconds:.0f} s. Start them again.")
                 return
             self._check()
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_WAIT_SECONDS)
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         try:

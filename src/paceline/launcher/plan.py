@@ -1,4 +1,4 @@
-"""What is to be run, and with what command line and environment each worker starts.
+"""What is run, with which command line and environment each worker starts.
 
 Pure, but for a look at the script and at this machine's cores.
 """
@@ -32,19 +32,20 @@ class Plan:
         script: path of the user's script, as typed; a module's name; or the file of a pickled function.
         args: its arguments, untouched.
         nproc: the number of workers on this machine.
-        settings: what was given on the command line, by name; only what was given. "config" is a file's path.
+        settings: what was given on the command line, by name. "config" is a file's path.
         kind: what `script` is: "script", "module" or "function".
         nodes: which machines take part.
         max_restarts: how often all workers are started again after a failure.
-        monitor_seconds: between two looks at the workers.
+        monitor_seconds: between two polls of the workers.
         output: the directory for what the ranks print; None: a temporary one.
         tee: ranks whose output is shown as well, each line marked; None: all.
         timeout_seconds: end the run after so long; None: never.
         device: the device setting, where the launcher can know it.
         variables: environment variables that the workers get besides.
         worker: the module that each worker runs, with the script as its arguments.
-        hash_seed: PYTHONHASHSEED of the workers where the environment has none; None: each process hashes by a seed of
-            its own, as under torchrun.
+        hash_seed: PYTHONHASHSEED of the workers where the environment has none; None: each process chooses its own, as
+            under torchrun. Without a common seed, a vocabulary that is numbered in the order of a set differs between
+            ranks.
     """
 
     script: str
@@ -61,7 +62,7 @@ class Plan:
     device: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     worker: str = "paceline.launcher.worker"
-    hash_seed: str | None = "0"  # else a vocabulary that is numbered in the order of a set differs between the ranks
+    hash_seed: str | None = "0"
 
 
 def make_plan(
@@ -74,7 +75,7 @@ def make_plan(
 ) -> Plan:
     """Check what can be checked before anything starts. `rest` are the other attributes of Plan, `tee` as typed.
 
-    check_strategy looks at the strategy, if the command line or the settings file names one.
+    check_strategy is called if the command line or the settings file names a strategy.
 
     Raises:
         LaunchError: `nproc` is no number of processes, `script` is no file that can be read, or the like.
@@ -94,7 +95,7 @@ def make_plan(
     device = config.resolve(*layers)[0].device
     count = count_processes(nproc, available_cores(), _visible_gpus)
     if check_strategy is not None:
-        _check_strategy(check_strategy, layers, count * nodes.most if nodes.least == nodes.most else None)
+        _check_strategy(check_strategy, layers, count * nodes.max_nodes if nodes.min_nodes == nodes.max_nodes else None)
     if not nodes.several and nodes.port:
         checks.check_port("127.0.0.1", nodes.port, "--master-port")
     elif nodes.backend == "static" and nodes.rank == 0:
@@ -104,12 +105,12 @@ def make_plan(
 
 
 Layers = list[tuple[str, Mapping[str, Any]]]
-_LOOKED_AT = ("strategy", "reproducible")
+_CHECKED = ("strategy", "reproducible")
 
 
 def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[dict[str, object], Layers]:
-    """(what the workers are to be told, what `config.resolve` is to look at, since the workers would find faults only
-    seconds later)."""
+    """(settings for the workers, layers for `config.resolve`). The launcher resolves them too, since the workers would
+    find faults only seconds later."""
     given = dict(settings)
     path = given.pop("config", None)
     if path is not None:
@@ -125,11 +126,11 @@ def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[d
 
 
 def _check_strategy(check: StrategyCheck, layers: Layers, size: int | None) -> None:
-    """Looks at what stands on the command line or else in the settings file, and says where that is."""
-    found = {key: (values[key], place) for place, values in layers for key in _LOOKED_AT if values.get(key) is not None}
+    """Check the strategy on the command line or else in the settings file. An error says where it is from."""
+    found = {key: (values[key], place) for place, values in layers for key in _CHECKED if values.get(key) is not None}
     if not found:  # what the script says is not known here
         return
-    strategy, shards = (found.get(key, (None, ""))[0] for key in _LOOKED_AT)
+    strategy, shards = (found.get(key, (None, ""))[0] for key in _CHECKED)
     try:
         check(None if strategy is None else config.parse_strategy(strategy), size, shards)
     except SettingError as error:
@@ -138,7 +139,7 @@ def _check_strategy(check: StrategyCheck, layers: Layers, size: int | None) -> N
 
 
 def read_ranks(text: str, size: int | None) -> frozenset[int] | None:
-    """ "1,3" and "0-3,7" as a set of ranks, "all" as None. `size`: the number of ranks, where it is known."""
+    """ "1,3" and "0-3,7" as a set of ranks, "all" as None. size: the number of ranks, where it is known."""
     if text == "all":
         return None
     ranks: set[int] = set()
@@ -156,7 +157,7 @@ def read_ranks(text: str, size: int | None) -> frozenset[int] | None:
 
 
 def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int]) -> int:
-    """The number that `nproc` says: a number, or torchrun's words "gpu", "cpu" and "auto" (gpus, else cores)."""
+    """The number of processes for `nproc`: a number, or torchrun's words "gpu", "cpu" and "auto" (gpus, else cores)."""
     if str(nproc) in ("gpu", "auto"):
         count = gpus()
         if count == 0 and nproc == "gpu":
@@ -185,7 +186,7 @@ def _visible_gpus() -> int:
 
 
 def command_line(plan: Plan) -> list[str]:
-    """The same for every worker: what differs is in the environment."""
+    """The command line of a worker, the same for all: they differ in their environment."""
     return [sys.executable, "-m", plan.worker, plan.kind, plan.script, *plan.args]
 
 
@@ -209,7 +210,7 @@ def worker_environment(
     environ: Mapping[str, str],
     restarts: int = 0,
 ) -> dict[str, str]:
-    """The whole environment of one worker: `environ`, and over it what torchrun would set and what Paceline adds.
+    """The whole environment of one worker: `environ`, what torchrun would set, and what Paceline adds.
 
     Args:
         world: the worker's place; `from_env` of the result gives it back.

@@ -1,7 +1,7 @@
 """Operating-system processes that are started together and ended together. No torch.
 
-Each is the leader of its own session and process group: a Ctrl-C at the terminal reaches the launcher alone, which
-passes it on, and what a process leaves behind can be found by the group.
+Each process leads a session and a process group of its own. A Ctrl-C at the terminal therefore reaches the launcher
+alone, which passes it on, and the processes that a worker leaves behind can be found by the group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 from paceline.errors import LaunchError
 
 GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
-_KILL_SECONDS = 1.0  # how long SIGKILL may take: a process that waits in the kernel, for a disk or a GPU, cannot die
+_KILL_SECONDS = 1.0  # for SIGKILL: a process that waits in the kernel, for a disk or a GPU, cannot die
 _POLL_SECONDS = 0.02
 
 
@@ -41,8 +41,8 @@ class Processes:
 
     def __init__(self, started: Sequence[subprocess.Popen[bytes]]) -> None:
         self._started = list(started)
-        # Their groups are killed at the end. Not those of processes that ended well: their numbers may have been used
-        # again, and what such a script left running (a server, say) it left on purpose.
+        # Process groups to kill at the end. Not those of processes that ended well: their numbers may have been used
+        # again, and such a script left a process (a server, say) running on purpose.
         self._sweep: set[int] = set()
         self._watcher = _watch(self.pids) if self._started else None
 
@@ -50,18 +50,18 @@ class Processes:
     def pids(self) -> list[int]:
         return [process.pid for process in self._started]
 
-    def again(self, index: int, command: Command) -> None:
-        """Starts one that has ended once more. What the former one left behind is killed."""
+    def restart(self, index: int, command: Command) -> None:
+        """Start a process that has ended once more. What the former one left behind is killed."""
         former = self._started[index].pid
         self._sweep.discard(former)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(former, signal.SIGKILL)
-        self._started[index] = _started(command)
+        self._started[index] = _popen(command)
         self._dismiss_watcher()
         self._watcher = _watch(self.pids)
 
     def exits(self) -> dict[int, int]:
-        """index -> exit code, of those that have ended; -n where signal n ended it."""
+        """index -> exit code, of the processes that have ended; -n where signal n ended one."""
         found = {}
         for index, process in enumerate(self._started):
             code = process.poll()
@@ -72,10 +72,8 @@ class Processes:
         return found
 
     def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Ask those that run to end, wait GRACE_SECONDS or until `hurry()`, and kill what is left, with descendants.
-
-        Calling it again is harmless.
-        """
+        """Send a signal to those that run, wait GRACE_SECONDS or until `hurry()`, and kill what is left, with
+        descendants. Calling it again is harmless."""
         running = self._running()
         for process in running:
             self._sweep.add(process.pid)
@@ -119,7 +117,7 @@ def _watch(pids: Sequence[int]) -> subprocess.Popen[bytes]:
 
 
 def start(commands: Sequence[Command]) -> Processes:
-    """Start them all.
+    """Start all of them.
 
     Raises:
         LaunchError: one could not be started; those before it are ended.
@@ -127,7 +125,7 @@ def start(commands: Sequence[Command]) -> Processes:
     started: list[subprocess.Popen[bytes]] = []
     for command in commands:
         try:
-            started.append(_started(command))
+            started.append(_popen(command))
         except OSError as error:
             Processes(started).stop()
             raise LaunchError(
@@ -137,7 +135,7 @@ def start(commands: Sequence[Command]) -> Processes:
     return Processes(started)
 
 
-def _started(command: Command) -> subprocess.Popen[bytes]:
+def _popen(command: Command) -> subprocess.Popen[bytes]:
     arguments, environ, output = command
     stdin = None if output is None else subprocess.DEVNULL
     return subprocess.Popen(arguments, env=environ, stdin=stdin, stdout=output, stderr=output, start_new_session=True)

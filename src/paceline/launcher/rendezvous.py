@@ -1,8 +1,8 @@
-"""Where the workers meet: on one machine a store that listens on loopback only, on several torch's own rendezvous.
+"""Where the workers meet: on one machine a store that listens on loopback only, on several machines torch's rendezvous.
 
-torch's own rendezvous opens a TCPStore, which listens on every interface even when it is told 127.0.0.1. On one machine
-the socket is bound first and handed over. The workers use the same store (TORCHELASTIC_USE_AGENT_STORE), so that none
-of them opens one.
+torch's rendezvous opens a TCPStore that listens on every interface, even when it is told 127.0.0.1. On one machine the
+socket is therefore bound first and handed over. The workers use the same store (TORCHELASTIC_USE_AGENT_STORE), so that
+none of them opens one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from paceline.launcher.nodes import Nodes
 
 BACKEND = "paceline-loopback"
 MEET_SECONDS = 600.0  # torch's own time limit for joining
-_HINT_SECONDS = 5.0
+_HINT_SECONDS = 5.0  # of waiting, before a message says so
 _PROBE_SECONDS = 10
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """torch's rendezvous interface for one agent, which never waits for another."""
+    """torch's rendezvous interface for a single agent, which never waits for another one."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
@@ -53,7 +53,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A fresh store at each call: what a former set of workers left in theirs would confuse the next."""
+        """A fresh store at each call: what former workers left in theirs would confuse the next ones."""
         self._store = None  # stops listening, if nobody else holds it: its port may be wanted again
         self._store = _store_on("127.0.0.1", self._port)
         return RendezvousInfo(
@@ -78,10 +78,11 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-class Patient(RendezvousHandler):
+class InterruptibleRendezvous(RendezvousHandler):
     """Another rendezvous, whose waiting for other machines can be interrupted.
 
-    torch's wait inside C++ for minutes, where no signal handler of Python's is called: here in a thread of their own.
+    torch waits inside C++ for minutes, where no signal handler of Python's is called. Here it waits in a thread of its
+    own.
     """
 
     def __init__(self, inner: RendezvousHandler, nodes: Nodes) -> None:
@@ -130,9 +131,9 @@ class Patient(RendezvousHandler):
 
 
 def make_rendezvous(nodes: Nodes) -> RendezvousHandler:
-    """By way of torch's registry, also ours.
+    """The rendezvous handler for these machines, by way of torch's registry.
 
-    Raises LaunchError where the meeting place cannot be reached or is no such place.
+    Raises LaunchError where the endpoint cannot be reached or is no rendezvous.
     """
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     if not nodes.several:
@@ -144,17 +145,17 @@ def make_rendezvous(nodes: Nodes) -> RendezvousHandler:
     if nodes.rank is not None:
         config["rank"] = nodes.rank
     if nodes.backend == "c10d" and nodes.conf.get("store_type", "tcp") == "tcp" and "is_host" not in nodes.conf:
-        config["is_host"] = _keeps_it(nodes)
+        config["is_host"] = _hosts_rendezvous(nodes)
     elif nodes.backend == "static" and nodes.rank != 0:
         _wait_for(nodes)
     try:
         try:
-            inner = _torchs_own(nodes, config)
+            inner = _torch_handler(nodes, config)
         except Exception:
-            if config.get("is_host") is not True or not _answers(nodes):
+            if config.get("is_host") is not True or not _is_listening(nodes):
                 raise
-            inner = _torchs_own(nodes, {**config, "is_host": False})  # another launcher here was faster
-        return Patient(inner, nodes)
+            inner = _torch_handler(nodes, {**config, "is_host": False})  # another launcher here was faster
+        return InterruptibleRendezvous(inner, nodes)
     except Exception as error:  # torch's are of many kinds; some only wrap the one that says something
         why = str(error.__cause__ or error).splitlines()[0]
         raise LaunchError(
@@ -166,8 +167,9 @@ def make_rendezvous(nodes: Nodes) -> RendezvousHandler:
 def workers_store(nodes: Nodes, host: str) -> TCPStore:
     """On the first of several machines: a store for the workers of one round, which the others know as `host`.
 
-    torch would give them the one of the round before, where gloo finds the addresses of workers that have ended. It
-    listens on --local-addr, or on loopback where that is the meeting place; otherwise, as torch's, on every interface.
+    torch would give them the store of the round before, in which gloo finds the addresses of workers that have ended.
+    This one listens on --local-addr, or on loopback where that is the endpoint; or else, as torch's, on every
+    interface.
     """
     if nodes.local_addr is not None:
         return _store_on(nodes.local_addr, 0)
@@ -185,25 +187,25 @@ def _store_on(host: str, port: int) -> TCPStore:
     return TCPStore(host, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _torchs_own(nodes: Nodes, config: Mapping[str, Any]) -> RendezvousHandler:
-    numbers = (nodes.least, nodes.most)
+def _torch_handler(nodes: Nodes, config: Mapping[str, Any]) -> RendezvousHandler:
+    numbers = (nodes.min_nodes, nodes.max_nodes)
     parameters = RendezvousParameters(nodes.backend, nodes.endpoint, nodes.run_id, *numbers, nodes.local_addr, **config)
     return rendezvous_handler_registry.create_handler(parameters)
 
 
-def _keeps_it(nodes: Nodes) -> bool:
-    """Is this launcher to keep the rendezvous? If not, waits for the one that does."""
-    if not _is_here(nodes.host):
+def _hosts_rendezvous(nodes: Nodes) -> bool:
+    """Does this launcher host the rendezvous? If not, wait for the one that does."""
+    if not _is_local(nodes.host):
         _wait_for(nodes)
         return False
-    if _answers(nodes):  # another launcher of this machine, which a test may have
+    if _is_listening(nodes):  # another launcher of this machine, which a test may have
         _probe(nodes)
         return False
     return True
 
 
-def _is_here(host: str) -> bool:
-    """Is it an address of this machine? torch compares names, and not those of all networks."""
+def _is_local(host: str) -> bool:
+    """Is it an address of this machine? torch compares names, which does not find all addresses of all networks."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -215,7 +217,8 @@ def _is_here(host: str) -> bool:
     return False
 
 
-def _answers(nodes: Nodes) -> bool:
+def _is_listening(nodes: Nodes) -> bool:
+    """Does anything accept connections at the endpoint?"""
     try:
         socket.create_connection((nodes.host, nodes.port), timeout=2.0).close()
         return True
@@ -224,10 +227,10 @@ def _answers(nodes: Nodes) -> bool:
 
 
 def _wait_for(nodes: Nodes) -> None:
-    """Until the machine that keeps the rendezvous answers: launchers may be started in any order."""
+    """Wait until the machine that hosts the rendezvous answers: launchers may be started in any order."""
     start = time.monotonic()
     said = False
-    while not _answers(nodes):
+    while not _is_listening(nodes):
         waited = time.monotonic() - start
         if waited > MEET_SECONDS:
             raise LaunchError(
@@ -242,7 +245,8 @@ def _wait_for(nodes: Nodes) -> None:
 
 
 def _probe(nodes: Nodes) -> None:
-    """Is it a store of torch's that listens there? In a thread, since torch waits for an answer for ever."""
+    """Raise LaunchError if what listens there is no store of torch's. In a thread, since torch waits for an answer for
+    ever."""
     answered = threading.Event()
 
     def ask() -> None:

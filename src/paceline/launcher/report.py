@@ -1,8 +1,8 @@
 """Which rank is the cause of a failure, and how to say it. Pure but for reading the workers' error files.
 
-When one rank fails, the others soon fail too: the connections to it close. Naming the first that fails would often
-name a victim. So the cause is the earliest ending that is not a mere consequence, and a consequence only where there
-is nothing else.
+When one rank fails, the others soon fail too, since the connections to it close. The rank that is seen to fail first is
+therefore often a victim. The cause is the earliest ending that is not a mere consequence; a consequence only where
+there is nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PEER_IS_GONE = re.compile(
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
 _SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
-# What gloo says, and then aborts, when two ranks have come to different operations.
+# What gloo says, before it aborts, when two ranks have come to different operations.
 _UNLIKE_CALLS = re.compile(r"gloo::EnforceNotMet|op\.preamble\.length|preamble\.nbytes")
 _CALL_ALIKE = (
     "Ranks were in different collective operations. Is a call that all must make made on some ranks only, as under `if "
@@ -71,7 +71,7 @@ class Ending:
         code: its exit code; -n for signal n; None while it still runs although its script has failed.
         time: when it was seen, in seconds since the epoch.
         error: the exception that ended its script, if one did.
-        spared: it was killed by a signal, and had said that the others can go on without it.
+        expendable: was it killed by a signal, after it had said that the others can go on without it?
         role: what it was for the others, such as "a parameter server"; "" where all ranks are alike.
     """
 
@@ -79,12 +79,12 @@ class Ending:
     code: int | None
     time: float
     error: Error | None = None
-    spared: bool = False
+    expendable: bool = False
     role: str = ""
 
     @property
     def failed(self) -> bool:
-        return self.code != 0 and not self.spared
+        return self.code != 0 and not self.expendable
 
     @property
     def consequence(self) -> bool:
@@ -92,16 +92,17 @@ class Ending:
 
     @property
     def refusal(self) -> bool:
-        """Did the script refuse its arguments? Command-line parsers end with 2 then, on every rank."""
+        """Did the script refuse its arguments? Command-line parsers then exit with code 2, on every rank."""
         return self.error is None and self.code == 2
 
     @property
     def began(self) -> float:
+        """When the failure began: when the exception was raised, or else when the end was seen."""
         return self.error.time if self.error else self.time
 
 
 def read_error(path: str) -> Error | None:
-    """The error that a worker wrote, or None: there is none, or it is no record of ours."""
+    """The error that a worker recorded; None where there is none, or the file is no record of ours."""
     try:
         with open(path) as file:
             record = json.load(file)
@@ -117,25 +118,25 @@ def read_error(path: str) -> Error | None:
 
 
 def cause(endings: Sequence[Ending]) -> Ending:
-    """The ending that led to the others; at least one of them must be a failure."""
+    """The ending that led to the others. At least one of them must be a failure."""
     failed = [ending for ending in endings if ending.failed]
     first = min(failed, key=lambda ending: (ending.consequence, ending.began))
-    if first.refusal:  # of those that say the same the one whose words were shown, which is the lowest
+    if first.refusal:  # of ranks that say the same, the lowest, whose output was shown
         return min((ending for ending in failed if ending.refusal), key=lambda ending: ending.rank)
     return first
 
 
 def exit_code(ending: Ending) -> int:
-    """The launcher's, for this cause: as shells do, 128 + n for signal n."""
+    """The launcher's exit code for this cause: as in shells, 128 + n for signal n."""
     if ending.error or ending.code is None:
         return 1
     return 128 - ending.code if ending.code < 0 else ending.code
 
 
 def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
-    """What to print, ending in a newline: the cause, then in a line each what else happened on its own.
+    """What to print, ending in a newline: the cause, then a line for each other thing that happened on its own.
 
-    `last_lines`: of what the cause printed, for one that died without an exception.
+    last_lines: what the cause printed last, for one that died without an exception.
     """
     first = cause(endings)
     lines = [headline(first)]
@@ -151,7 +152,7 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
             "goes on from its last checkpoint."
         )
     rest = [ending for ending in endings if ending.failed and ending is not first and not ending.consequence]
-    alike = [e for e in rest if _told(e) == _told(first)]
+    alike = [e for e in rest if _failure_key(e) == _failure_key(first)]
     if alike:
         lines.append(f"{name_ranks(e.rank for e in alike)} failed in the same way.")
     if len(alike) < len(rest):
@@ -163,13 +164,13 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _told(ending: Ending) -> tuple[int | None, str]:
-    """What is alike where ranks fail for one reason."""
+def _failure_key(ending: Ending) -> tuple[int | None, str]:
+    """Equal where ranks fail for one reason."""
     return (None, ending.error.summary) if ending.error else (ending.code, "")
 
 
 def headline(ending: Ending) -> str:
-    """Which rank, and what became of it: one line."""
+    """Which rank, and what became of it, in one line."""
     who = f"rank {ending.rank}, {ending.role}," if ending.role else f"rank {ending.rank}"
     if ending.error:
         summary = ending.error.summary.split("\n")[0]

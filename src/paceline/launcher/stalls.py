@@ -1,12 +1,12 @@
-"""Nothing hangs in silence: says which rank waits where, in which call, and which rank has not come there.
+"""Nothing hangs in silence: say which rank waits where, in which call, and which rank has not come there.
 
-A rank that calls what all must call (`if run.main: run.save(...)`), or makes a step more than the others, waits until
-the process group's timeout, 30 minutes. Whether it waits in vain nobody can know: the others may be busy with something
-long. So nothing is ended here; it is said.
+A rank that makes a collective call alone (`if run.main: run.save(...)`), or a step more than the others, waits for the
+process group's timeout, 30 minutes. Nobody can know whether it waits in vain: the others may be busy with something
+long. So no rank is ended here.
 
-1. Every LOOK_SECONDS ask all ranks of this machine where they stand (leavers.py), which costs them a signal.
-2. A rank that has not moved for STALL_SECONDS and stands in communication waits; or no rank at all has moved. Say where
-   all of them stand, once, and again after twice that time, four times, and so on while it lasts.
+1. Every POLL_SECONDS sample the stacks of all ranks of this machine (early_exits.py).
+2. Either a rank waits: its stack has not changed for STALL_SECONDS and is in communication. Or no rank at all has
+   moved. Then say where all of them are; again after twice that time, four times, and so on while it lasts.
 """
 
 from __future__ import annotations
@@ -15,47 +15,48 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.launcher.leavers import Stand, stands, waits
+from paceline.launcher.early_exits import StackSample, is_waiting, sample_stacks
 from paceline.launcher.output import say
 from paceline.launcher.report import name_ranks
 
-LOOK_SECONDS = 20.0
+POLL_SECONDS = 20.0
 STALL_SECONDS = 60.0
 
 
 @dataclass
 class _Sight:
-    """Where a rank was first seen to stand, when, and where it was seen last (with the CPU time used since)."""
+    """A rank's samples with the same frames."""
 
-    first: Stand
-    since: float
-    last: Stand
+    first: StackSample  # the first of them
+    since: float  # when it was taken
+    last: StackSample  # the last of them
 
     def waiting(self, now: float) -> bool:
-        return waits(self.first, self.last, now - self.since)
+        """Does the rank wait for others?"""
+        return is_waiting(self.first, self.last, now - self.since)
 
 
 class Stalls:
-    """Looks at the ranks of one machine while they run.
+    """Watches the ranks of one machine while they run.
 
     Args:
         error_files: of each rank of this machine.
-        alone: there is no other rank to wait for.
+        alone: is there no other rank to wait for?
     """
 
     def __init__(self, error_files: Mapping[int, str], alone: bool) -> None:
         self._error_files, self._alone = error_files, alone
-        self._looked = time.monotonic()
+        self._polled = time.monotonic()
         self._seen: dict[int, _Sight] = {}
-        self._next = STALL_SECONDS  # after how long it is said, or said again
+        self._next = STALL_SECONDS  # after how long without progress the next message is due
 
-    def look(self, pids: Mapping[int, int]) -> None:
-        """Prints what is to be said. pids: the process of each rank of this machine that still runs."""
+    def poll(self, pids: Mapping[int, int]) -> None:
+        """Print a message if one is due. pids: the process of each rank of this machine that still runs."""
         now = time.monotonic()
-        if self._alone or now - self._looked < LOOK_SECONDS:
+        if self._alone or now - self._polled < POLL_SECONDS:
             return
-        self._looked = now
-        found = stands(self._error_files, pids)
+        self._polled = now
+        found = sample_stacks(self._error_files, pids)
         self._seen = {rank: self._follow(self._seen.get(rank), stand, now) for rank, stand in found.items()}
         still = {rank: now - sight.since for rank, sight in self._seen.items()}
         waiting = [rank for rank, sight in self._seen.items() if still[rank] >= STALL_SECONDS and sight.waiting(now)]
@@ -69,7 +70,8 @@ class Stalls:
             say(self._story(waiting, longest, now))
 
     @staticmethod
-    def _follow(before: _Sight | None, stand: Stand, now: float) -> _Sight:
+    def _follow(before: _Sight | None, stand: StackSample, now: float) -> _Sight:
+        """`before` with a new sample, or a new _Sight where the frames have changed."""
         if before is None or before.last.frames != stand.frames:
             return _Sight(stand, now, stand)
         return _Sight(before.first, before.since, stand)

@@ -1,4 +1,4 @@
-"""A run from the rendezvous to the last message. Loads torch."""
+"""A run, from the rendezvous to the last message. Loads torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from paceline.launcher.rendezvous import make_rendezvous
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the launcher's exit code, and where it is not 0, what went wrong, ending in a newline. refused:
-    the script refused its arguments, on all ranks that ended. spared: ranks that were killed, while the others went
-    on."""
+    """How a run ended."""
 
-    exit_code: int
-    story: str
-    refused: bool = False
-    spared: frozenset[int] = frozenset()
+    exit_code: int  # the launcher's
+    story: str  # what went wrong, ending in a newline, where the exit code is not 0
+    refused: bool = False  # did the script refuse its arguments, on all ranks that ended?
+    expendable: frozenset[int] = frozenset()  # ranks that were killed, while the others went on
 
 
 def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
@@ -53,6 +51,8 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
     agent = Agent(spec, plan, output, interrupts)
     close = True
     try:
+        # Each round of c10d's rendezvous must tell anew where its store is. Otherwise a machine that was there before
+        # tells nothing to one that comes later (torch 2.13). Our agent gives the workers another store anyway.
         with _set("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
             agent.run()
     except Stopped as stopped:
@@ -67,19 +67,17 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
     except (RendezvousError, DistError) as error:
         close = False
         why = f"{type(error).__name__}: {error.__cause__ or error!s}".splitlines()[0]
-        hint = f"Do {plan.nodes.least} machines run the same command, and can they reach {plan.nodes.endpoint}?"
+        hint = f"Do {plan.nodes.min_nodes} machines run the same command, and can they reach {plan.nodes.endpoint}?"
         return Outcome(agent.exit_code or 1, f"{agent.story}The machines did not meet ({why}). {hint}\n")
     finally:
         if close:
             spec.rdzv_handler.shutdown()
-    return Outcome(agent.exit_code, agent.story, agent.refused, agent.spared)
+    return Outcome(agent.exit_code, agent.story, agent.refused, agent.expendable)
 
 
 @contextlib.contextmanager
 def _set(name: str, value: str) -> Iterator[None]:
-    """An environment variable for a time. This one: each round of c10d's rendezvous is to tell anew where it is.
-    Otherwise a machine that was there before tells nothing to one that comes later (torch 2.13), and our agent gives
-    the workers another store anyway."""
+    """Set an environment variable for a time."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -92,7 +90,7 @@ def _set(name: str, value: str) -> Iterator[None]:
 
 
 def device_count() -> int:
-    """The accelerators that are visible here; 0 where there are none. For CUDA by NVML: no context is made."""
+    """The number of visible accelerators; 0 where there are none. For CUDA by NVML, which makes no context."""
     if torch.version.cuda or torch.version.hip:
         return torch.cuda.device_count()
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

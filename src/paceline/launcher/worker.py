@@ -3,13 +3,13 @@
 Run as `python -m paceline.launcher.worker script FILE args...`, or `module NAME args...`, or `function FILE`. It
 differs from plain python in these things:
 
-- The process is killed when its launcher dies, however that dies.
+- The kernel kills the process when its launcher dies.
 - An exception that ends the script is written into a file, for the launcher to show once for all ranks; stderr stays
   empty. A hook that the script put into sys.excepthook is called as always.
 - Ctrl-C ends it with exit code 130 and no traceback.
 - A process group that the script leaves open is closed at its exit.
-- Each line of output is written at once, in one piece: lines of several ranks do not mix, and none is lost.
-- The launcher can ask it, by a signal, where it stands.
+- Each line of output is written at once and in one piece: lines of several ranks do not mix, and none is lost.
+- On a signal from the launcher, it writes its stack into a file.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.world import ERROR_FILE, LAUNCHER_PID, Served
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Asks where the process stands. A real-time signal: SIGUSR1 and 2 are scripts' and batch systems' own.
-STAND_SIGNAL = signal.SIGRTMIN + 12 if sys.platform == "linux" else None
+# The launcher's request for the stack. A real-time signal: SIGUSR1 and 2 belong to scripts and batch systems.
+STACK_SIGNAL = signal.SIGRTMIN + 12 if sys.platform == "linux" else None
 
 
 def main() -> None:
     end_with_launcher()
     kind, script, *args = sys.argv[1:]
-    _answer_where_it_stands()
+    _register_stack_dump()
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
     pid = os.getpid()
     atexit.register(_close_process_group, pid)  # the first to be registered is the last to be called
-    hook = sys.excepthook = _Hook()
+    hook = sys.excepthook = _ExceptHook()
     try:
         {"script": run_script, "module": run_module, "function": run_function}[kind](script, args)
     except KeyboardInterrupt:
@@ -73,26 +73,27 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def stand_file(error_file: str) -> str:
-    """Where a worker writes its stack when STAND_SIGNAL comes."""
+def stack_file(error_file: str) -> str:
+    """Where a worker writes its stack when STACK_SIGNAL comes."""
     return f"{error_file}.stand"
 
 
-def _answer_where_it_stands() -> None:
+def _register_stack_dump() -> None:
+    """Write the stack whenever STACK_SIGNAL comes."""
     path = os.environ.get(ERROR_FILE)
-    if path and STAND_SIGNAL is not None:
+    if path and STACK_SIGNAL is not None:
         with contextlib.suppress(OSError):
-            file = open(stand_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
-            # What the interpreter puts back at its exit, when a question may come yet: the default would kill.
-            signal.signal(STAND_SIGNAL, signal.SIG_IGN)
-            faulthandler.register(STAND_SIGNAL, file=file, all_threads=False)
+            file = open(stack_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
+            # What the interpreter restores at its exit, when a request may still come: the default action would kill.
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+            faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
 
 
 def run_script(script: str, args: Sequence[str]) -> None:
     """Execute the file as module __main__, with sys.argv and sys.path[0] as plain python sets them.
 
-    Not runpy.run_path: that changes sys.argv[0] to the absolute path, and takes __main__ away again before the
-    interpreter's exit, when threads and exit functions of the script still run.
+    Not by runpy.run_path: that makes sys.argv[0] an absolute path, and removes __main__ before the interpreter's exit,
+    when threads and exit functions of the script still run.
     """
     path = os.path.abspath(script)
     if not getattr(sys.flags, "safe_path", False):
@@ -125,7 +126,8 @@ def run_module(name: str, args: Sequence[str]) -> None:
 
 
 def run_function(path: str, args: Sequence[str]) -> None:
-    """Call the function that `paceline.launch` pickled, and leave what it returned beside it."""
+    """Call the function that `paceline.launch` pickled into a file, and write what it returns into a file beside
+    that."""
     import pickle
 
     import cloudpickle  # type: ignore[import-untyped]  # functions of a notebook or of a function have no module to be found in
@@ -158,7 +160,7 @@ def run_function(path: str, args: Sequence[str]) -> None:
 
 
 def _new_main(argv: Sequence[str], **attributes: object) -> types.ModuleType:
-    """A fresh __main__ for the user's code; this module keeps its own name."""
+    """A fresh __main__ for the user's code. This module stays importable under its own name."""
     sys.argv = list(argv)
     module = types.ModuleType("__main__")
     vars(module).update(__builtins__=builtins, **attributes)
@@ -168,15 +170,16 @@ def _new_main(argv: Sequence[str], **attributes: object) -> types.ModuleType:
 
 
 def _close_process_group(pid: int) -> None:
-    """Without this, gloo aborts the process in the interpreter's exit, about every other time (torch 2.13)."""
+    """Close the script's process group. Otherwise gloo aborts the process in the interpreter's exit, about every other
+    time (torch 2.13)."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and os.getpid() == pid and dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):  # of a group that is broken already
             dist.destroy_process_group()
 
 
-class _Hook:
-    """Stands in for sys.excepthook. A hook of the script's that calls the one before it comes here."""
+class _ExceptHook:
+    """Stands in for sys.excepthook. A hook of the script's that calls the hook before it comes here."""
 
     def __init__(self) -> None:
         self.reached = False
@@ -185,8 +188,8 @@ class _Hook:
         self.reached = True
 
 
-def report(error: BaseException, hook: _Hook) -> None:
-    """Write the exception for the launcher; without a launcher, or where the file cannot be written, show it."""
+def report(error: BaseException, hook: _ExceptHook) -> None:
+    """Write the exception for the launcher. Without a launcher, or where the file cannot be written, print it."""
     record = describe(error)
     before = len(getattr(error, "__notes__", ()))
     if sys.excepthook is not hook:  # rich's, or that of an experiment tracker
@@ -210,9 +213,9 @@ def report(error: BaseException, hook: _Hook) -> None:
 
 
 def describe(error: BaseException) -> dict[str, object]:
-    """The record of an exception: what report.py reads.
+    """The record of an exception, which report.py reads.
 
-    The traceback begins in the script. If the error is Paceline's own, its frames inside Paceline are left out.
+    The traceback begins in the script. Of Paceline's own errors, the frames inside Paceline are left out.
     """
     text = traceback.TracebackException(type(error), error, _skip_worker(error.__traceback__))
     if isinstance(error, PacelineError):
@@ -227,16 +230,16 @@ def describe(error: BaseException) -> dict[str, object]:
 
 
 def _skip_worker(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the frames of this file, with which it begins."""
+    """The traceback without this file's frames at its beginning."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
 def _hide_package(text: traceback.TracebackException, error: BaseException) -> None:
-    """Leave out the frames inside Paceline, and causes of which nothing remains.
+    """Leave out the frames inside Paceline, and causes of which no frame remains.
 
-    By the module's name and not the file's: code that dataclasses make has no file.
+    Frames are told by their module's name and not by their file: code that dataclasses generate has no file.
     """
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = [module == "paceline" or module.startswith("paceline.") for module in modules]

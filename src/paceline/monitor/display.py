@@ -1,7 +1,7 @@
-"""The progress display of rank 0, on stderr: a bar on a terminal, else plain lines.
+"""The progress display of rank 0, on stderr: a bar on a terminal, or else plain lines.
 
-It is drawn by the process's own thread, in a loader's yield, at most twice a second: a thread of its own would
-take the interpreter from the step at any moment, and would hold locks when a data worker is forked.
+The process's own thread draws it, when a loader yields, at most twice a second. A thread of its own would take the
+interpreter from the step at any moment, and would hold locks when a data worker is forked.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from paceline.train.loader import Loader
 
 BAR_SECONDS = 0.5
 LINE_SECONDS = 10.0
-EPOCH_SECONDS = 1.0  # between the lines of two epochs, once there are many
+EPOCH_SECONDS = 1.0  # between the lines of two epochs, once there have been MANY_EPOCHS lines
 MANY_EPOCHS = 20
 
 
 class View:
-    """What there is to show. epochs: of `run.epochs`, None outside of it. loss, values: the last global means."""
+    """What there is to show."""
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self.epochs: int | None = None
-        self.loader: Loader | None = None
-        self.evaluation: Loader | None = None
-        self.loss: float | None = None
-        self.learning_rate: Any = None
-        self.values: dict[str, float] = {}
-        self.epoch_sums: dict[str, list[float]] = {}  # since the epoch began, over all ranks
+        self.epoch = 0  # from 0
+        self.epochs: int | None = None  # the number that `run.epochs` was given; None outside of it
+        self.loader: Loader | None = None  # the training loader in its pass
+        self.evaluation: Loader | None = None  # the evaluation loader in its pass
+        self.loss: float | None = None  # the last global mean
+        self.learning_rate: Any = None  # of the first optimizer
+        self.values: dict[str, float] = {}  # the last global means of what was logged
+        self.epoch_sums: dict[str, list[float]] = {}  # key -> [sum, weight] over all ranks, since the epoch began
         self.steps: int | None = None  # in an epoch, where that is known
-        self.first_step = 0  # of this pass: not 0 where a restored run goes on in mid-epoch
-        self.began = 0.0
+        self.first_step = 0  # of this pass; more than 0 where a restored run continues in mid-epoch
+        self.began = 0.0  # when the pass began
 
     def begin_epoch(self, loader: Loader, now: float) -> None:
         if self.epochs is None:
@@ -64,7 +64,7 @@ class View:
         return f"epoch {self.epoch + 1}{f'/{self.epochs}' if self.epochs else ''}"
 
     def seconds_left(self, now: float) -> float | None:
-        """To the end of all epochs, or of this one where their number is not known."""
+        """Seconds to the end of all epochs, or of this one where their number is not known."""
         done = self.step - self.first_step
         if self.steps is None or done <= 0:
             return None
@@ -73,7 +73,7 @@ class View:
 
 
 class Display(Protocol):
-    """due: when `refresh` wants to be called next, by time.perf_counter."""
+    """A bar or lines. due: when `refresh` wants to be called next, by time.perf_counter."""
 
     due: float
 
@@ -87,7 +87,8 @@ class Display(Protocol):
 
 
 def make_display(progress: str, view: View, totals: Totals, device: torch.device) -> Display:
-    """`auto` is a bar where stderr is a terminal that can move its cursor."""
+    """The display for a value of the setting `progress`: "auto" is a bar where stderr is a terminal that can move its
+    cursor."""
     writer = Writer(view, totals, device)
     terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return Bar(writer) if progress == "bar" or (progress == "auto" and terminal) else Lines(writer)
@@ -100,8 +101,8 @@ class Writer:
         self.view, self._totals, self._device = view, totals, device
         self._process = psutil.Process()
         self._epochs = 0  # lines about epochs
-        self._epoch_at = 0.0
-        self._held_back: str | None = None
+        self._epoch_at = 0.0  # when the last of them was given
+        self._held_back: str | None = None  # the line about the last epoch, if it has not been given
 
     def position(self) -> str:
         view = self.view
@@ -115,6 +116,7 @@ class Writer:
         return min(view.step / view.steps, 1.0) if view.steps else None
 
     def numbers(self, now: float, memory: bool) -> list[str]:
+        """Loss, logged values, learning rate, speed, time left and memory."""
         view = self.view
         parts = [f"loss {number(view.loss)}"] if view.loss is not None else []
         parts += [f"{key} {number(value)}" for key, value in view.values.items()]
@@ -129,7 +131,7 @@ class Writer:
         return [*parts, self._memory()] if memory else parts
 
     def epoch(self, now: float) -> str | None:
-        """The line about the epoch that has ended. Where epochs are many and short most have none."""
+        """The line about the epoch that has ended; None for most epochs where there are many short ones."""
         self._held_back = self._epoch(now)
         if self._epochs >= MANY_EPOCHS and now - self._epoch_at < EPOCH_SECONDS:
             return None
@@ -137,7 +139,7 @@ class Writer:
         return self.last_epoch()
 
     def last_epoch(self) -> str | None:
-        """The line that was held back last; it is not given twice."""
+        """The line that `epoch` held back last; None where it was given."""
         text, self._held_back = self._held_back, None
         return text
 
@@ -152,7 +154,7 @@ class Writer:
         return "  ".join([self.view.name(), *(f"{key} {number(value)}" for key, value in values.items())])
 
     def _memory(self) -> str:
-        """The most that the accelerator has held; on a CPU what this process holds now."""
+        """The most that the accelerator has held; on a CPU, what this process holds now."""
         if self._device.type == "cpu":
             return f"{self._process.memory_info().rss / 2**30:.1f} GiB"
         module = torch.get_device_module(self._device)
@@ -194,8 +196,8 @@ class Lines:
 
 
 class Bar:
-    """One line that is drawn again and again, by rich. Lines of others' appear above it; the cursor is never hidden, so
-    that a process that is killed leaves a terminal as it should be."""
+    """One line that rich draws again and again. Other lines appear above it. The cursor is never hidden, so that a
+    process that is killed leaves the terminal as it should be."""
 
     WIDTH = 20
 
@@ -211,7 +213,7 @@ class Bar:
         self.due = 0.0
         stderr: IO[str] = sys.stderr
         self._console = Visible(file=stderr, force_terminal=True)
-        # What goes to a file or a pipe stays on its way there.
+        # Output that goes to a file or a pipe is not redirected.
         both = sys.stdout is not None and sys.stdout.isatty()
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=both)
         self._pid = os.getpid()

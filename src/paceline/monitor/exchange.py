@@ -1,8 +1,8 @@
-"""One small all-reduce of a window's sums. Its result is taken at the next occasion, when it has long arrived.
+"""One small all-reduce of a window's sums. Its result is received at the next occasion, when it has long arrived.
 
 The vector has one size, whatever was logged, because gloo ends the process where sizes differ. It carries a hash h of
-the keys, as h and h squared: n ranks hold the same h exactly if n x (sum of h squared) = (sum of h) squared (Cauchy
-and Schwarz), in whole numbers that float64 holds. Where they do not, all ranks see it and tell each other their keys.
+the keys, as h and h squared: n ranks hold the same h exactly if n x (sum of h squared) = (sum of h) squared (Cauchy and
+Schwarz), in whole numbers that float64 holds. Where they do not, all ranks see it and tell each other their keys.
 """
 
 from __future__ import annotations
@@ -20,45 +20,52 @@ from paceline.errors import UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.train.weighted_sum import upload, wide_dtype
 
-_DONE = "\0done"  # no name of a user's has a zero byte
+_DONE = "\0done"  # the key of the number of examples; no user's key has a zero byte
 
-CAPACITY = 256  # keys in one write
-_HEADER = 4  # ranks that took part, h, h squared, elapsed
-NOW = "now"  # the occasion of what is written outside of batches, which all ranks do together
+CAPACITY = 256  # keys in one exchange
+_HEADER = 4  # number of ranks, h, h squared, elapsed seconds
+NOW = "now"  # begins the occasion of what is logged outside of batches, which all ranks exchange together
 _HASH_BITS = 20  # its square, times 4096 ranks, is below 2**53
 
 
 class Result(NamedTuple):
-    """What came back. sums: key -> (sum of value x weight, sum of weight) over all ranks. elapsed: the ranks' mean.
-    note: what `send` was given."""
+    """What an exchange gave."""
 
-    sums: dict[str, tuple[float, float]]
-    elapsed: float
-    note: Any
+    sums: dict[str, tuple[float, float]]  # key -> (sum of value x weight, sum of weight) over all ranks
+    elapsed: float  # seconds between two exchanges, the ranks' mean
+    note: Any  # what `send` was given
     done: float = 0.0  # examples of all ranks, where they are not in step
 
 
 class _Flight(NamedTuple):
-    keys: list[str]
-    pending: collectives.Pending | None
-    host: Tensor  # the vector on the CPU, once it is there
-    event: torch.Event | None
-    note: Any
+    """An all-reduce under way."""
+
+    keys: list[str]  # of the window
+    pending: collectives.Pending | None  # on the CPU, the all-reduce
+    host: Tensor  # the vector, on the CPU once it has arrived
+    event: torch.Event | None  # on a device, recorded behind the copy to `host`
+    note: Any  # what `send` was given
 
 
 class Exchange:
-    """At most one all-reduce under way. `send` and `receive` are called by all ranks in the same order."""
+    """At most one all-reduce under way. All ranks call `send` and `receive` in the same order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._dtype = wide_dtype(device)
         self._flight: _Flight | None = None
-        self._pooled: Result | None = None  # of ranks that are not in step
-        self.done = 0.0  # examples of this rank, likewise, since the last `send`
+        self._pooled: Result | None = None  # where ranks are not in step, what the next `receive` returns
+        self.done = 0.0  # where ranks are not in step, the examples of this rank since the last `send`
 
     def send(self, window: Window, elapsed: float, occasion: str, note: Any) -> None:
-        """Enqueues the sums of a window. occasion: a text that must be alike on all ranks, as the keys must be."""
-        assert self._flight is None, "the last result was not taken"
+        """Start the all-reduce of a window's sums.
+
+        Args:
+            elapsed: seconds since the last exchange.
+            occasion: a text that must be the same on all ranks, as the keys must be.
+            note: for the Result.
+        """
+        assert self._flight is None, "the last result was not received"
         channel = transport.channel()
         if channel is not None and not channel.in_step:
             if not occasion.startswith(NOW):
@@ -89,13 +96,13 @@ class Exchange:
 
     @staticmethod
     def _pool(channel: Channel, window: Window, elapsed: float, note: Any, done: float) -> Result:
-        """Where ranks are not in step they add their sums to a store, from which rank 0 takes what has come."""
+        """Where ranks are not in step, add the sums to a store. Rank 0 reads there what has come."""
         channel.pool({**window.totals(), _DONE: (done, 0.0)}, take=False)
         return Result({}, elapsed, note)
 
     @property
     def arrived(self) -> bool:
-        """Whether `receive` would not wait."""
+        """Would `receive` return without waiting?"""
         if self._flight is None:
             return True
         if self._flight.event is not None:
@@ -103,7 +110,8 @@ class Exchange:
         return self._flight.pending is None or self._flight.pending.done()
 
     def receive(self) -> Result | None:
-        """What was sent last; None where nothing was. Raises UsageError, on all ranks, where the keys differ."""
+        """The result of the last `send`; None where nothing was sent. Raises UsageError, on all ranks, where the keys
+        differ."""
         pooled, self._pooled = self._pooled, None
         if pooled is not None:
             channel = transport.channel()
@@ -127,6 +135,7 @@ class Exchange:
 
 
 def _differ(everyone: Sequence[Sequence[str]]) -> str:
+    """The text of the error: what each rank has logged."""
     named = [[key for key in keys if not key.startswith(LOSS)] for keys in everyone]
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, keys in enumerate(named):

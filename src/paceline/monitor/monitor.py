@@ -1,15 +1,15 @@
-"""What a run shows and records: collects at each yield of a loader, exchanges now and then, shows and writes on rank 0.
+"""What a run shows and records: collected when a loader yields, exchanged now and then, shown and written on rank 0.
 
-One mechanism serves the progress display and the trackers. The loss of every backward call, and what `run.log` is
-given, go into a window (window.py). A window is exchanged (exchange.py)
+One mechanism serves the progress display and the trackers. The loss of every backward call, and the values of
+`run.log`, go into a window (window.py). A window is exchanged (exchange.py)
 
-- with trackers: every `log_every` optimizer steps, and is then written;
-- for the display: about once a second, also between two writes. The next interval in steps comes from the ranks' mean
+- with trackers, every `log_every` optimizer steps, and is then written;
+- for the display, about once a second, also between two writes. The next interval in steps comes from the ranks' mean
   elapsed time, which all of them receive, so that they never disagree about it;
 - with neither, never.
 
-What was sent is received at the next occasion. An epoch's end is one: there the rest is exchanged as well, so that the
-line about the epoch has its whole mean; it is carried over to the next write.
+What was sent is received at the next occasion. The end of an epoch is one. There the rest is exchanged as well, so that
+the line about the epoch has its whole mean; these sums are kept for the next write.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.comm import collectives, transport
 from paceline.config import Settings
 from paceline.errors import UsageError
 from paceline.monitor import summary
-from paceline.monitor.alike import agree
 from paceline.monitor.display import Display, View, make_display
 from paceline.monitor.exchange import NOW, Exchange, Result
-from paceline.monitor.trackers import Recorder, Tracker, cannot_track
+from paceline.monitor.settings_check import check_settings
+from paceline.monitor.trackers import Tracker, TrackerSet, cannot_track
 from paceline.monitor.window import Window, checked, means
 from paceline.train.loader import Loader
 from paceline.train.loss import parts_of
@@ -45,18 +45,19 @@ GROWTH = 8  # the most by which the interval grows at once
 
 
 class _Note(NamedTuple):
-    """What rank 0 must remember of a window until its sums are back."""
+    """What rank 0 must remember about a window until its sums come back."""
 
-    write: bool
-    ends: bool  # a pass, so that nothing more comes to it
-    step: int
-    epoch: int
-    learning_rate: float | None
-    made: int  # steps in it
+    write: bool  # are they to be written?
+    ends: bool  # does a pass end with it, so that nothing more comes to that pass?
+    step: int  # updates of the first optimizer
+    epoch: int  # from 0
+    learning_rate: float | None  # of the first optimizer
+    made: int  # steps in the window
 
 
 class Monitor:
-    """Made by `Run`, alike on all ranks. Raises SettingError on all ranks where rank 0 cannot write to log_dir."""
+    """The display and the trackers of a run, made by `Run` on all ranks alike. Raises SettingError on all ranks where
+    rank 0 cannot write to log_dir."""
 
     def __init__(
         self, world: World, settings: Settings, device: torch.device, stepper: Stepper, models: Sequence[nn.Module]
@@ -66,44 +67,45 @@ class Monitor:
         self._main = world.rank == 0
         self._shown = settings.progress != "off"
         problem = cannot_track(settings.log_dir, settings.trackers) if self._main else None
-        agree(problem, (self._shown, settings.log_dir is not None, settings.log_every))
-        self._recorder = Recorder(settings.log_dir, settings.trackers)
+        check_settings(problem, (self._shown, settings.log_dir is not None, settings.log_every))
+        self._trackers = TrackerSet(settings.log_dir, settings.trackers)
         self._recorded = settings.log_dir is not None
         self._active = self._shown or self._recorded
         self._exchange = Exchange(device)
-        self._window, self._pass = Window(device), Window(device)  # of the steps; of an evaluation
-        self._carry: dict[str, list[float]] = {}  # received, and not written yet
-        self._carried: _Note | None = None
+        self._window, self._pass = Window(device), Window(device)  # of the steps; of an evaluation's pass
+        self._carry: dict[str, list[float]] = {}  # received sums that are not written yet
+        self._carried: _Note | None = None  # the last note that came with them
         self._display: Display | None = None
-        self.view = View()
-        self._facts: summary.Facts | None = None
+        self.view = View()  # what the display shows
+        self._facts: summary.Facts | None = None  # None until training begins
         self._loader: Loader | None = None  # the training loader whose steps are counted
-        self._latest: Loader | None = None
+        self._latest: Loader | None = None  # the loader that yielded last
         self._learning_rate: float | None = None
-        self._steps = 0  # when the last global batch began
+        self._steps = 0  # updates when the last global batch began
         self._sent_steps = 0  # steps made at the last exchange
-        self._first_steps = 0  # when the run began
-        self._interval = 1  # steps after which the next is due
+        self._first_steps = 0  # steps made when the run began
+        self._interval = 1  # steps between two exchanges for the display
         self._sent_at = 0.0
-        self._unwritten = False
-        self.totals = summary.Totals()
+        self._unwritten = False  # have steps been made since the last write?
+        self.totals = summary.Totals()  # counts for the last line
         self._local = False  # no more collectives: at the interpreter's exit, when other ranks may be gone
         self._closed = False
         if self._active:
             stepper.losses = []
 
     def add_tracker(self, tracker: Tracker) -> None:
-        self._recorder.add(tracker)
+        self._trackers.add(tracker)
         self._recorded = self._active = True
         if self._stepper.losses is None:
             self._stepper.losses = []
 
     def _made(self) -> int:
-        """Steps of all optimizers, also those left out: alike on all ranks, unlike batches that one has looked at."""
+        """Steps of all optimizers, also those left out. All ranks agree on this number, and not on the number of
+        batches that a script has looked at."""
         return sum(self._stepper.updates.values()) + self._stepper.skipped
 
     def _updates(self) -> int:
-        """Those of the first optimizer, as `run.steps`."""
+        """Updates of the first optimizer, as `run.steps`."""
         for updates in self._stepper.updates.values():
             return updates
         return 0
@@ -133,6 +135,7 @@ class Monitor:
             self._display.refresh(loader.fetched_at)
 
     def _next_batch(self, loader: Loader, examples: int) -> None:
+        """A global batch of the training loader begins: exchange if it is time."""
         steps = self._updates()
         losses = self._stepper.losses
         if self._recorded:
@@ -172,13 +175,13 @@ class Monitor:
         self._first_steps = self._updates() + self._stepper.skipped
         if not self._main:
             return
-        self._recorder.begin(self._facts.as_config(), self._updates())
+        self._trackers.begin(self._facts.as_config(), self._updates())
         if self._shown:
             for line in summary.at_start(self._facts):
                 print(f"paceline: {line}", file=sys.stderr)
 
     def on_end(self, loader: Loader, whole: bool) -> None:
-        """A loader's pass has ended; `whole`: it was read to its end, which happens alike on all ranks."""
+        """A loader's pass has ended. whole: it was read to its end, which happens alike on all ranks."""
         if not self._active:
             return
         if not loader.train:
@@ -209,7 +212,7 @@ class Monitor:
             self._display.epoch_ended(now)
 
     def epochs(self, numbers: Iterator[int], count: int, at_end: Callable[[], object]) -> Iterator[int]:
-        """Passes `run.epochs` on, and sees where training ends; then calls `at_end`."""
+        """Pass on the epochs of `run.epochs`. After the last one, end the display and call `at_end`."""
         self.view.epochs = count
         for number in numbers:
             self.view.epoch = number
@@ -237,7 +240,7 @@ class Monitor:
             self._write_now(window)
 
     def _write_now(self, window: Window) -> None:
-        """Outside of a batch: exchanged, received and written before this returns."""
+        """Exchange, receive and write a window that was logged outside of a batch, before this returns."""
         steps = self._updates()
         if self._recorded and steps // self._settings.log_every != self._steps // self._settings.log_every:
             self._send(True, steps, time.perf_counter())  # those before it come first
@@ -257,12 +260,14 @@ class Monitor:
     # --- the exchange
 
     def _collect(self) -> None:
+        """Move the step's losses into the window."""
         losses = self._stepper.losses
         if losses:
             self._window.add_losses(losses)
             losses.clear()
 
     def _send(self, write: bool, steps: int, now: float, ends: bool = False) -> None:
+        """Exchange the window. write: its sums are to be written; ends: a pass ends with it."""
         self._receive()
         self._collect()
         made = self._made()
@@ -273,13 +278,14 @@ class Monitor:
         self._unwritten = self._unwritten and not write
 
     def _receive(self) -> None:
+        """Receive the last exchange, and set the interval to the next one."""
         result = self._result()
         if result is None:
             return
         if self._shown and result.elapsed > 0:
             wanted = int(result.note.made * INTERVAL_SECONDS / result.elapsed)
             self._interval = max(1, min(wanted, GROWTH * self._interval, MOST_STEPS))
-        self._take(result)
+        self._accumulate(result)
 
     def _result(self) -> Result | None:
         try:
@@ -288,7 +294,8 @@ class Monitor:
             self._local = True
             raise
 
-    def _take(self, result: Result) -> None:
+    def _accumulate(self, result: Result) -> None:
+        """Add received sums to those of the epoch and of the next write. Write them, or show them."""
         self.totals.examples += int(result.done)
         for key, (top, bottom) in result.sums.items():
             for sums in (self._carry, self.view.epoch_sums):
@@ -303,7 +310,7 @@ class Monitor:
         self._show(self._carry, result.note)
 
     def _write(self, note: _Note) -> None:
-        """What has been received since the last write."""
+        """Write the sums that have been received since the last write."""
         sums, self._carry, self._carried = self._carry, {}, None
         if not self._main:
             return
@@ -314,7 +321,7 @@ class Monitor:
             self._record({**known, **values}, note.step, note.epoch)
 
     def _show(self, sums: Mapping[str, list[float]], note: _Note) -> dict[str, float]:
-        """Puts means into the view. Returns those that have names of the script's."""
+        """Put means into the view. Returns those of the script's own names."""
         self.view.loss, values = means(sums)
         self.view.learning_rate = note.learning_rate
         self.view.values = {key: value for key, value in values.items() if key != "loss"}
@@ -322,10 +329,10 @@ class Monitor:
 
     def _record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if self._recorded:
-            self._recorder.log(values, step, epoch)
+            self._trackers.log(values, step, epoch)
 
     def _flush(self) -> None:
-        """Writes what has not been written yet. Called by all ranks, or by a rank that is alone."""
+        """Write what has not been written yet. Called by all ranks, or by a rank that is alone."""
         if not self._active:
             return
         if self._unwritten:
@@ -347,15 +354,15 @@ class Monitor:
         if self._main and self._shown:
             print(f"paceline: goes on after step {steps}, from a checkpoint in {directory}", file=sys.stderr)
 
-    def give_place(self) -> tuple[int, list[str]]:
-        """For a process that joins, so that all go on to exchange at the same steps and the same names. All that were
-        there call it, alike."""
+    def join_state(self) -> tuple[int, list[str]]:
+        """For a process that joins the run: (interval, keys), so that it exchanges at the same steps with the same
+        names. All present ranks call it, alike."""
         self._receive()
         self._collect()
         self._sent_steps = self._made()
         return self._interval, self._window.keys
 
-    def take_place(self, place: tuple[int, list[str]]) -> None:
+    def load_join_state(self, place: tuple[int, list[str]]) -> None:
         self._interval, keys = place
         for key in keys:
             self._window.add(key, 0.0, 0)
@@ -364,9 +371,11 @@ class Monitor:
         self._local = True
 
     def close(self) -> None:
-        """Ends the display and the trackers. It does not communicate, since other ranks may have failed: what the end
-        of a pass or of `run.epochs` has told is written; of a pass that was broken off elsewhere the last steps are
-        not, unless the run is one process."""
+        """End the display and the trackers.
+
+        Nothing is communicated, since other ranks may have failed. What was exchanged at the end of a pass or of
+        `run.epochs` is written. Where a pass was broken off, its last steps are not, unless the run is one process.
+        """
         if self._closed:
             return
         self._closed = True
@@ -384,13 +393,13 @@ class Monitor:
             if self._display is not None:
                 self._display.close()
                 self._display = None
-            self._recorder.close()
+            self._trackers.close()
             if self._main and self._shown and self._facts is not None and not (self._local and _failed()):
                 steps = self._updates() + self._stepper.skipped - self._first_steps
                 print(f"paceline: {summary.at_end(self.totals, steps, self._world)}", file=sys.stderr)
 
     def _last_arrival(self) -> None:
-        """Takes what was sent before, if it comes within two seconds: a rank that died will not send its part."""
+        """Receive what was sent before, if it comes within two seconds: a rank that died will not send its part."""
         deadline = time.monotonic() + 2.0
         while not self._exchange.arrived and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -402,6 +411,6 @@ class Monitor:
 
 
 def _failed() -> bool:
-    """Whether the program ends by an error, whose message is to stay the last."""
+    """Does the program end by an error, whose message must stay the last?"""
     error = getattr(sys, "last_value", None)
     return error is not None and not isinstance(error, KeyboardInterrupt)

@@ -36,8 +36,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; its files lie in the log directory. A restored run goes on in the same one, by the id
-    that is kept there. WANDB_PROJECT, WANDB_MODE=offline and so on are its own."""
+    """A run of Weights & Biases, whose files lie in the log directory. A restored run continues it, by the id that is
+    kept there. WANDB_PROJECT, WANDB_MODE=offline and so on are wandb's own."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -62,14 +62,17 @@ class WeightsAndBiases:
 
 class MLflow:
     """A run of MLflow, in the SQLite file mlflow.db of the log directory (`mlflow ui --backend-store-uri
-    sqlite:///LOG_DIR/mlflow.db`), or at MLFLOW_TRACKING_URI where that is set. A restored run goes on in the same one,
-    by the id that is kept there, and leaves out the points that it has already: MLflow cannot delete them."""
+    sqlite:///LOG_DIR/mlflow.db`), or at MLFLOW_TRACKING_URI.
+
+    A restored run continues it, by the id that is kept in the log directory, and leaves out the points that it already
+    has: MLflow cannot delete them.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._client: Any = None
         self._id = ""
-        self._last: dict[str, int] = {}  # name -> the last step that the run has
+        self._last: dict[str, int] = {}  # metric -> the last step that the run has
 
     def begin(self, config: Config, step: int) -> None:
         import os
@@ -108,5 +111,5 @@ class MLflow:
 
 
 def _name(key: str) -> str:
-    """MLflow takes letters, digits, _ - . : space and / only."""
+    """A metric's name as MLflow allows it: letters, digits, _ - . : space and / only."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in key)

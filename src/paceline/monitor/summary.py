@@ -19,24 +19,24 @@ from paceline.train.loader import Loader
 from paceline.train.step import Stepper
 from paceline.world import World
 
-RATE_SECONDS = 10.0  # examples/s is over about this long
+RATE_SECONDS = 10.0  # over which examples/s are counted
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What training begins with. global_batch: its examples. micro_batches: in a shard of it."""
+    """What training begins with."""
 
-    world: World
+    world: World  # of the run
     settings: Settings
-    device: str
-    backend: str
-    strategy: str
-    global_batch: int
-    shards: int
-    micro_batches: int
-    filled: int | None  # examples of the first global batch of an epoch, where that came first
-    batch_norm: bool
-    threads: int
+    device: str  # its name
+    backend: str  # of torch.distributed; "" in one process
+    strategy: str  # with its options
+    global_batch: int  # in examples
+    shards: int  # of a global batch
+    micro_batches: int  # of a shard
+    filled: int | None  # examples of the first global batch of an epoch, if training begins with that; else None
+    batch_norm: bool  # has a model one?
+    threads: int  # of this process
 
     def as_config(self) -> dict[str, str | int | float | bool]:
         """The settings and the world, flat, as trackers take them. None becomes "default"."""
@@ -67,7 +67,7 @@ def facts(
     models: Sequence[nn.Module],
     loader: Loader,
 ) -> Facts:
-    """Gathered when the loader has yielded for the first time."""
+    """The facts, once the loader has yielded for the first time."""
     request = loader.current
     assert request is not None
     plan = stepper.strategy.plan
@@ -98,7 +98,7 @@ def _backend(device: torch.device) -> str:
 
 
 def at_start(facts: Facts) -> list[str]:
-    """Three to six lines."""
+    """The lines at the start of a run, three or four."""
     world, settings = facts.world, facts.settings
     where = (
         f"{_count(world.size, 'process', 'es')} on {_count(world.nodes, 'machine')}" if world.size > 1 else "1 process"
@@ -147,18 +147,19 @@ def _numerics(facts: Facts) -> str:
 
 
 class Totals:
-    """Counts of a run, for its last line. Seconds; examples of global batches, over all processes."""
+    """Counts of a run, for its last line."""
 
     def __init__(self) -> None:
-        self.examples = 0
+        self.examples = 0  # of global batches, over all processes
         self.seconds = 0.0  # inside passes over the training data
-        self.checkpoints, self.checkpoint_seconds = 0, 0.0
-        self._loaders: dict[Loader, float] = {}  # with the seconds it had waited when its last pass began or ended
-        self._began: float | None = None
-        self._samples: deque[tuple[float, int]] = deque()
+        self.checkpoints, self.checkpoint_seconds = 0, 0.0  # how many were written, and how long that took
+        # loader -> the seconds that it had waited when its last pass began or ended
+        self._loaders: dict[Loader, float] = {}
+        self._began: float | None = None  # when the open pass began
+        self._samples: deque[tuple[float, int]] = deque()  # (time, examples), for the rate
 
     def begin(self, loader: Loader, now: float) -> None:
-        """A pass begins; `now` its first batch has come, which was waited for."""
+        """A pass begins. now: its first batch has come, and the time that it was waited for belongs to the pass."""
         before = self._loaders.get(loader, 0.0)
         self._began = now - (loader.waited - before)
         self._loaders[loader] = loader.waited
@@ -177,11 +178,11 @@ class Totals:
         self.checkpoint_seconds += seconds
 
     def waited(self) -> float:
-        """For data, on this process."""
+        """Seconds that this process has waited for data."""
         return sum(loader.waited for loader in self._loaders)
 
     def rate(self) -> float | None:
-        """Examples a second, over the last ten seconds or so of this pass."""
+        """Examples a second, over the last RATE_SECONDS or so of this pass."""
         if self._began is None or not self._samples:
             return None
         now = time.perf_counter()
@@ -194,7 +195,7 @@ class Totals:
 
 
 def at_end(totals: Totals, steps: int, world: World) -> str:
-    """One line."""
+    """The line at the end of a run."""
     totals.end(time.perf_counter())
     seconds = max(totals.seconds, 1e-9)
     waiting = 100 * min(totals.waited() / seconds, 1.0)
@@ -213,7 +214,7 @@ def logged(step: int, values: Mapping[str, float]) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits, whole numbers whole."""
+    """Four digits; whole numbers whole."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.4g}"

@@ -1,7 +1,7 @@
 """Where logged values are written: by rank 0 only, through one small interface.
 
-A tracker is told the step from which the run goes on. What an earlier run left in the same place from later steps is
-not to appear twice: JSON lines are taken out, TensorBoard is told to purge, services go on in the run that they had.
+A tracker is told the step from which the run continues. What an earlier run left in the same place from later steps
+must not appear twice: JSON lines are removed, TensorBoard is told to purge, services continue the run that they had.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ class Tracker(Protocol):
     """What `run.add_tracker` takes."""
 
     def begin(self, config: Config, step: int) -> None:
-        """Once, on rank 0, before the first value. config: the settings and the world, flat. step: how many updates
-        the run has made; more than 0 where it was restored."""
+        """Called once, on rank 0, before the first value.
+
+        Args:
+            config: the settings and the world, flat.
+            step: how many updates the run has made; more than 0 where it was restored.
+        """
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
-        """Global values after `step` updates."""
+        """Record global values after `step` updates."""
 
     def close(self) -> None:
-        """At the end, if `begin` was called."""
+        """Called at the end, if `begin` was called."""
 
 
 _HOMES = {  # name -> (module, class, what must be installed, extra)
@@ -66,13 +70,14 @@ def cannot_track(log_dir: str | None, names: Sequence[str]) -> str | None:
     return None
 
 
-class Recorder:
-    """The trackers of a run, on rank 0. One that fails is left out with a warning: a curve is not worth a run."""
+class TrackerSet:
+    """The trackers of a run, on rank 0. One that fails is left out from then on, with a warning: a curve is not worth a
+    run."""
 
     def __init__(self, log_dir: str | None, names: Sequence[str]) -> None:
         self._log_dir, self._names = log_dir, names if log_dir is not None else ()
-        self._added: list[Tracker] = []
-        self._trackers: list[Tracker] = []
+        self._added: list[Tracker] = []  # all of them
+        self._trackers: list[Tracker] = []  # those that have begun and not failed
         self._config: Config | None = None
         self._step = 0
 
@@ -100,6 +105,7 @@ class Recorder:
         self._trackers = []
 
     def _call(self, tracker: Tracker, method: str, *args: Any) -> bool:
+        """Call a method of a tracker. Returns whether it succeeded."""
         try:
             getattr(tracker, method)(*args)
             return True
@@ -114,27 +120,26 @@ class Recorder:
 
 class JsonLines:
     """metrics.jsonl: an object in each line, with step, epoch, time (seconds since 1970) and the values; null for one
-    that is not finite. Each line is there as soon as it is written. config.json beside it has the settings."""
+    that is not finite. Each line is in the file as soon as it is logged. The settings are in config.json beside it."""
 
     FILE = "metrics.jsonl"
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / self.FILE
-        self._again: int | None = (
-            None  # the step at which the run went on: what is logged there may stand there already
-        )
+        # What is logged at the step where the run was restored may be in the file already.
+        self._resumed_at: int | None = None
 
     def begin(self, config: Config, step: int) -> None:
         if self._path.exists() and self._path.stat().st_size:
             if step:
                 self._keep(lambda line: line.get("step", 0) <= step)
-                self._again = step
+                self._resumed_at = step
             else:
                 self._put_aside()
         (self._path.parent / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n")
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
-        if step == self._again:
+        if step == self._resumed_at:
             self._keep(lambda line: line.get("step") != step or not (values.keys() & line.keys()))
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         own = {"step": step, "epoch": epoch, "time": round(time.time(), 3)}
@@ -146,7 +151,7 @@ class JsonLines:
         return None
 
     def _keep(self, wanted: Any) -> None:
-        """Only these lines, the file replaced in one piece. A last line that was cut off by a crash goes."""
+        """Replace the file, in one piece, by its lines that are wanted. A last line that a crash cut off goes."""
         kept = []
         for text in self._path.read_text(encoding="utf-8").splitlines():
             try:
@@ -163,7 +168,7 @@ class JsonLines:
         os.replace(part, self._path)
 
     def _put_aside(self) -> None:
-        """An earlier run's file is not lost when a new run begins in its directory: metrics-1.jsonl, and so on."""
+        """Rename an earlier run's file, which a new run must not overwrite: metrics-1.jsonl, and so on."""
         number = 1
         while (aside := self._path.with_name(f"metrics-{number}.jsonl")).exists():
             number += 1

@@ -1,4 +1,4 @@
-"""What a process has logged since the last write: weighted sums by key, collected without reading the device."""
+"""What a process has logged since the last exchange: weighted sums by key, collected without reading the device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from paceline.strategies.base import Weight
 from paceline.train.loss import LossRecord
 from paceline.train.weighted_sum import WeightedSum
 
-LOSS = "\0loss"  # followed by the number of the backward call, and of a further term; no key of a user's begins so
-CALLS = 8  # backward calls of a micro-batch that are told apart; later ones count as the last of these
+# begins the keys of losses, before the number of the backward call and of a further term; no user's key begins so
+LOSS = "\0loss"
+CALLS = 8  # backward calls of a micro-batch that have a key of their own; later ones share the last one's
 
 _LOSSES = [f"{LOSS}{call}" for call in range(CALLS)]
 _CHANGED = (
@@ -25,8 +26,11 @@ _CHANGED = (
 
 
 class Window:
-    """Sums of value x weight, and of weight, by key. Keys stay where a weight is 0, as on an empty shard, so that they
-    are alike on all ranks; the value there, a mean over nothing, is left out."""
+    """Sums of value x weight, and of weight, by key.
+
+    A key stays where its weight is 0, as on an empty shard, so that the keys are the same on all ranks. The value
+    there, a mean over nothing, is left out.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,11 +50,11 @@ class Window:
         return found
 
     def add(self, key: str, value: Any, weight: Weight) -> None:
-        """A value that is a mean over `weight` things."""
+        """Add a value that is a mean over `weight` things."""
         self._sum(key, _CHANGED.format(key=key)).add(value, weight)
 
     def add_losses(self, losses: Iterable[LossRecord]) -> None:
-        """What the step has seen. A loss that the script changed in place since is left out."""
+        """Add the losses that the step has recorded. A loss that the script has changed in place since is left out."""
         for call, value, count, request, summed, version, term in losses:
             weight: Weight
             if count is not None:
@@ -61,14 +65,9 @@ class Window:
             key = _LOSSES[min(call, CALLS - 1)]
             self._sum(f"{key}.{term}" if term else key, "").add(value, weight, summed=summed, version=version)
 
-    def merge(self, other: Window) -> None:
-        """Adds what another window has."""
-        for key, sums in other._sums.items():
-            self._sum(key, _CHANGED.format(key=key)).merge(sums)
-
     def triples(self, keys: Iterable[str]) -> tuple[list[float], dict[int, Tensor]]:
-        """[sum, weight, rest of the sum, sum, ...] of the host's part in the order of the keys, and the device's part
-        of those keys that have one, by place."""
+        """The sums of these keys: (on the host, [sum, weight, rest of the sum] of each key in turn; place of a key ->
+        the same on the device, where it has any)."""
         host: list[float] = []
         device: dict[int, Tensor] = {}
         for place, key in enumerate(keys):
@@ -80,7 +79,7 @@ class Window:
         return host, device
 
     def totals(self) -> dict[str, tuple[float, float]]:
-        """(sum, weight) by key, of this process. Waits for the device."""
+        """key -> (sum, weight), of this process. Waits for the device."""
         host, device = self.triples(self.keys)
         found = {}
         for place, key in enumerate(self.keys):
@@ -92,8 +91,8 @@ class Window:
 
 
 def means(sums: Mapping[str, Sequence[float]]) -> tuple[float | None, dict[str, float]]:
-    """Of (sum, weight) by key: the loss, which is the sum over the backward calls of their means (None where there was
-    no call); and the mean of each logged key, NaN where nothing counted."""
+    """Of key -> (sum, weight): the loss, which is the sum over the backward calls of their means, None without a call;
+    and the mean of each logged key, NaN where its weight is 0."""
     ratios = {key: top / bottom if bottom else float("nan") for key, (top, bottom) in sums.items()}
     losses = [value for key, value in ratios.items() if key.startswith(LOSS)]
     values = {key: value for key, value in ratios.items() if not key.startswith(LOSS)}
@@ -101,7 +100,7 @@ def means(sums: Mapping[str, Sequence[float]]) -> tuple[float | None, dict[str, 
 
 
 def checked(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """What `run.log` was given, as one dict of numbers and detached 0-dim tensors. Raises UsageError."""
+    """The arguments of `run.log` as one dict of numbers and detached 0-dim tensors. Raises UsageError."""
     if values is not None and not isinstance(values, Mapping):
         raise UsageError(f"run.log takes a dict or keywords, such as run.log(accuracy=0.9), not {values!r}.")
     logged: dict[str, Any] = {}

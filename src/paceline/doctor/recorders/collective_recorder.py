@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.patching import call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest, sample
 
 SAME_SIZE = (
@@ -52,19 +53,13 @@ _ANY_SIZE = (
 _CUTTING_GATHERS = ("all_gather", "all_gather_into_tensor", "gather")  # their results have no autograd graph
 _HANDLE_METHODS = ("wait", "synchronize", "is_completed", "is_success", "get_future", "get_future_result", "result")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-_GROUP_CALLS = (
-    "new_group",
-    "init_process_group",
-    "destroy_process_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-)
+_GROUPS = ("new_group", "init_process_group", "destroy_process_group", "new_subgroups", "new_subgroups_by_enumeration")
 # gloo's thread needs the interpreter to release the last backward's calls (torch 2.13 keeps its context in them), and
 # the interpreter waits for that thread when the group is destroyed: give the thread time to finish first.
 _SETTLE_SECONDS = 0.05
 # To recognise a copy of a gradient, perhaps in bfloat16: elements of the smallest gradient that may be one of several
 # in a tensor; elements that are compared; relative tolerance.
-_MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2  # values of a gradient with a copy of it, which may be in bfloat16
+_MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2
 _MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600  # elements of a result; gradients; results
 
 
@@ -88,7 +83,7 @@ class CollectiveRecorder:
 
     # --- the side file
 
-    def begin(self, op: str, group: Any, parameter: int | None = None, **about: Any) -> Callable[[], None]:
+    def begin(self, op: str, group: Any, parameter: int | None = None, **must_match: Any) -> Callable[[], None]:
         """Record that a collective begins. Returns the function that records its end. Inside another collective nothing
         is recorded.
 
@@ -96,7 +91,7 @@ class CollectiveRecorder:
             op: the collective's name.
             group: None: the default group.
             parameter: the number of the parameter whose gradient or weight is sent.
-            about: what must be equal on all ranks of the group.
+            must_match: what must be equal on all ranks of the group.
         """
         depth: int = self._depth()
         self._local.depth = depth + 1
@@ -108,7 +103,7 @@ class CollectiveRecorder:
                 at, way, branches = self.log.call_context()
                 way |= {"the parameter": parameter} if parameter else {}
                 entry = {"b": number, "op": op, "g": group.group_name, "ranks": dist.get_process_group_ranks(group),
-                         "at": at, **about, "way": way, "branches": branches}  # fmt: skip
+                         "at": at, **must_match, "way": way, "branches": branches}  # fmt: skip
                 if not self.compared:
                     entry["loose"] = True
                 self._write(entry)
@@ -145,8 +140,8 @@ class CollectiveRecorder:
                     if isinstance(group, str):
                         group = torch._C._distributed_c10d._resolve_process_group(c10d.GroupName(group))
                     tensor = given.get("self")
-                    about = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
-                    end = self.begin(op, group, **about)
+                    must_match = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
+                    end = self.begin(op, group, **must_match)
                 try:
                     return original(*args, **options)
                 finally:
@@ -175,11 +170,11 @@ class CollectiveRecorder:
                 if group is dist.GroupMember.NON_GROUP_MEMBER or not dist.is_initialized():
                     return original(*args, **options)
                 tensor: Any = None
-                about: dict[str, Any] = {}
-                told: dict[str, Any] = {}
+                must_match: dict[str, Any] = {}
+                fields: dict[str, Any] = {}
                 with self.log.overhead():
-                    tensor, about, told = self._describe(op, given)
-                end = self.begin(op, group, told.get("number"), **about)
+                    tensor, must_match, fields = self._describe(op, given)
+                end = self.begin(op, group, fields.get("number"), **must_match)
                 try:
                     result = original(*args, **options)
                 except RuntimeError as error:
@@ -189,28 +184,24 @@ class CollectiveRecorder:
                     end()
                 with self.log.overhead():
                     if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
-                        told["result"] = self._values(tensor, told)
+                        fields["result"] = self._values(tensor, fields)
                     if given.get("async_op"):
-                        self._hold_handle(result, told)
-                    self.log.record("coll", op=op, path=[] if told.get("of") else self.log.call_stack(), **told)
+                        self._hold_handle(result, fields)
+                    self.log.record("coll", op=op, path=[] if fields.get("of") else self.log.call_stack(), **fields)
                 return result
 
             return call
 
         return make
 
-    def _hold_handle(self, work: Any, told: dict[str, Any]) -> None:
+    def _hold_handle(self, work: Any, fields: dict[str, Any]) -> None:
         """Keep the handle of an asynchronous reduction of gradients until the script waits for it or the optimizer
         steps."""
-        if told.get("of") == "grad" and hasattr(type(work), "wait"):
+        if fields.get("of") == "grad" and hasattr(type(work), "wait"):
             self.unwaited[id(work)] = (work, self.log.caller())
 
-    def wrap_wait(self, original: Any) -> Any:
-        def method(work: Any, /, *args: Any, **options: Any) -> Any:
-            self.unwaited.pop(id(work), None)
-            return original(work, *args, **options)
-
-        return method
+    def before_wait(self, work: Any, *_: Any, **__: Any) -> None:
+        self.unwaited.pop(id(work), None)
 
     def pop_unwaited(self) -> list[Any] | None:
         """[number of handles that the script has not waited for since the last step, line of the first]; None where it
@@ -226,21 +217,21 @@ class CollectiveRecorder:
         )
         if op == "all_reduce_coalesced":
             tensor = next((t for t in given.get("tensors") or () if isinstance(t, torch.Tensor)), None)
-        about: dict[str, Any] = {}
+        must_match: dict[str, Any] = {}
         if op in SAME_SIZE and tensor is not None:
-            about = {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}
+            must_match = {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}
         for name in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(name), int):
-                about["root"] = given[name]
+                must_match["root"] = given[name]
         reduction = given.get("op")
         if op in ("all_reduce", "reduce"):
-            about["by"] = str(reduction).rpartition(".")[2] if reduction is not None else "SUM"
-        told: dict[str, Any] = {**about}
+            must_match["by"] = str(reduction).rpartition(".")[2] if reduction is not None else "SUM"
+        fields: dict[str, Any] = {**must_match}
         if op in _CUTTING_GATHERS and tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            told["cuts"] = True  # the graph
+            fields["cuts"] = True  # the graph
         if tensor is not None and op in _OF_GRADIENTS:
-            told |= self._identify(tensor)
-        return tensor, about, told
+            fields |= self._identify(tensor)
+        return tensor, must_match, fields
 
     def _identify(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Is the tensor a gradient or a weight of an optimizer, or all of them in one tensor? Returns fields of the
@@ -267,13 +258,13 @@ class CollectiveRecorder:
         if of != "grad":
             return {"of": of, "number": number} if of else {}
         clipped = id(grad) in self.log.clipped_gradients if grad is not None else bool(self.log.clipped_gradients)
-        told: dict[str, Any] = {"of": of, "number": number, "clipped": clipped}
+        fields: dict[str, Any] = {"of": of, "number": number, "clipped": clipped}
         if self._digests < _MAX_DIGESTS:
             self._digests += 1
-            told["digest"] = digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
-            told["given"] = sample(tensor) if number is not None else None
-            told["by"] = self.log.script_stack(4)
-        return told
+            fields["digest"] = digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
+            fields["given"] = sample(tensor) if number is not None else None
+            fields["by"] = self.log.script_stack(4)
+        return fields
 
     def _match_gradient(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
         """(number, gradient) where the tensor holds a copy of a gradient: divided, in another precision, or the first
@@ -324,25 +315,17 @@ class CollectiveRecorder:
         """Gradients have been made or dropped: their addresses must be found anew."""
         self._grads, self._in_backward = None, backward
 
-    def _values(self, tensor: torch.Tensor, told: dict[str, Any]) -> list[float] | None:
+    def _values(self, tensor: torch.Tensor, fields: dict[str, Any]) -> list[float] | None:
         """The elements of a small result that is neither gradient nor weight."""
-        if told.get("of") or tensor.numel() > _MAX_VALUES or tensor.is_complex() or self._results >= _MAX_RESULTS:
+        if fields.get("of") or tensor.numel() > _MAX_VALUES or tensor.is_complex() or self._results >= _MAX_RESULTS:
             return None
         self._results += 1
         return [float(v) for v in tensor.detach().reshape(-1).tolist()]
 
-    def wrap_point_to_point(self, op: str) -> Callable[[Any], Any]:
+    def before_point_to_point(self, op: str, *_: Any, **__: Any) -> None:
         """A send or a receive: record that there is one."""
-
-        def make(original: Any) -> Any:
-            def call(*args: Any, **options: Any) -> Any:
-                if self.log.active and not self._depth():
-                    self.log.record("p2p", op=op)
-                return original(*args, **options)
-
-            return call
-
-        return make
+        if not self._depth():
+            self.log.record("p2p", op=op)
 
     def wrap_group_call(self, op: str) -> Callable[[Any], Any]:
         """A function that makes or destroys process groups: the collectives inside it are not recorded."""
@@ -387,38 +370,31 @@ class CollectiveRecorder:
 
         return make
 
-    def wrap_spawn(self, original: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self.log.record("spawn", now=True, joined=dist.is_initialized())
-            return original(*args, **options)
+    def before_spawn(self, *_: Any, **__: Any) -> None:
+        self.log.record("spawn", now=True, joined=dist.is_initialized())
 
-        return call
-
-    def wrap_join(self, original: Any) -> Any:
-        def __enter__(join: Any) -> Any:
-            self.compared = False
-            self.log.record("join")
-            return original(join)
-
-        return __enter__
+    def before_join(self, join: Any) -> None:
+        self.compared = False
+        self.log.record("join")
 
 
 def install(log: EventLog) -> None:
     if not dist.is_available():
         return
     recorder = log.collectives = CollectiveRecorder(log, os.path.join(log.directory, f"calls-{log.rank}.jsonl"))
-    for make, names in ((recorder.wrap, (*SAME_SIZE, *_ANY_SIZE)), (recorder.wrap_group_call, _GROUP_CALLS),
-                        (recorder.wrap_point_to_point, _POINT_TO_POINT)):  # fmt: skip
-        for name in names:
-            if hasattr(c10d, name):
-                patch(c10d, name, make(name))
-                setattr(dist, name, getattr(c10d, name))
+    for make, names in ((recorder.wrap, (*SAME_SIZE, *_ANY_SIZE)), (recorder.wrap_group_call, _GROUPS)):
+        for name in filter(vars(c10d).get, names):
+            patch(c10d, name, make(name))
+            setattr(dist, name, getattr(c10d, name))
+    for name in filter(vars(c10d).get, _POINT_TO_POINT):
+        call_before(log, c10d, name, partial(recorder.before_point_to_point, name))
+        setattr(dist, name, getattr(c10d, name))
     for name in FUNCTIONAL:
         if hasattr(functional_collectives, name):
             patch(functional_collectives, name, recorder.wrap_functional(name))
     for name in _HANDLE_METHODS:  # torch's own class, of C++
         if hasattr(dist.Work, name):
-            patch(dist.Work, name, recorder.wrap_wait)
+            call_before(log, dist.Work, name, recorder.before_wait)
     patch(DistributedDataParallel, "__init__", recorder.wrap_method("DDP's construction", lambda module: True))
     patch(DistributedDataParallel, "_sync_buffers", recorder.wrap_method("DDP's buffers", _has_buffers))
     if hasattr(DistributedDataParallel, "_pre_forward"):
@@ -427,9 +403,9 @@ def install(log: EventLog) -> None:
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 
-    patch(Join, "__enter__", recorder.wrap_join)
+    call_before(log, Join, "__enter__", recorder.before_join)
     for name in ("spawn", "start_processes"):
-        patch(multiprocessing, name, recorder.wrap_spawn)
+        call_before(log, multiprocessing, name, recorder.before_spawn)
 
 
 def _nothing() -> None:

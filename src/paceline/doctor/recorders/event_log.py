@@ -40,27 +40,21 @@ _BENEATH = (
 class EventLog:
     """The events of one process, and what its recorders share.
 
-    Attributes:
-        rank: of this process.
-        steps: the script is ended before the optimizer step after so many; None: it ends itself.
+    Args:
         directory: of `rank-N.jsonl`.
-        overhead_seconds: that recording has taken so far. No time that is recorded includes them.
-        models: the ModelRecorder.
-        collectives: the CollectiveRecorder.
-        optimizers: all of the script's that are alive.
-        backward_since_step: has a backward ended since the last optimizer step?
-        clipped_gradients: id of each gradient that the last clipping made smaller.
+        rank: of this process.
+        script_folder: code in files below it is the script's own.
+        steps: the script is ended after so many optimizer steps; None: it ends itself.
     """
 
     def __init__(self, directory: str, rank: int, script_folder: str, steps: int | None) -> None:
-        """script_folder: code in files below it is the script's own."""
         self.rank, self.steps, self.directory = rank, steps, directory
-        self.overhead_seconds = 0.0
-        self.models: Any = None
-        self.collectives: Any = None
-        self.optimizers: Any = weakref.WeakSet()
-        self.backward_since_step = False
-        self.clipped_gradients: set[int] = set()
+        self.overhead_seconds = 0.0  # seconds that recording has taken; no recorded time includes them
+        self.models: Any = None  # the ModelRecorder
+        self.collectives: Any = None  # the CollectiveRecorder
+        self.optimizers: Any = weakref.WeakSet()  # the script's optimizers that are alive
+        self.backward_since_step = False  # has a backward ended since the last optimizer step?
+        self.clipped_gradients: set[int] = set()  # id of each gradient that the last clipping made smaller
         self._folder = os.path.join(script_folder, "")
         self._pid = os.getpid()
         self._script_files: dict[str, bool] = {}  # file of code -> is it the script's own?

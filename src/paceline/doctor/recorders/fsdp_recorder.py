@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import after_import, patch
+from paceline.doctor.recorders.patching import after_import, call_after, call_before, patch
 from paceline.doctor.recorders.tensor_digests import sample
 
 _MAX_PARAMETERS = 400  # of one call
@@ -49,9 +49,9 @@ class _FSDPRecorder:
                 self._number += 1
                 parts = _shard_samples(args[0] if args else options.get("module"), whole)
                 for name, (p, part) in parts.items():
-                    told = f"{name} of call {self._number}"
-                    self._shards.append((weakref.ref(p), told, part))
-                    self._full[told] = whole[name]
+                    label = f"{name} of call {self._number}"
+                    self._shards.append((weakref.ref(p), label, part))
+                    self._full[label] = whole[name]
                 mesh = options.get("mesh")
                 ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
                 self.log.record("fsdp", ranks=ranks)
@@ -59,26 +59,16 @@ class _FSDPRecorder:
 
         return fully_shard
 
-    def wrap_init(self, original: Any) -> Any:
-        def __init__(module: Any, /, *args: Any, **options: Any) -> None:
-            original(module, *args, **options)
-            with self.log.overhead():
-                for parameter in module.parameters():
-                    self.log.models.sharded[parameter] = True
-                self.log.record("fsdp", ranks=dist.get_process_group_ranks(module.process_group))
+    def after_init(self, module: Any, *_: Any, **__: Any) -> None:
+        """A FullyShardedDataParallel has been constructed."""
+        for parameter in module.parameters():
+            self.log.models.sharded[parameter] = True
+        self.log.record("fsdp", ranks=dist.get_process_group_ranks(module.process_group))
 
-        return __init__
-
-    def wrap_pre_forward(self, original: Any) -> Any:
+    def after_pre_forward(self, state: Any, module: Any, args: Any, options: Any) -> None:
         """FSDPState._pre_forward: record the inputs of the outermost module."""
-
-        def _pre_forward(state: Any, module: Any, args: Any, options: Any) -> Any:
-            result = original(state, module, args, options)
-            if getattr(state, "_is_root", False) and torch.is_grad_enabled() and module.training:
-                self.log.models.record_inputs(-1, (args, options))
-            return result
-
-        return _pre_forward
+        if getattr(state, "_is_root", False) and torch.is_grad_enabled() and module.training:
+            self.log.models.record_inputs(-1, (args, options))
 
 
 def _named(modules: Any) -> list[tuple[str, Any]]:
@@ -112,15 +102,15 @@ def install(log: EventLog) -> None:
         for name in _EXPORTS:
             if getattr(sys.modules.get(name), "fully_shard", None) is original:
                 vars(sys.modules[name])["fully_shard"] = module.fully_shard
-        patch(module.FSDPModule, "set_requires_gradient_sync", log.models.wrap_gradient_sync)
+        call_before(log, module.FSDPModule, "set_requires_gradient_sync", log.models.before_gradient_sync)
 
     def state(module: ModuleType) -> None:
         if hasattr(module.FSDPState, "_pre_forward"):
-            patch(module.FSDPState, "_pre_forward", recorder.wrap_pre_forward)
+            call_after(log, module.FSDPState, "_pre_forward", recorder.after_pre_forward)
 
     def wrapper(module: ModuleType) -> None:
-        patch(module.FullyShardedDataParallel, "__init__", recorder.wrap_init)
-        patch(module.FullyShardedDataParallel, "no_sync", log.models.wrap_no_sync)
+        call_after(log, module.FullyShardedDataParallel, "__init__", recorder.after_init)
+        call_before(log, module.FullyShardedDataParallel, "no_sync", log.models.before_no_sync)
 
     after_import("torch.distributed.fsdp._fully_shard._fsdp_state", state)
     after_import("torch.distributed.fsdp._fully_shard._fully_shard", composable)

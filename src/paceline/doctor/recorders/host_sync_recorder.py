@@ -9,6 +9,7 @@ import torch
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import patch
+from paceline.launcher.plan import available_cores
 
 # methods that copy a tensor's value to the host
 # methods that copy a tensor's value to the host
@@ -74,8 +75,11 @@ def install(log: EventLog) -> None:
 
 def machine_state() -> dict[str, Any]:
     """Of this process: threads, cores, seconds for which it was ready and not running, memory in use on each device."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found: dict[str, Any] = {"threads": torch.get_num_threads(), "cores": cores, "queued": _run_queue_seconds()}
+    found: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "cores": available_cores(),
+        "queued": _run_queue_seconds(),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         used = [torch.cuda.memory_allocated(d) for d in range(torch.cuda.device_count())]
         found["devices"] = used

@@ -32,7 +32,7 @@ from torch.utils.data._utils import worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.patching import call_after, patch
 from paceline.doctor.recorders.tensor_digests import digest, row_digests, tensors_in
 
 _MAX_DIGESTED = 64  # batches of each pass whose rows are digested
@@ -47,13 +47,13 @@ _INDICES, _PASS, _MADE_AT = "_paceline_doctor_indices", "_paceline_doctor_pass",
 
 def install(log: EventLog) -> None:
     recorder = _LoaderRecorder(log)
-    patch(DataLoader, "__init__", recorder.wrap_init)
+    call_after(log, DataLoader, "__init__", recorder.after_init)
     patch(DataLoader, "__iter__", recorder.wrap_iter)
     patch(_BaseDataLoaderIter, "_next_index", recorder.wrap_next_index)
     patch(_BaseDataLoaderIter, "__next__", recorder.wrap_next)
     patch(worker, "_worker_loop", recorder.wrap_worker_loop)
     for cls in (DistributedSampler, Subset):
-        patch(cls, "__init__", recorder.wrap_construction)
+        call_after(log, cls, "__init__", recorder.after_construction)
 
 
 class _LoaderRecorder:
@@ -62,27 +62,16 @@ class _LoaderRecorder:
         self._made: Counter[str] = Counter()
         self._passes = 0
 
-    def wrap_init(self, original: Any) -> Any:
-        def __init__(loader: Any, /, *args: Any, **options: Any) -> None:
-            original(loader, *args, **options)
-            with self._log.overhead():
-                self._log.record("loader", loader=self._name(loader), **_describe(loader))
+    def after_init(self, loader: Any, *_: Any, **__: Any) -> None:
+        self._log.record("loader", loader=self._name(loader), **_describe(loader))
 
-        return __init__
-
-    def wrap_construction(self, original: Any) -> Any:
+    def after_construction(self, thing: Any, *_: Any, **__: Any) -> None:
         """Of a sampler or a Subset: remember the line that makes it."""
-
-        def __init__(thing: Any, /, *args: Any, **options: Any) -> None:
-            original(thing, *args, **options)
-            if self._log.active:
-                thing.__dict__[_MADE_AT] = self._log.caller(lambda frame: frame.f_code.co_name == "__init__")
-
-        return __init__
+        thing.__dict__[_MADE_AT] = self._log.caller(lambda frame: frame.f_code.co_name == "__init__")
 
     def _name(self, loader: Any) -> str:
-        """A name that is the same on all ranks: the line that makes the loader, and the how-manieth loader of that line
-        it is. (A running number would shift where one rank has a loader more.)"""
+        """A name that is the same on all ranks: the line that makes the loader, and a number among the loaders that
+        this line makes. (A number among all loaders would shift where one rank has a loader more.)"""
         at = self._log.caller()
         line = f"line {at[1]} of {at[0]}" if at else "a library"
         self._made[line] += 1

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest, tensors_in
 
 _MAX_DIGESTED = 40  # forward passes whose inputs are digested
@@ -65,19 +65,11 @@ class ModelRecorder:
         # DDP module with find_unused_parameters -> places of the parameters that were reached
         self._reached: dict[int, set[int]] = {}
 
-    def wrap_init(self, original: Any) -> Any:
-        def __init__(module: Any, /, *args: Any, **options: Any) -> None:
-            original(module, *args, **options)
-            with self.log.overhead():
-                number = self.ddp_count
-                self.ddp_count += 1
-                self.ddp_modules.add(module)
-                module.__dict__["_paceline_doctor"] = number
-                self._describe(module, number)
-
-        return __init__
-
-    def _describe(self, module: Any, number: int) -> None:
+    def after_init(self, module: Any, *_: Any, **__: Any) -> None:
+        """A DDP module has been constructed."""
+        number = module.__dict__["_paceline_doctor"] = self.ddp_count
+        self.ddp_count += 1
+        self.ddp_modules.add(module)
         parameters = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
         self.ddp_of.update({p: number for _, p in parameters})
         self._ddp_holding.update(dict.fromkeys((*module.module.modules(), *module.module.buffers()), number))
@@ -165,71 +157,39 @@ class ModelRecorder:
 
         return forward
 
-    def wrap_gradient_sync(self, original: Any) -> Any:
+    def before_gradient_sync(self, module: Any, requires_gradient_sync: bool = True, **_: Any) -> None:
         """FSDPModule.set_requires_gradient_sync."""
-        noted = self.wrap_no_sync(original)
+        self.sync_off = not requires_gradient_sync
+        if self.sync_off:
+            self.before_no_sync()
 
-        def set_requires_gradient_sync(module: Any, /, *args: Any, **options: Any) -> Any:
-            self.sync_off = not (args[0] if args else options.get("requires_gradient_sync", True))
-            return (noted if self.sync_off else original)(module, *args, **options)
+    def before_no_sync(self, *_: Any, **__: Any) -> None:
+        """Record the lines that call no_sync, once each."""
+        at = self.log.caller()
+        if at and tuple(at) not in self._no_sync_lines:
+            self._no_sync_lines.add(tuple(at))
+            self.log.record("no_sync", at=at)
 
-        return set_requires_gradient_sync
+    def after_register_parameter(self, module: Any, name: str, param: Any) -> None:
+        if param is not None:
+            at = self.log.caller(lambda frame: frame.f_code.co_name == "__init__")
+            self.made_at.setdefault(param, (at, self.ddp_count))
 
-    def wrap_no_sync(self, original: Any) -> Any:
-        """no_sync: record the lines that call it, once each."""
-
-        def no_sync(*args: Any, **options: Any) -> Any:
-            if self.log.active:
-                at = self.log.caller()
-                if at and tuple(at) not in self._no_sync_lines:
-                    self._no_sync_lines.add(tuple(at))
-                    self.log.record("no_sync", at=at)
-            return original(*args, **options)
-
-        return no_sync
-
-    def wrap_register_parameter(self, original: Any) -> Any:
-        def register_parameter(module: Any, /, *args: Any, **options: Any) -> None:
-            original(module, *args, **options)
-            parameter = args[1] if len(args) > 1 else options.get("param")
-            if parameter is not None and self.log.active:
-                self.made_at.setdefault(
-                    parameter, (self.log.caller(lambda frame: frame.f_code.co_name == "__init__"), self.ddp_count)
-                )
-
-        return register_parameter
-
-    def wrap_requires_grad(self, original: Any) -> Any:
+    def before_requires_grad(self, thing: Any, requires_grad: bool = True) -> None:
         """requires_grad_ of a module or a tensor: remember the line where there is a DDP module already."""
+        if self.ddp_count and requires_grad:
+            for p in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
+                if not p.requires_grad:
+                    self.unfrozen_at[p] = self.log.caller()
 
-        def requires_grad_(thing: Any, *args: Any, **options: Any) -> Any:
-            if self.ddp_count and self.log.active and (args[0] if args else options.get("requires_grad", True)):
-                with self.log.overhead():
-                    for p in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
-                        if not p.requires_grad:
-                            self.unfrozen_at[p] = self.log.caller()
-            return original(thing, *args, **options)
+    def after_load_state_dict(self, *_: Any, **__: Any) -> None:
+        self.log.record("loaded")
 
-        return requires_grad_
-
-    def wrap_load_state_dict(self, original: Any) -> Any:
-        def load_state_dict(module: Any, /, *args: Any, **options: Any) -> Any:
-            result = original(module, *args, **options)
-            self.log.record("loaded")
-            return result
-
-        return load_state_dict
-
-    def wrap_initializer(self, original: Any) -> Any:
+    def before_initializer(self, tensor: Any, *_: Any, **__: Any) -> None:
         """A function of torch.nn.init: record calls for parameters that DDP holds already."""
-
-        def initialize(tensor: Any, /, *args: Any, **options: Any) -> Any:
-            if self.ddp_count and self._init_count < _MAX_PAST and self.log.active and tensor in self.ddp_of:
-                self._init_count += 1
-                self.log.record("initialized")
-            return original(tensor, *args, **options)
-
-        return initialize
+        if self.ddp_count and self._init_count < _MAX_PAST and tensor in self.ddp_of:
+            self._init_count += 1
+            self.log.record("initialized")
 
     def record_inputs(self, number: int | None, inputs: Any) -> None:
         if self._forward_count >= _MAX_DIGESTED:
@@ -413,17 +373,17 @@ def parameter_names() -> Any:
 def install(log: EventLog) -> None:
     models = ModelRecorder(log)
     log.models = models
-    patch(DistributedDataParallel, "__init__", models.wrap_init)
+    call_after(log, DistributedDataParallel, "__init__", models.after_init)
     patch(DistributedDataParallel, "forward", models.wrap_forward)
     if hasattr(DistributedDataParallel, "_post_forward"):
         patch(DistributedDataParallel, "_post_forward", models.wrap_post_forward)
-    patch(DistributedDataParallel, "no_sync", models.wrap_no_sync)
-    patch(nn.Module, "register_parameter", models.wrap_register_parameter)
-    patch(nn.Module, "requires_grad_", models.wrap_requires_grad)
-    patch(torch.Tensor, "requires_grad_", models.wrap_requires_grad)
-    patch(nn.Module, "load_state_dict", models.wrap_load_state_dict)
+    call_before(log, DistributedDataParallel, "no_sync", models.before_no_sync)
+    call_after(log, nn.Module, "register_parameter", models.after_register_parameter)
+    call_before(log, nn.Module, "requires_grad_", models.before_requires_grad)
+    call_before(log, torch.Tensor, "requires_grad_", models.before_requires_grad)
+    call_after(log, nn.Module, "load_state_dict", models.after_load_state_dict)
     for name in [n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_") and callable(vars(nn.init)[n])]:
-        patch(nn.init, name, models.wrap_initializer)
+        call_before(log, nn.init, name, models.before_initializer)
     patch(nn.Module, "train", models.wrap_train)
     patch(_BatchNorm, "forward", models.wrap_batch_norm)
     patch(torch.nn.functional, "batch_norm", models.wrap_functional_batch_norm)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import after_import, patch
+from paceline.doctor.recorders.patching import after_import, call_after, call_before, patch
 
 _NUMBER = re.compile(r"\d")
 _VALUE = re.compile(r"\d\.\d")  # a decimal number, which the counts of a progress bar are not
@@ -79,34 +79,20 @@ class _OutputRecorder:
 
         return open
 
-    def wrap_logging(self, original: Any) -> Any:
-        def handle(logger: Any, /, record: Any) -> None:
-            original(logger, record)
-            if self.log.active and self._count < _MAX_OUTPUTS:
-                self._record_output("logging", record.getMessage(), self.log.caller())
+    def after_logging(self, logger: Any, record: Any) -> None:
+        if self._count < _MAX_OUTPUTS:
+            self._record_output("logging", record.getMessage(), self.log.caller())
 
-        return handle
-
-    def wrap_json_dump(self, original: Any) -> Any:
-        def dump(*args: Any, **options: Any) -> Any:
-            result = original(*args, **options)
-            if self.log.active and self._count < _MAX_OUTPUTS:
-                self._record_output("json.dump", str(args[0] if args else options.get("obj"))[:200], self.log.caller())
-            return result
-
-        return dump
+    def after_json_dump(self, obj: Any, *_: Any, **__: Any) -> None:
+        if self._count < _MAX_OUTPUTS:
+            self._record_output("json.dump", str(obj)[:200], self.log.caller())
 
     def patch_tensorboard(self, module: Any) -> None:
-        patch(module.SummaryWriter, "add_scalar", self.wrap_add_scalar)
+        call_before(self.log, module.SummaryWriter, "add_scalar", self.before_add_scalar)
 
-    def wrap_add_scalar(self, original: Any) -> Any:
-        def add_scalar(*args: Any, **options: Any) -> Any:
-            if self.log.active:
-                told = " ".join(map(str, (*args[1:3], *options.values())))
-                self._record_output("TensorBoard", told, self.log.caller())
-            return original(*args, **options)
-
-        return add_scalar
+    def before_add_scalar(self, *args: Any, **options: Any) -> None:
+        text = " ".join(map(str, (*args[1:3], *options.values())))
+        self._record_output("TensorBoard", text, self.log.caller())
 
     # --- checkpoints
 
@@ -145,8 +131,8 @@ def install(log: EventLog) -> None:
     patch(builtins, "open", recorder.wrap_open)
     if isinstance(sys.stdout, io.TextIOWrapper):
         patch(sys.stdout, "write", recorder.wrap_write)
-    patch(logging.Logger, "handle", recorder.wrap_logging)
-    patch(json, "dump", recorder.wrap_json_dump)
+    call_after(log, logging.Logger, "handle", recorder.after_logging)
+    call_after(log, json, "dump", recorder.after_json_dump)
     patch(torch, "save", recorder.wrap_save)
     patch(torch.serialization, "save", lambda _: torch.save)
     after_import("torch.utils.tensorboard.writer", recorder.patch_tensorboard)

@@ -21,7 +21,7 @@ _MAX_TENSORS = 2000
 _EVERY, _FIRST = 50, 4  # steps are compared every so often, and all of the first
 _MAX_GRADIENTS = 400  # backward passes after which an optimizer's gradients are sampled
 # Tensors of which a fingerprint has one value; steps that have fingerprints.
-_FINGERPRINTED, _MAX_FINGERPRINTED_STEPS = 24, 2000  # tensors of which one value is kept from step to step; steps
+_FINGERPRINTED, _MAX_FINGERPRINTED_STEPS = 24, 2000
 _MAX_BUFFERS = 64
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
 
@@ -33,12 +33,10 @@ class ReplicaRecorder:
 
     def __init__(self, log: EventLog, models: ModelRecorder) -> None:
         self._log, self._models = log, models
-        # parameter -> name. Weak, since a later parameter may get a dead one's id
-        self._names: Any = WeakIdKeyDictionary()
+        self._names: Any = WeakIdKeyDictionary()  # parameter -> name; weak, since a later one may get a dead one's id
         self._local_gradients: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
         self._gradient_count = 0  # backward passes that have been sampled
-        # optimizer -> the fingerprint of its weights after its last step
-        self._fingerprints: dict[int, tuple[int, str]] = {}
+        self._fingerprints: dict[int, tuple[int, str]] = {}  # optimizer -> of its weights after its last step
 
     @staticmethod
     def is_compared(step: int) -> bool:

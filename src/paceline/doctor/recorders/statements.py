@@ -13,19 +13,14 @@ from paceline.doctor.script_ast import holds
 
 @dataclass(frozen=True)
 class Statement:
-    """The innermost statement at a line.
+    """The innermost statement at a line."""
 
-    Attributes:
-        sent: the text of the first argument of its call.
-        names: those in it, and those that a loop around it binds, where the statement uses one of them or a value made
-            from one.
-        indices: those in its subscripts.
-        branches: line of each `if` around it -> does the statement stand in the body, and not in the else?
-    """
-
-    sent: str = ""
+    sent: str = ""  # text of the first argument of its call
+    # The names in the statement, and those that a loop around it binds, if the statement uses one of them or a value
+    # that is made from one.
     names: frozenset[str] = frozenset()
-    indices: frozenset[str] = frozenset()
+    indices: frozenset[str] = frozenset()  # the names in its subscripts
+    # Line of each `if` around it -> does the statement stand in the body, and not in the else?
     branches: Mapping[int, bool] = field(default_factory=dict)
 
 

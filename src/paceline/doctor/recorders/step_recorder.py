@@ -15,7 +15,7 @@ from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.host_sync_recorder import machine_state
 from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
 from paceline.doctor.recorders.model_recorder import ModelRecorder
-from paceline.doctor.recorders.patching import patch
+from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 
 _MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
@@ -115,29 +115,20 @@ class _StepRecorder:
     def _shard_factor(self, optimizer: Any) -> float | None:
         """The number by which all of these shards have been multiplied since the backward; None where it is not one
         number."""
-        before, now = (
-            self._shards.get(optimizer.__dict__["_paceline_doctor"]),
-            self._shard_magnitudes(optimizer),
-        )
-        pairs = [(b, n) for b, n in zip(before or [], now) if b > 0]
-        if not pairs or len(before or []) != len(now):
+        before, now = self._shards.get(optimizer.__dict__["_paceline_doctor"], []), self._shard_magnitudes(optimizer)
+        pairs = [(b, n) for b, n in zip(before, now) if b > 0]
+        if not pairs or len(before) != len(now):
             return None
         factors = [n / b for b, n in pairs]
         return factors[0] if max(factors) - min(factors) <= _SHARD_TOLERANCE * max(factors) else None
 
-    def wrap_zero_grad(self, original: Any) -> Any:
+    def before_zero_grad(self, thing: Any, *_: Any, **__: Any) -> None:
         """Record a zero_grad between a backward under no_sync and the step for which that backward was made."""
-
-        def zero_grad(thing: Any, /, *args: Any, **options: Any) -> Any:
-            if self._accumulating and self.log.active and self._drop_count < _MAX_COUNTED:
-                with self.log.overhead():
-                    mine = thing.parameters() if isinstance(thing, torch.nn.Module) else parameters(thing)
-                    if any(p.grad is not None for p in mine):
-                        self._drop_count += 1
-                        self.log.record("dropped", backwards=self._backward_count)
-            return original(thing, *args, **options)
-
-        return zero_grad
+        if self._accumulating and self._drop_count < _MAX_COUNTED:
+            mine = thing.parameters() if isinstance(thing, torch.nn.Module) else parameters(thing)
+            if any(p.grad is not None for p in mine):
+                self._drop_count += 1
+                self.log.record("dropped", backwards=self._backward_count)
 
     def _gradient_magnitude(self) -> float:
         """The magnitude of some gradients; 0.0 once it has been computed often enough."""
@@ -169,19 +160,14 @@ class _StepRecorder:
 
     # --- optimizers
 
-    def wrap_optimizer_init(self, original: Any) -> Any:
-        def __init__(optimizer: Any, /, *args: Any, **options: Any) -> None:
-            original(optimizer, *args, **options)
-            with self.log.overhead():
-                number = optimizer.__dict__["_paceline_doctor"] = self._optimizer_count
-                self._optimizer_count += 1
-                self.log.optimizers.add(optimizer)
-                self.models.add_trained(list(parameters(optimizer)))
-                self._owner.update({p: id(optimizer) for p in parameters(optimizer)})
-                lrs = [_as_float(group.get("lr")) for group in optimizer.param_groups]
-                self.log.record("optimizer", opt=number, lr=lrs)
-
-        return __init__
+    def after_optimizer_init(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        number = optimizer.__dict__["_paceline_doctor"] = self._optimizer_count
+        self._optimizer_count += 1
+        self.log.optimizers.add(optimizer)
+        self.models.add_trained(list(parameters(optimizer)))
+        self._owner.update({p: id(optimizer) for p in parameters(optimizer)})
+        lrs = [_as_float(group.get("lr")) for group in optimizer.param_groups]
+        self.log.record("optimizer", opt=number, lr=lrs)
 
     def before_step(self, optimizer: Any, args: Any, options: Any) -> None:
         log = self.log
@@ -238,13 +224,8 @@ class _StepRecorder:
                 continue
         return found
 
-    def wrap_load_state_dict(self, original: Any) -> Any:
-        def load_state_dict(optimizer: Any, /, *args: Any, **options: Any) -> Any:
-            result = original(optimizer, *args, **options)
-            self.log.record("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
-            return result
-
-        return load_state_dict
+    def after_load_state_dict(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.log.record("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
 
     # --- schedulers
 
@@ -337,21 +318,13 @@ class _StepRecorder:
                 return float(scaler._scale)
         return None
 
-    def wrap_scale(self, original: Any) -> Any:
-        def scale(scaler: Any, /, *args: Any, **options: Any) -> Any:
-            if all(scaler is not known for known in self._scalers):
-                self._scalers.append(scaler)
-            scaler._paceline_doctor_scaled = True
-            return original(scaler, *args, **options)
+    def before_scale(self, scaler: Any, *_: Any, **__: Any) -> None:
+        if all(scaler is not known for known in self._scalers):
+            self._scalers.append(scaler)
+        scaler._paceline_doctor_scaled = True
 
-        return scale
-
-    def wrap_update(self, original: Any) -> Any:
-        def update(scaler: Any, /, *args: Any, **options: Any) -> Any:
-            scaler._paceline_doctor_scaled = False
-            return original(scaler, *args, **options)
-
-        return update
+    def before_update(self, scaler: Any, *_: Any, **__: Any) -> None:
+        scaler._paceline_doctor_scaled = False
 
 
 def _as_float(value: Any) -> float | None:
@@ -391,10 +364,10 @@ def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
 def install(log: EventLog) -> None:
     recorder = _StepRecorder(log, log.models)
     patch(torch.autograd, "backward", recorder.wrap_backward)
-    patch(Optimizer, "__init__", recorder.wrap_optimizer_init)
-    patch(Optimizer, "load_state_dict", recorder.wrap_load_state_dict)
-    patch(Optimizer, "zero_grad", recorder.wrap_zero_grad)
-    patch(torch.nn.Module, "zero_grad", recorder.wrap_zero_grad)
+    call_after(log, Optimizer, "__init__", recorder.after_optimizer_init)
+    call_after(log, Optimizer, "load_state_dict", recorder.after_load_state_dict)
+    call_before(log, Optimizer, "zero_grad", recorder.before_zero_grad)
+    call_before(log, torch.nn.Module, "zero_grad", recorder.before_zero_grad)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
     schedulers = [cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type)]
@@ -404,5 +377,5 @@ def install(log: EventLog) -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         patch(clip_grad, name, recorder.wrap_clip)
         setattr(torch.nn.utils, name, getattr(clip_grad, name))
-    patch(torch.amp.GradScaler, "scale", recorder.wrap_scale)
-    patch(torch.amp.GradScaler, "update", recorder.wrap_update)
+    call_before(log, torch.amp.GradScaler, "scale", recorder.before_scale)
+    call_before(log, torch.amp.GradScaler, "update", recorder.before_update)

@@ -28,7 +28,7 @@ from paceline.doctor.rules import (
 from paceline.doctor.rules.recorded_run import RecordedRun
 
 DIVERGENCE = ("weights_differ", "not_reduced", "past_ddp", "sync_off", "unknown_to_ddp", "partly_reduced",
-           "gradients_differ", "optimizer_differs", "written_outside", "steps_differ")  # fmt: skip
+              "gradients_differ", "optimizer_differs", "written_outside", "steps_differ")  # fmt: skip
 
 
 def find_faults(run: RecordedRun) -> list[Finding]:

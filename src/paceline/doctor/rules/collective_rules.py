@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import RecordedRun, file_line, finding_at
 from paceline.launcher.report import name_ranks
 
 STUCK_SECONDS = 10.0  # without progress, when all ranks wait in collectives that others have not reached
@@ -31,29 +31,17 @@ Entry = dict[str, Any]
 
 @dataclass
 class _Rank:
-    """What has been read of one rank.
+    """What has been read of one rank."""
 
-    Attributes:
-        path: of its collectives.
-        events: path of its event log.
-        offset: how far `path` has been read.
-        rest: the incomplete last line.
-        calls: process group -> its calls.
-        open: the collective that it is in.
-        moved: when something new was last seen of it.
-        size: of its event log, then.
-        ended: has its script come to its end?
-    """
-
-    path: str
-    events: str
-    offset: int = 0
-    rest: str = ""
-    calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    path: str  # the file of its collectives
+    events: str  # the file of its event log
+    offset: int = 0  # how far `path` has been read
+    rest: str = ""  # the incomplete last line of `path`
+    calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))  # process group -> its calls
     open: Entry | None = None  # the collective that it is in
-    moved: float = 0.0
-    size: int = 0
-    ended: bool = False
+    moved: float = 0.0  # when something new was last read
+    size: int = 0  # of `events`, then
+    ended: bool = False  # has its script come to its end?
 
 
 class CollectiveChecker:
@@ -67,7 +55,7 @@ class CollectiveChecker:
         ]
         self._checked: dict[str, int] = defaultdict(int)  # process group -> calls that match
         self._found: Finding | None = None
-        self.abort_reason = ""  # the run must be ended, since ...
+        self.abort_reason = ""  # why the run must be ended
         self.lines: list[Any] = []  # of the calls that do not match
 
     def poll(self, late: bool = False) -> bool:
@@ -178,7 +166,7 @@ class CollectiveChecker:
                     if r != rank
                 ]
                 evidence = f"rank {rank} waits in {_describe(one.open)}, its call {number}; {', '.join(others)}"
-                self._found = Finding("collectives", file_line(one.open["at"]), evidence)
+                self._found = finding_at("collectives", one.open["at"], evidence)
 
     def _find_missing(self) -> None:
         for calls in self._groups().values():
@@ -194,7 +182,7 @@ class CollectiveChecker:
                     f"rank {who} called {most} collectives and rank {lacks[0]} {least}; the first that it lacks is "
                     f"{_describe(entry)}"
                 )
-                self._found = Finding("collectives", file_line(entry["at"]), evidence)
+                self._found = finding_at("collectives", entry["at"], evidence)
                 return
 
 
@@ -204,7 +192,7 @@ def refused_call(run: RecordedRun) -> Finding | None:
         for e in run.events(rank, "refused"):
             if _MISMATCH.search(e["text"]):
                 evidence = f"rank {rank}'s {e['op']} was refused: {e['text'].splitlines()[0][:200]}"
-                return Finding("collectives", file_line(e["at"]), evidence)
+                return finding_at("collectives", e["at"], evidence)
     return None
 
 
@@ -244,9 +232,9 @@ def _mismatch_finding(entries: dict[int, Entry], number: int) -> Finding:
     for rank, entry in entries.items():
         by[_signature(entry)].append(rank)
     ranked = sorted(by.values(), key=lambda ranks: (entries[ranks[0]]["op"].startswith("DDP"), len(ranks)))
-    told = "; ".join(f"{name_ranks(r)} {'call' if len(r) > 1 else 'calls'} {_describe(entries[r[0]])}" for r in ranked)
-    evidence = f"at the group's collective {number + 1}, {told}"
-    return Finding("collectives", file_line(entries[ranked[0][0]]["at"]), evidence)
+    text = "; ".join(f"{name_ranks(r)} {'call' if len(r) > 1 else 'calls'} {_describe(entries[r[0]])}" for r in ranked)
+    evidence = f"at the group's collective {number + 1}, {text}"
+    return finding_at("collectives", entries[ranked[0][0]]["at"], evidence)
 
 
 def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
@@ -255,7 +243,7 @@ def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
     first = min(calls)
     for rank in sorted(calls)[1:]:
         pairs = list(zip(calls[first], calls[rank]))
-        apart: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the two ranks differ in it
+        differing: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the ranks differ in it
         for place, (a, b) in enumerate(pairs):
             if a["op"] in _EMPTY:
                 continue
@@ -263,12 +251,11 @@ def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
                 theirs = b.get("way", {}).get(way)
                 if ours is None or theirs is None or ours == theirs:
                     continue
-                ring = _cycle(pairs, apart[way][-_NEAR:], place, way)
+                ring = _cycle(pairs, differing[way][-_NEAR:], place, way)
                 if ring:
-                    return Finding(
-                        "collectives", file_line(pairs[ring[0]][1]["at"]), _tell(pairs, ring, way, (first, rank))
-                    )
-                apart[way].append(place)
+                    evidence = _describe_cycle(pairs, ring, way, (first, rank))
+                    return finding_at("collectives", pairs[ring[0]][1]["at"], evidence)
+                differing[way].append(place)
     return None
 
 
@@ -294,20 +281,20 @@ def _cycle(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: st
     return []
 
 
-def _tell(pairs: list[tuple[Entry, Entry]], ring: list[int], way: str, ranks: tuple[int, int]) -> str:
+def _describe_cycle(pairs: list[tuple[Entry, Entry]], ring: list[int], way: str, ranks: tuple[int, int]) -> str:
     one, other = pairs[ring[0]]
-    told = f"at the group's collective {ring[0] + 1}, rank {ranks[0]} calls {_describe(one)} and rank {ranks[1]} "
-    told += _describe(other)
+    text = f"at the group's collective {ring[0] + 1}, rank {ranks[0]} calls {_describe(one)} and rank {ranks[1]} "
+    text += _describe(other)
     values = [(ours["way"][way], theirs["way"][way]) for ours, theirs in (pairs[place] for place in ring)]
     if len(ring) == 2:
         (ours, theirs), _ = values
-        told += f", and at {ring[1] + 1} the other way round: "
-        told += f"{way} is {ours!r} and {theirs!r}, then {theirs!r} and {ours!r}"
+        text += f", and at {ring[1] + 1} the other way round: "
+        text += f"{way} is {ours!r} and {theirs!r}, then {theirs!r} and {ours!r}"
     else:
         mine, yours = (", ".join(repr(pair[n]) for pair in values) for n in (0, 1))
         numbers = ", ".join(str(place + 1) for place in ring)
-        told += f": at {numbers}, {way} is {mine} on rank {ranks[0]}, and {yours} on rank {ranks[1]}"
-    return f"{told}. They look alike, and are paired as they come"
+        text += f": at {numbers}, {way} is {mine} on rank {ranks[0]}, and {yours} on rank {ranks[1]}"
+    return f"{text}. They look alike, and are paired as they come"
 
 
 def _exclusive(one: Entry, other: Entry) -> bool:

@@ -1,5 +1,7 @@
-"""Rules about time and memory. A cost is a share of a step: the seconds that one thing took in it, by those of the
-step; the median over rank 0's steps after the first three.
+"""Rules about time and memory.
+
+A cost is a share of a step: the seconds that one thing took in the step, by all of the step's; the median over rank 0's
+steps after the first three.
 
 Each cost is timed itself, and not found as the difference of two runs, so that noise changes a share by a few
 hundredths of its size. The thresholds are where acting is worth while: 5% of a step; 15% for waiting on data, since
@@ -16,7 +18,7 @@ from statistics import mean, median
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 
 SHARE = 0.05
 DATA_SHARE = 0.15
@@ -80,7 +82,7 @@ def _find_unused(run: RecordedRun) -> list[Finding]:
             f"passes on all ranks; searching the graph took {cost[1] * 1e3:.2g} ms of a step, {cost[0]:.1%}, beside a "
             "message"
         )
-        return [Finding("find_unused", file_line(ddp["at"]), evidence)]
+        return [finding_at("find_unused", ddp["at"], evidence)]
     return []
 
 
@@ -102,12 +104,12 @@ def _loader(run: RecordedRun) -> list[Finding]:
     if about is None:
         return []
     evidence = f"{cost[1] * 1e3:.3g} ms of a step were spent waiting for data, {cost[0]:.0%} of it"
-    found = [Finding("loader_starves", file_line(about["at"]), f"{evidence} (num_workers={about['workers']})")]
+    found = [finding_at("loader_starves", about["at"], f"{evidence} (num_workers={about['workers']})")]
     if about["workers"] == 0:
-        found.append(Finding("no_workers", file_line(about["at"]), f"{evidence}; num_workers=0"))
+        found.append(finding_at("no_workers", about["at"], f"{evidence}; num_workers=0"))
     states = [e["machine"] for e in run.events(0, "step") if e.get("machine")]
     if not about["pinned"] and any("devices" in s for s in states):
-        found.append(Finding("no_pinned_memory", file_line(about["at"]), f"{evidence}; pin_memory=False"))
+        found.append(finding_at("no_pinned_memory", about["at"], f"{evidence}; pin_memory=False"))
     return found
 
 
@@ -130,7 +132,7 @@ def _threads(run: RecordedRun) -> list[Finding]:
         f"without a core for {share:.0%} of the time"
     )
     made = next(run.events(0, "optimizer"), None)
-    return [Finding("threads", file_line(made["at"]) if made else "", evidence)]
+    return [finding_at("threads", made["at"] if made else None, evidence)]
 
 
 def _device(run: RecordedRun) -> list[Finding]:
@@ -144,7 +146,7 @@ def _device(run: RecordedRun) -> list[Finding]:
         return []
     evidence = f"ranks {', '.join(map(str, on_first))} hold memory on device 0, of {len(states[0]['devices'])}"
     made = next(run.events(1, "optimizer"), None)
-    return [Finding("one_device", file_line(made["at"]) if made else "", evidence)]
+    return [finding_at("one_device", made["at"] if made else None, evidence)]
 
 
 def _waits(run: RecordedRun) -> list[Finding]:
@@ -161,7 +163,7 @@ def _waits(run: RecordedRun) -> list[Finding]:
             f"{calls[0]['kind']}, {len(calls)} calls in {len(steps)} steps, took {cost[1] * 1e3:.3g} ms of a step, "
             f"{cost[0]:.0%}"
         )
-        found.append(Finding(cause, file_line(calls[0]["at"]), evidence))
+        found.append(finding_at(cause, calls[0]["at"], evidence))
     return found
 
 
@@ -187,7 +189,7 @@ def _no_sync(run: RecordedRun) -> list[Finding]:
         return []
     took = (k - 1) * mean(sent) * 1e3
     evidence = f"{k} reductions for each optimizer step; {k - 1} of them take {took:.3g} ms, {share:.0%} of it"
-    return [Finding("no_no_sync", file_line(steps[0][0]["at"]), evidence)]
+    return [finding_at("no_no_sync", steps[0][0]["at"], evidence)]
 
 
 def _checkpoints(run: RecordedRun) -> list[Finding]:
@@ -206,9 +208,9 @@ def _checkpoints(run: RecordedRun) -> list[Finding]:
         evidence = (
             f"{len(writers[same[0]])} ranks wrote {same[0]} ({e['bytes']} bytes, {e['seconds'] * 1e3:.3g} ms each time)"
         )
-        found.append(Finding("same_checkpoint", file_line(e["at"]), evidence))
+        found.append(finding_at("same_checkpoint", e["at"], evidence))
     wrapped = next((e for e in run.all_events("save") if e["wrapped"]), None)
     if wrapped is not None and any(run.events(0, "ddp")):
         evidence = f"the names begin with `module.`, such as {wrapped['wrapped']!r}"
-        found.append(Finding("module_prefix", file_line(wrapped["at"]), evidence))
+        found.append(finding_at("module_prefix", wrapped["at"], evidence))
     return found

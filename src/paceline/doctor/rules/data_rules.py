@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 
 MIN_BITS = 16  # of information that must agree: labels of two classes may agree by chance
 MIN_SHARED = 8  # examples that must agree before anything is said
@@ -51,11 +51,7 @@ def _same_examples(run: RecordedRun) -> list[Finding]:
                 evidence = _compare(run, loader, per_rank[one][0], per_rank[two][0], (one, two))
                 if evidence:
                     at = run.loaders[one].get(loader, {}).get("at") or per_rank[one][0].at
-                    return [
-                        Finding(
-                            "same_examples", file_line(at), evidence, file_line(_sharding_line(run, loader, (one, two)))
-                        )
-                    ]
+                    return [finding_at("same_examples", at, evidence, _sharding_line(run, loader, (one, two)))]
     return _same_inputs(run) or _same_gradients(run)
 
 
@@ -190,8 +186,8 @@ def _same_rows(a: Pass, b: Pass, who: str) -> str:
 
 def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
     """Two ranks read the same rows in the same order, one of them later."""
-    places_ = {digest: place_ for place_, digest in enumerate(theirs) if theirs.count(digest) == 1}
-    shifts = Counter(places_[digest] - place_ for place_, digest in enumerate(ours) if digest in places_)
+    places = {digest: place for place, digest in enumerate(theirs) if theirs.count(digest) == 1}
+    shifts = Counter(places[digest] - place for place, digest in enumerate(ours) if digest in places)
     if not shifts:
         return ""
     shift, count = shifts.most_common(1)[0]
@@ -209,10 +205,10 @@ def _same_inputs(run: RecordedRun) -> list[Finding]:
     if steps < MIN_SAME or len({str(e["digest"]) for e in per_rank[0]}) < MIN_SAME:
         return []
     seed, beside = script_lines.shared_seed_and_draw(run)
-    at = file_line(seed or per_rank[0][0]["at"])
+    at = seed or per_rank[0][0]["at"]
     if all(len({str(events[i]["digest"]) for events in per_rank}) == 1 for i in range(steps)):
         evidence = f"all {run.processes} ranks gave the model the same inputs in each of {steps} forward passes"
-        return [Finding("same_examples", at, evidence, file_line(beside))]
+        return [finding_at("same_examples", at, evidence, beside)]
     inputs = [{str(e["digest"]) for e in events} for events in per_rank]
     for (one, a), (two, b) in combinations(zip(run.peers, inputs, strict=True), 2):
         both, least = len(a & b), min(len(a), len(b))
@@ -221,7 +217,7 @@ def _same_inputs(run: RecordedRun) -> list[Finding]:
                 f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
                 "bit, at other steps: the ranks read one stream, out of phase"
             )
-            return [Finding("same_examples", at, evidence, file_line(beside))]
+            return [finding_at("same_examples", at, evidence, beside)]
     return []
 
 
@@ -232,15 +228,15 @@ def _same_gradients(run: RecordedRun) -> list[Finding]:
     steps = min(map(len, per_rank))
     if steps < MIN_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
         return []
-    taken = [[e["digest"] for e in events[:steps]] for events in per_rank]
-    if any(t != taken[0] for t in taken) or len(set(taken[0])) < MIN_SAME or 0 in taken[0]:
+    digests = [[e["digest"] for e in events[:steps]] for events in per_rank]
+    if any(t != digests[0] for t in digests) or len(set(digests[0])) < MIN_SAME or 0 in digests[0]:
         return []
     evidence = (
         f"the gradients of all {run.processes} ranks were the same, bit for bit, before they were reduced, "
         f"{steps} times"
     )
     seed, beside = script_lines.shared_seed_and_draw(run)
-    return [Finding("same_examples", file_line(seed or per_rank[0][0]["at"]), evidence, file_line(beside))]
+    return [finding_at("same_examples", seed or per_rank[0][0]["at"], evidence, beside)]
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
@@ -261,10 +257,10 @@ def _missed(run: RecordedRun) -> list[Finding]:
         return []
     for loader in sorted(run.training_loaders):
         about = run.loaders[0].get(loader, {})
-        told = about.get("replicas") or 0
-        if about.get("sampler") == "distributed" and told > run.world_size:
-            evidence = f"{about['sampler_name']} deals the examples to {told} ranks, and there are {run.world_size}"
-            return [Finding("examples_missed", file_line(about["at"]), evidence)]
+        replicas = about.get("replicas") or 0
+        if about.get("sampler") == "distributed" and replicas > run.world_size:
+            evidence = f"{about['sampler_name']} deals the examples to {replicas} ranks, and there are {run.world_size}"
+            return [finding_at("examples_missed", about["at"], evidence)]
         passes = [_training(run, rank, loader) for rank in run.peers]
         if not all(passes) or not all(theirs[0].indices for theirs in passes):
             continue
@@ -280,7 +276,7 @@ def _missed(run: RecordedRun) -> list[Finding]:
                 f"each of {run.world_size} ranks reads every {stride}th example; {len(missed)} of {size} are never "
                 f"read, by any loader: {missed[:6]}, ..."
             )
-            return [Finding("examples_missed", file_line(script_lines.rank_stride(run) or about["at"]), evidence)]
+            return [finding_at("examples_missed", script_lines.rank_stride(run) or about["at"], evidence)]
     return []
 
 
@@ -314,7 +310,7 @@ def _same_in_workers(run: RecordedRun) -> list[Finding]:
                     f"of {len(times)} different examples that rank 0 read in a pass, {often} came {workers} times, "
                     f"by their content: once from each of {workers} workers"
                 )
-                return [Finding("same_in_workers", file_line(about["at"]), evidence)]
+                return [finding_at("same_in_workers", about["at"], evidence)]
     return []
 
 
@@ -340,7 +336,7 @@ def _same_numbers(run: RecordedRun) -> list[Finding]:
                 f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
                 f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
             )
-            return [Finding("same_random_numbers", file_line(run.loaders[0][loader]["at"]), evidence)]
+            return [finding_at("same_random_numbers", run.loaders[0][loader]["at"], evidence)]
     return []
 
 
@@ -357,7 +353,7 @@ def _same_batch(run: RecordedRun) -> list[Finding]:
                 f"{len(first)} of {len(passes)} passes over the training data were left after their first batch, which "
                 f"was the same one in {same}"
             )
-            return [Finding("same_batch", file_line(passes[0].at), evidence)]
+            return [finding_at("same_batch", passes[0].at, evidence)]
     return []
 
 
@@ -384,9 +380,11 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
                     f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
-                told = len({p.epoch for p in run.passes[0] if p.loader in run.training_loaders}) == 1  # or another's is
-                beside = (script_lines.attribute_use(run, "set_epoch") if told else None) or about.get("sampler_at")
-                return [Finding("no_set_epoch", file_line(same[1].at), evidence, file_line(beside))]
+                all_stay = (
+                    len({p.epoch for p in run.passes[0] if p.loader in run.training_loaders}) == 1
+                )  # or another's is
+                beside = (script_lines.attribute_use(run, "set_epoch") if all_stay else None) or about.get("sampler_at")
+                return [finding_at("no_set_epoch", same[1].at, evidence, beside)]
     return []
 
 
@@ -404,7 +402,7 @@ def _cycled(run: RecordedRun) -> list[Finding]:
                 f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
                 f"again, {len(again)} times that were looked at"
             )
-            return [Finding("no_set_epoch", file_line(script_lines.cycle_call(run) or passes[0].at), evidence)]
+            return [finding_at("no_set_epoch", script_lines.cycle_call(run) or passes[0].at, evidence)]
     return []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
 from paceline.doctor.rules.gathered_results import uses_all
-from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 from paceline.doctor.script_ast import divided_by_world
 
 MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
@@ -29,19 +29,14 @@ _EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all
 
 @dataclass
 class _Evaluation:
-    """One evaluation on all ranks.
+    """One evaluation on all ranks."""
 
-    Attributes:
-        passes: of each rank, over the evaluation's loader.
-        after: of each rank, the events from the begin of its pass until training goes on.
-    """
-
-    passes: list[Pass]
-    after: list[list[Event]]  # of each rank, from the pass's begin
+    passes: list[Pass]  # of each rank, over the evaluation's loader
+    after: list[list[Event]]  # of each rank, the events from the begin of its pass until training goes on
 
     @property
     def reads(self) -> Counter[int]:
-        """index -> how many ranks, or times, it was read."""
+        """index -> how often it was read, over all ranks."""
         return Counter(i for p in self.passes for i in p.indices or [])
 
 
@@ -66,7 +61,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _evaluations(run: RecordedRun, loader: str) -> list[_Evaluation]:
-    """The evaluations with a loader. None where only some ranks evaluate: on all the data, or without sharding by this
+    """The evaluations with a loader; [] where only some ranks evaluate, on all the data or without sharding by this
     loader."""
     per_rank = [
         [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
@@ -157,7 +152,7 @@ def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    return [Finding("padded_evaluation", file_line(exchanged[0]["at"]), evidence + counted)]
+    return [finding_at("padded_evaluation", exchanged[0]["at"], evidence + counted)]
 
 
 def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
@@ -179,7 +174,7 @@ def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Find
                 f"the ranks evaluate {', '.join(map(str, sizes))} examples; what they add up is divided by the number "
                 "of ranks, as if they had as many each, and no count is exchanged"
             )
-            return [Finding("mean_of_means", file_line(e["at"]), evidence)]
+            return [finding_at("mean_of_means", e["at"], evidence)]
     return []
 
 
@@ -236,7 +231,7 @@ def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
                 f"{about['size']} examples; then it logged {said[0]['text'].strip()!r}"
             )
-            return [Finding("local_metric", file_line(said[0]["at"]), evidence)]
+            return [finding_at("local_metric", said[0]["at"], evidence)]
     return []
 
 
@@ -270,4 +265,4 @@ def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Findi
         f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
         "ranks evaluate; nothing was exchanged in between"
     )
-    return [Finding("local_metric", file_line(said[0]["at"]), evidence)]
+    return [finding_at("local_metric", said[0]["at"], evidence)]

@@ -24,7 +24,7 @@ _MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*
 _MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
 
 _SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
-# what a call of these prints is not used as a result
+# Functions that print: what they are given is not used as a result.
 _TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
 
 
@@ -45,23 +45,23 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
     if not path or any(tree_of(file) is None for file, _ in path):
         return False
     first = scope_at(*path[0])
-    looked: list[tuple[Scope, int]] = []  # and from which line on
+    scopes: list[tuple[Scope, int]] = []  # and from which line on
     if loop and tree_of(loop[0]) is not None:
-        looked.append((scope_at(*loop), loop[1]))
-    if not any(first is scope for scope, _ in looked):
-        looked.append((first, 0))
-    looked += [] if sums else [(scope_at(*frame), frame[1]) for frame in path[1:]]
-    nodes = [n for scope, line in looked for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
+        scopes.append((scope_at(*loop), loop[1]))
+    if not any(first is scope for scope, _ in scopes):
+        scopes.append((first, 0))
+    scopes += [] if sums else [(scope_at(*frame), frame[1]) for frame in path[1:]]
+    nodes = [n for scope, line in scopes for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
     files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
     calls = {
         called(n)
         for n in nodes
         if isinstance(n, ast.Call) and (not sums or _COUNTED.search(", ".join(map(ast.unparse, n.args))))
     }
-    entered = {id(scope) for scope, _ in looked} | {id(scope_at(*frame)) for frame in path}
-    nodes += [n for scope in _named(files, calls) if id(scope) not in entered for n in ast.walk(scope)]
-    told = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}
-    return not any(_slices(n) or (_masks(n) if sums else _stores_by_key(n)) for n in nodes if id(n) not in told)
+    searched = {id(scope) for scope, _ in scopes} | {id(scope_at(*frame)) for frame in path}
+    nodes += [n for scope in _named(files, calls) if id(scope) not in searched for n in ast.walk(scope)]
+    printed = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}
+    return not any(_slices(n) or (_masks(n) if sums else _stores_by_key(n)) for n in nodes if id(n) not in printed)
 
 
 def _named(files: set[str], names: set[str]) -> list[Scope]:

@@ -7,7 +7,7 @@ import ast
 import re
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.recorded_run import RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import RecordedRun, finding_at
 from paceline.doctor.script_ast import BATCH, RATE, nodes_of, world_pattern
 
 
@@ -26,7 +26,7 @@ def findings(run: RecordedRun) -> list[Finding]:
     optimizer = next(run.events(0, "optimizer"), None)
     if len(scaled) > 1:
         lines = "; ".join(f"line {line}: {text}" for _, line, text in scaled[:3])
-        return [Finding("lr_scaled_twice", file_line([scaled[1][0], scaled[1][1]]), lines)]
+        return [finding_at("lr_scaled_twice", [scaled[1][0], scaled[1][1]], lines)]
     batch = next(
         (e["batch"] for e in run.events(0, "loader") if e["loader"] in run.training_loaders and e["batch"]), None
     )
@@ -35,7 +35,7 @@ def findings(run: RecordedRun) -> list[Finding]:
         evidence = (
             f"{run.world_size} processes take {run.world_size * batch} examples a step, {batch} each; lr stays {rate}"
         )
-        return [Finding("lr_not_scaled", file_line(optimizer["at"]), evidence)]
+        return [finding_at("lr_not_scaled", optimizer["at"], evidence)]
     return []
 
 

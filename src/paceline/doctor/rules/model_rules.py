@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 
 MIN_STEPS = 3  # steps without a gradient, or backward passes of unequal counts
 UNEQUAL = 1e-3  # relative difference of counts that are not equal
@@ -36,7 +36,7 @@ def _modes(run: RecordedRun) -> list[Finding]:
         f"mode: rank {rank} had {mode['count']} of {mode['of']} parts of {mode['module']} that compute by their mode "
         f"({names}) in evaluation mode"
     )
-    return [Finding("modes_differ", file_line(mode["at"]), evidence)]
+    return [finding_at("modes_differ", mode["at"], evidence)]
 
 
 def _mean_losses(run: RecordedRun) -> list[Finding]:
@@ -63,7 +63,7 @@ def _mean_losses(run: RecordedRun) -> list[Finding]:
         f"in {len(unequal)} of {len(counted)} backward passes each rank divided its loss by a number of its own, first "
         f"by {shown}, and the gradients were averaged as if these were equal"
     )
-    return [Finding("loss_mean_of_means", file_line(unequal[0][0]["at"]), evidence)]
+    return [finding_at("loss_mean_of_means", unequal[0][0]["at"], evidence)]
 
 
 def _differ(values: list[float]) -> bool:
@@ -99,7 +99,7 @@ def _batch_norm(run: RecordedRun) -> list[Finding]:
         f"{len(norms)} {norms[0]['kind']} ({names}) in training mode; each of {run.world_size} replicas uses the "
         f"statistics of its own {norms[0]['size']} examples"
     )
-    return [Finding("batch_norm", file_line(norms[0]["at"]), evidence)]
+    return [finding_at("batch_norm", norms[0]["at"], evidence)]
 
 
 def _is_other_copy(run: RecordedRun, never: set[str]) -> bool:
@@ -139,5 +139,5 @@ def _no_gradient(run: RecordedRun) -> list[Finding]:
         if cut is not None:
             evidence += "; what a collective gathered of a tensor with a graph has no graph of its own"
         at = made["at"] if made else steps[0]["at"]
-        found.append(Finding("no_gradient", file_line(at), evidence, file_line(cut)))
+        found.append(finding_at("no_gradient", at, evidence, cut))
     return found[:1]

@@ -55,33 +55,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from paceline.doctor.findings import Finding
+
 Event = dict[str, Any]
 MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
 
 
 @dataclass
 class Pass:
-    """One iteration over a loader, on one rank.
+    """One iteration over a loader, on one rank."""
 
-    Attributes:
-        loader: the loader's name.
-        n: the number of the pass in its process.
-        at: the line of the loop.
-        epoch: the sampler's `epoch` when it began.
-        yields: its "yield" events.
-        trained: how many of them a backward followed.
-        complete: was the loader read to its end?
-        begin, end: places in the rank's events.
-    """
-
-    loader: str
-    n: int
-    at: list[Any]
-    epoch: Any = None
-    yields: list[Event] = field(default_factory=list)
-    trained: int = 0  # yields that a backward followed
-    complete: bool = False
-    begin: int = 0  # positions in the events
+    loader: str  # the loader's name
+    n: int  # the number of the pass in its process
+    at: list[Any]  # the line of the loop
+    epoch: Any = None  # the sampler's `epoch` when it began
+    yields: list[Event] = field(default_factory=list)  # its "yield" events
+    trained: int = 0  # how many of them a backward followed
+    complete: bool = False  # was the loader read to its end?
+    begin: int = 0  # places in the rank's events
     end: int = 0
 
     @property
@@ -98,18 +89,12 @@ class Pass:
 
 
 class RecordedRun:
-    """The events of all ranks.
-
-    Attributes:
-        ranks: the events of each rank, in order.
-        processes: the number of ranks.
-        cut: was the script ended from outside?
-    """
+    """The events of all ranks."""
 
     def __init__(self, ranks: Sequence[list[Event]], cut: bool = False) -> None:
-        self.ranks = list(ranks)
-        self.cut = cut
-        self.processes = len(self.ranks)
+        self.ranks = list(ranks)  # the events of each rank, in order
+        self.cut = cut  # was the script ended from outside?
+        self.processes = len(self.ranks)  # the number of ranks
 
     def events(self, rank: int, *kinds: str) -> Iterator[Event]:
         """The events of these kinds on one rank."""
@@ -243,6 +228,11 @@ class RecordedRun:
                 counts[one.loader][1] += len(one.yields)
         return {n for n, (fed, all_) in counts.items() if fed >= MIN_TRAINED and fed * 2 >= all_}
 
+    def at_common_steps(self, kind: str, field: str = "k") -> list[list[Event]]:
+        """The peers' events of a kind, with this field, for each step of an optimizer at which all peers have one."""
+        by_step = [{(e["opt"], e["step"]): e for e in self.events(rank, kind) if e.get(field)} for rank in self.peers]
+        return [[events[key] for events in by_step] for key in by_step[0] if all(key in events for events in by_step)]
+
     def steps(self, rank: int = 0) -> int:
         """The most steps that an optimizer of this rank made."""
         return max((e["step"] for e in self.events(rank, "step")), default=0)
@@ -264,6 +254,11 @@ def file_line(at: Any) -> str:
     path, line = at[0], at[1]
     near = os.path.relpath(path)
     return f"{near if len(near) < len(path) else path}:{line}"
+
+
+def finding_at(cause: str, at: Any, evidence: str, beside: Any = None) -> Finding:
+    """A Finding, from [file, line] of what it names; None or [] where there is no line."""
+    return Finding(cause, file_line(at), evidence, file_line(beside))
 
 
 def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.lr_scaling_rules import divides_rate
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 
 TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients have the same bits
 SUMMED = 2e-3  # relative deviation from the sum of all ranks' gradients
@@ -57,7 +57,7 @@ def _steps_differ(run: RecordedRun) -> list[Finding]:
                 f"{len(at[less])}, in {passes[more]} and {passes[less]} backward passes; the first that rank "
                 f"{run.peers[less]} lacks comes after backward pass {at[more][missing]}"
             )
-            return [Finding("steps_differ", file_line(per_rank[more][missing]["at"]), evidence)]
+            return [finding_at("steps_differ", per_rank[more][missing]["at"], evidence)]
     return []
 
 
@@ -77,7 +77,7 @@ def _fsdp_sync_off(run: RecordedRun) -> list[Finding]:
         return []
     line = next((e["at"] for e in run.events(0, "no_sync")), None)
     evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
-    return [Finding("sync_off", file_line(line), evidence)]
+    return [finding_at("sync_off", line, evidence)]
 
 
 def _differ_when_sharded(run: RecordedRun) -> list[Finding]:
@@ -87,16 +87,16 @@ def _differ_when_sharded(run: RecordedRun) -> list[Finding]:
     if len(per_rank) < 2 or any(e is None for e in per_rank):
         return []
     events = [e for e in per_rank if e is not None]
-    apart = _differing([e["whole"] for e in events])
-    if not apart:
+    differing = _differing([e["whole"] for e in events])
+    if not differing:
         return []
-    line, told = _state_load_line(run)
+    line, words = _state_load_line(run)
     seed = script_lines.rank_seed(run)
     line = line or seed or next((e["at"] for e in run.events(0, "fsdp")), None)
     evidence = (
-        f"when fully_shard cut the weights {_describe(apart, events[0]['whole'])}, and nothing has sent them since"
+        f"when fully_shard cut the weights {_describe(differing, events[0]['whole'])}, and nothing has sent them since"
     )
-    return [Finding("weights_differ_at_start", file_line(line), evidence + told, file_line(seed))]
+    return [finding_at("weights_differ_at_start", line, evidence + words, seed)]
 
 
 def _state_load_line(run: RecordedRun) -> tuple[Any, str]:
@@ -104,8 +104,8 @@ def _state_load_line(run: RecordedRun) -> tuple[Any, str]:
     begun = [list(run.events(rank, "loaded", "before")) for rank in run.peers]
     loads = [[e["at"] for e in takewhile(lambda e: e["k"] == "loaded", events)] for events in begun]
     line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
-    told = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
-    return line, told if line is not None else ""
+    words = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
+    return line, words if line is not None else ""
 
 
 def _weights_exchanged(run: RecordedRun) -> list[Finding]:
@@ -114,22 +114,21 @@ def _weights_exchanged(run: RecordedRun) -> list[Finding]:
     between a backward and the step, since a script may average in more ways than doctor knows."""
     if not run.exchanges_weights or any(_communicates_before_steps(run, rank) for rank in run.peers):
         return []
-    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before") if e.get("grads")} for rank in run.peers]
-    told = []
-    for key, first in per_rank[0].items():
-        events = [ranks[key] for ranks in per_rank if key in ranks]
-        if len(events) == len(per_rank) and not _differing([e["weights"] for e in events]):
-            apart = _differing([e["grads"] for e in events])
-            told += [(first, apart)] if apart else []
-    if len(told) < 2:
+    steps = run.at_common_steps("before", "grads")
+    unequal = []
+    for events in steps:
+        if not _differing([e["weights"] for e in events]):
+            differing = _differing([e["grads"] for e in events])
+            unequal += [(events[0], differing)] if differing else []
+    if len(unequal) < 2:
         return []
-    first, apart = told[0]
+    first, differing = unequal[0]
     evidence = (
-        f"at {len(told)} of {len(per_rank[0])} steps that were compared "
-        f"{_describe(apart, first['grads'], 'gradients')}, and nothing was exchanged between the backward and the "
+        f"at {len(unequal)} of {len(steps)} steps that were compared "
+        f"{_describe(differing, first['grads'], 'gradients')}, and nothing was exchanged between the backward and the "
         "step: the weights, which the ranks send each other afterwards, follow the examples of one rank each"
     )
-    return [Finding("not_reduced", file_line(first["at"]), evidence)]
+    return [finding_at("not_reduced", first["at"], evidence)]
 
 
 def _communicates_before_steps(run: RecordedRun, rank: int) -> bool:
@@ -154,46 +153,46 @@ def _divergence(run: RecordedRun) -> list[Finding]:
         events = [ranks[key] for ranks in per_rank if key in ranks]
         if len(events) < len(per_rank):
             continue
-        apart = [part for part in _differing([e["weights"] for e in events]) if part[0] not in run.model_parallel]
-        if not apart:
+        differing = [part for part in _differing([e["weights"] for e in events]) if part[0] not in run.model_parallel]
+        if not differing:
             alike[opt] = step
         elif kind == "before" and step == 0:
-            return [_differ_at_start(run, first, apart)]
+            return [_differ_at_start(run, first, differing)]
         elif kind == "before":
-            written = _written_outside(run, opt, step, alike.get(opt), _describe(apart, first["weights"]))
+            written = _written_outside(run, opt, step, alike.get(opt), _describe(differing, first["weights"]))
             if written:
                 return written
         else:
             before = [ranks[opt, step - 1, "before"] for ranks in per_rank if (opt, step - 1, "before") in ranks]
-            when = f"after step {step} {_describe(apart, first['weights'])}"
+            when = f"after step {step} {_describe(differing, first['weights'])}"
             if len(before) == len(per_rank):
                 return [_find_cause(run, before, events, when)]
-            return [Finding("weights_differ", file_line(first["at"]), when)]
+            return [finding_at("weights_differ", first["at"], when)]
     return []
 
 
-def _differ_at_start(run: RecordedRun, first: Event, apart: list[tuple[str, float]]) -> Finding:
+def _differ_at_start(run: RecordedRun, first: Event, differing: list[tuple[str, float]]) -> Finding:
     """weights_differ_at_start: at the line where some ranks load a state, or write weights by rank, or seed by rank; or
     else where the first of these weights is made."""
-    evidence = f"before the first step {_describe(apart, first['weights'])}"
-    line, told = _state_load_line(run)
-    evidence += told
+    evidence = f"before the first step {_describe(differing, first['weights'])}"
+    line, words = _state_load_line(run)
+    evidence += words
     seed, drawn = script_lines.rank_seed(run), next((e["at"] for e in run.events(0, "initialized")), None)
     line = line or drawn or script_lines.weight_write(run, first["at"], by_rank=True) or seed
-    line = line or (first.get("made_at") or {}).get(apart[0][0]) or first["at"]
-    return Finding("weights_differ_at_start", file_line(line), evidence, file_line(seed))
+    line = line or (first.get("made_at") or {}).get(differing[0][0]) or first["at"]
+    return finding_at("weights_differ_at_start", line, evidence, seed)
 
 
-def _describe(apart: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
+def _describe(differing: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
     """How many tensors differ, which ones, and by how much."""
     return (
-        f"{len(apart)} of {len(tensors)} {what} differ between ranks ({_names(apart)}), by up to "
-        f"{max(size for _, size in apart):.1e} of their mean magnitude"
+        f"{len(differing)} of {len(tensors)} {what} differ between ranks ({_names(differing)}), by up to "
+        f"{max(size for _, size in differing):.1e} of their mean magnitude"
     )
 
 
-def _names(apart: list[tuple[str, float]]) -> str:
-    return ", ".join(name for name, _ in apart[:_NAMED]) + (", ..." if len(apart) > _NAMED else "")
+def _names(differing: list[tuple[str, float]]) -> str:
+    return ", ".join(name for name, _ in differing[:_NAMED]) + (", ..." if len(differing) > _NAMED else "")
 
 
 def _differing(ranks: list[Samples]) -> list[tuple[str, float]]:
@@ -219,7 +218,7 @@ def _distance(a: float, b: float) -> float:
     return math.inf if math.isnan(a - b) else abs(a - b)
 
 
-def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, told: str) -> list[Finding]:
+def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, words: str) -> list[Finding]:
     """written_outside: the weights were equal after one step and not before a later one, and a rank saw its weights
     change between two steps."""
     if alike is None:
@@ -234,24 +233,24 @@ def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, t
     who = [rank for rank, m in zip(run.peers, moved, strict=True) if first in m]
     whose = f"rank {who[0]}'s" if len(who) == 1 else "the ranks'"
     evidence = (
-        f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} {told}"
+        f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} {words}"
     )
     at = next(m[first]["at"] for m in moved if first in m)
-    return [Finding("written_outside", file_line(script_lines.weight_write(run, at) or at), evidence)]
+    return [finding_at("written_outside", script_lines.weight_write(run, at) or at, evidence)]
 
 
 def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
     """The cause where weights agreed before a step, or the steps since they last agreed were not compared."""
     given: list[Samples] = [e.get("grads") or {} for e in before]
-    apart = [part for part in _differing(given) if part[0] not in run.model_parallel]
+    differing = [part for part in _differing(given) if part[0] not in run.model_parallel]
     at = before[0]["at"]
-    if not apart:
+    if not differing:
         return _optimizer_differs(run, before, after, when)
-    when += f"; {_describe(apart, given[0], 'gradients')} at that step"
-    names = {name for name, _ in apart}
+    when += f"; {_describe(differing, given[0], 'gradients')} at that step"
+    names = {name for name, _ in differing}
     if not run.reduces_gradients:
         when += "; no gradient was reduced, by DDP or by a call of the script's"
-        return Finding("not_reduced", file_line(at), when, file_line(_averaged_copy_line(run, before[0])))
+        return finding_at("not_reduced", at, when, _averaged_copy_line(run, before[0]))
     if any(run.events(0, "ddp")):
         return _under_ddp(run, before[0], names, when)
     kept = _unreduced_names(given, [e.get("own") or {} for e in before])
@@ -260,13 +259,13 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
         listed = ", ".join(kept[:_NAMED])
         evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
         beside = script_lines.frame_in_scope(calls[0].get("by") or [], at)
-        return Finding("partly_reduced", file_line(calls[0]["at"]), evidence, file_line(beside))
+        return finding_at("partly_reduced", calls[0]["at"], evidence, beside)
     left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
     if left is not None:
         when += f", and nobody had waited for {left[0]} of its asynchronous reductions: they may not have ended"
-        return Finding("gradients_differ", file_line(left[1]), when, file_line(at))
+        return finding_at("gradients_differ", left[1], when, at)
     line = script_lines.gradient_write(run, at)
-    return Finding("gradients_differ", file_line(line or at), f"{when}, though gradients are reduced")
+    return finding_at("gradients_differ", line or at, f"{when}, though gradients are reduced")
 
 
 def _averaged_copy_line(run: RecordedRun, before: Event) -> Any:
@@ -321,9 +320,9 @@ def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> F
     window = _events_since_step(run, before)
     outside = before.get("outside") or {}
     if names <= set(outside):
-        at, how = next(told for name, told in outside.items() if name in names)
+        at, how = next(place for name, place in outside.items() if name in names)
         line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
-        return Finding("unknown_to_ddp", file_line(line), f"{when}; DDP does not reduce them: they were {how}")
+        return finding_at("unknown_to_ddp", line, f"{when}; DDP does not reduce them: they were {how}")
     passes = [e for e in window if e["k"] == "backward"]
     past = [e for e in window if e["k"] == "past"] or list(run.events(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
@@ -333,16 +332,16 @@ def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> F
         usual = next((e["at"] for e in run.events(0, "before") if e["opt"] == before["opt"]), None)
         line = before["at"] if usual != before["at"] else line  # a step of its own, for what is left
         evidence = f"{when}; the last backward before the step, of {len(passes)}, was made under no_sync"
-        return Finding("sync_off", file_line(line or passes[-1]["at"]), evidence)
+        return finding_at("sync_off", line or passes[-1]["at"], evidence)
     if any(not e["synced"] and not e["local"] for e in passes):
         line = past[0]["at"] if past else script_lines.attribute_use(run, "module") or passes[-1]["at"]
         evidence = f"{when}; a backward was made of a forward that did not go through the DDP module"
-        return Finding("past_ddp", file_line(line), evidence)
+        return finding_at("past_ddp", line, evidence)
     if past:
         evidence = f"{when}; the module inside DDP was called too, past DDP, before that step"
-        return Finding("past_ddp", file_line(past[0]["at"]), evidence)
+        return finding_at("past_ddp", past[0]["at"], evidence)
     line = script_lines.gradient_write(run, before["at"])
-    return Finding("gradients_differ", file_line(line or before["at"]), f"{when}, though DDP reduced gradients")
+    return finding_at("gradients_differ", line or before["at"], f"{when}, though DDP reduced gradients")
 
 
 def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
@@ -356,15 +355,13 @@ def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event]
                 evidence = (
                     f"{when}, by the same gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on {rank}"
                 )
-                return Finding("optimizer_differs", file_line(made or before[0]["at"]), evidence)
+                return finding_at("optimizer_differs", made or before[0]["at"], evidence)
     state = _differing([e.get("state") or {} for e in after])
     if state:
         line = next((e["at"] for e in run.all_events("restored")), None)
         evidence = f"{when}, by the same gradients: {_describe(state, after[0]['state'], 'tensors of its state')}"
-        return Finding("optimizer_differs", file_line(line or before[0]["at"]), evidence)
-    return Finding(
-        "weights_differ", file_line(before[0]["at"]), f"{when}, though the gradients of that step were the same"
-    )
+        return finding_at("optimizer_differs", line or before[0]["at"], evidence)
+    return finding_at("weights_differ", before[0]["at"], f"{when}, though the gradients of that step were the same")
 
 
 def _buffers(run: RecordedRun) -> list[Finding]:
@@ -377,49 +374,41 @@ def _buffers(run: RecordedRun) -> list[Finding]:
     )
 
 
-def _unlike_buffers(run: RecordedRun, kind: str, told: str) -> list[Finding]:
-    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "buffers")} for rank in run.peers]
-    keys = [key for key in per_rank[0] if all(key in ranks for ranks in per_rank)]
-    apart = [(key, _differing([ranks[key].get(kind) or {} for ranks in per_rank])) for key in keys]
-    last = [(key, parts) for key, parts in apart if parts]
-    if len(last) < 2 or not apart[-1][1]:
+def _unlike_buffers(run: RecordedRun, kind: str, words: str) -> list[Finding]:
+    steps = run.at_common_steps("buffers")
+    differing = [_differing([e.get(kind) or {} for e in events]) for events in steps]
+    if sum(map(bool, differing)) < 2 or not differing[-1]:
         return []
-    (number, step), parts = last[-1]
-    evidence = f"after step {step} {_describe(parts, per_rank[0][last[-1][0]][kind], 'buffers')}; {told}"
+    last, parts = steps[-1][0], differing[-1]
+    evidence = f"after step {last['step']} {_describe(parts, last[kind], 'buffers')}; {words}"
     kept = next((e["at"] for e in run.events(0, "ddp") if not e.get("broadcasts", True)), None)
     line = script_lines.buffer_write(run, parts[0][0].rpartition(".")[2])
     if line is None and kind == "sent":
         return []
     line = line or kept
     if line is None:
-        line = next((e["at"] for e in run.events(0, "step") if e["opt"] == number), None)
-    return [Finding("buffers_differ", file_line(line), evidence)]
+        line = next((e["at"] for e in run.events(0, "step") if e["opt"] == last["opt"]), None)
+    return [finding_at("buffers_differ", line, evidence)]
 
 
 def _summed(run: RecordedRun) -> list[Finding]:
     """summed_gradients: each rank's loss is a mean, and the optimizer is given the sum of the ranks' gradients."""
-    per_rank = [[e for e in run.events(rank, "before") if e.get("own") and e.get("grads")] for rank in run.peers]
+    steps = [events for events in run.at_common_steps("before", "own") if all(e.get("grads") for e in events)]
     kinds = {e.get("form", e["mean"]) for rank in run.peers for e in run.events(rank, "backward")}
-    if len(run.peers) < 2 or not all(per_rank) or kinds != {"mean"}:
+    if len(run.peers) < 2 or len(steps) < 2 or kinds != {"mean"} or divides_rate(run):
         return []
     hooked = any(e["mean"] != "mean" for e in run.events(0, "backward"))
-    told = 0
-    for events in zip(*per_rank):
-        if len({(e["opt"], e["step"]) for e in events}) > 1:
-            continue
+    for events in steps:
         own = [_reduced_samples(run, rank, e) if hooked else e["own"] for rank, e in zip(run.peers, events)]
         factor = _sum_factor(own, events[0]["grads"])
         if factor is None or abs(factor * events[0].get("scale", 1.0) - 1) > SUMMED:
             return []
-        told += 1
-    if told < 2 or divides_rate(run):
-        return []
     calls = [e for e in run.events(0, "coll") if e.get("of") == "grad"]
     evidence = (
-        f"at {told} of {told} steps that were compared the optimizer was given the sum of the gradients of "
+        f"at {len(steps)} of {len(steps)} steps that were compared the optimizer was given the sum of the gradients of "
         f"{len(run.peers)} ranks, each of a loss that is a mean: nothing divided it"
     )
-    return [Finding("summed_gradients", file_line(calls[0]["at"] if calls else per_rank[0][0]["at"]), evidence)]
+    return [finding_at("summed_gradients", calls[0]["at"] if calls else steps[0][0]["at"], evidence)]
 
 
 def _reduced_samples(run: RecordedRun, rank: int, before: Event) -> Samples:

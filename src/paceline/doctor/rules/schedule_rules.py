@@ -9,12 +9,12 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
 from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
 OVER_SHARE = 0.2  # of the steps, that come after that
-# of the highest rate, by which a schedule in epochs may fall: in a whole run, in one epoch
+# Of the highest rate, by which a schedule in epochs may fall: in a whole run, in one epoch.
 FELL, FELL_EPOCH = 0.05, 0.8
 LOW, BACK = 0.02, 0.5  # of the highest rate: how far one falls that comes down too early, and how far it then rises
 MANY = 5  # drops of a rate that should drop once in many epochs
@@ -64,7 +64,7 @@ def _lr_differs(run: RecordedRun) -> list[Finding]:
                 beside = made if not max(stepped) and key[1] == 0 else None
                 if sched and sched["type"] == "ReduceLROnPlateau":
                     beside = script_lines.unsynced_log(run) or beside
-                return [Finding("lr_differs", file_line(line), evidence, file_line(beside))]
+                return [finding_at("lr_differs", line, evidence, beside)]
     return []
 
 
@@ -78,7 +78,7 @@ def _schedulers(run: RecordedRun) -> list[Finding]:
         evidence = _once_per_process(run, number, steps) or _too_early(run, steps)
         if evidence:
             made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == number), None)
-            found.append(Finding("scheduler_steps", file_line(steps[-1]["at"]), evidence, file_line(made)))
+            found.append(finding_at("scheduler_steps", steps[-1]["at"], evidence, made))
     return found[:1]
 
 
@@ -98,19 +98,19 @@ def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Fi
         if count < MIN_UPDATES or abs(count - len(updates)) > 1:
             continue
         text = call_arguments(last["type"], *_lines(run))
-        told = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
+        evidence = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
         end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
         if _is_multiple(horizon, run.world_size, count) and WORLD.search(text):
-            told += (
+            evidence += (
                 f"the length was divided by {run.world_size} processes twice, since each loader has its share; {end}"
             )
         elif _is_multiple(count, run.world_size, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
-            told += f"the length counts all the data, of which each of {run.world_size} processes has a part; {end}"
+            evidence += f"the length counts all the data, of which each of {run.world_size} processes has a part; {end}"
         elif k > 1 and _is_multiple(count, k, horizon) and _OF_A_LOADER.search(text) and not _PARTS.search(text):
-            told += f"the length counts micro-batches, {k} for each update; {end}"
+            evidence += f"the length counts micro-batches, {k} for each update; {end}"
         else:
             continue
-        return [Finding("schedule_length", file_line(call_line(last["type"], *_lines(run)) or last["at"]), told)]
+        return [finding_at("schedule_length", call_line(last["type"], *_lines(run)) or last["at"], evidence)]
     return []
 
 
@@ -202,19 +202,19 @@ def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
     horizon, kind = last["horizon"], last["type"]
     if not horizon or not epochs or each < MIN_BATCHES:
         return ""
-    told = f"its {last['name']} is {horizon}, where an epoch has {each} batches"
+    evidence = f"its {last['name']} is {horizon}, where an epoch has {each} batches"
     fell = last["lr"][0] / last["base"] if last["base"] and last["lr"] and last["lr"][0] is not None else 1.0
     shorter = horizon < each / 2 or (horizon < each and each % horizon != 0)
     if kind == "CosineAnnealingLR" and horizon % each != 0 and (horizon == epochs or shorter):
-        return told
+        return evidence
     counts = last["count"] is not None and last["count"] >= 0.9 * len(steps)  # whole steps, and no parts of an epoch
     if kind == "CosineAnnealingWarmRestarts" and counts and horizon <= epochs and horizon < each / 2:
-        return told
+        return evidence
     if kind == "MultiStepLR" and horizon <= epochs and (fell <= 0.1 or (horizon < each / 2 and fell < 1)):
-        return f"{told}, and the rate has come down to {last['lr'][0]:.1e}"
+        return f"{evidence}, and the rate has come down to {last['lr'][0]:.1e}"
     often = horizon < each / 2 and len(steps) >= MANY * horizon and fell <= FELL
     if kind == "StepLR" and ((horizon <= epochs and fell <= 0.1) or often):
-        return f"{told}, and the rate has come down to {last['lr'][0]:.1e}"
+        return f"{evidence}, and the rate has come down to {last['lr'][0]:.1e}"
     return ""
 
 
@@ -289,7 +289,7 @@ def _accumulation(run: RecordedRun) -> list[Finding]:
         evidence += "; without no_sync: gradients were sent in each of them"
     at = calls[0]["at"]
     beside = script_lines.loss_return(at) if calls[0].get("library") else None
-    return [Finding("accumulation", file_line(at), evidence, file_line(beside))]
+    return [finding_at("accumulation", at, evidence, beside)]
 
 
 def _clipping(run: RecordedRun) -> list[Finding]:
@@ -303,37 +303,36 @@ def _clipping(run: RecordedRun) -> list[Finding]:
             f"gradients{norm}, still times the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
             f"{len(scaled)} times"
         )
-        found.append(Finding("clip_before_unscale", file_line(e["at"]), evidence))
+        found.append(finding_at("clip_before_unscale", e["at"], evidence))
     clips = [e for e in run.events(0, "clip") if e["changed"]]
     reduced = [e for e in run.events(0, "coll") if e.get("of") == "grad" and e.get("clipped")]
     if clips and len(reduced) >= 2 and run.world_size > 1:
         evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {file_line(reduced[0]['at'])}"
-        found.append(Finding("clip_before_reduce", file_line(clips[0]["at"]), evidence))
+        found.append(finding_at("clip_before_reduce", clips[0]["at"], evidence))
     early = _clipped_early(run) if run.world_size > 1 else []
     if len(early) >= MIN_REPEATS and not found:
         evidence = (
             f"clipped {len(early)} times after a backward under no_sync, before the one that reduces what they are "
             "added to"
         )
-        found.append(Finding("clip_before_reduce", file_line(early[0]["at"]), evidence))
+        found.append(finding_at("clip_before_reduce", early[0]["at"], evidence))
     return found
 
 
 def _clip_of_shards(run: RecordedRun) -> list[Finding]:
     """clip_of_shards: each rank multiplies its shards of the gradients by a factor of its own."""
-    per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before") if e.get("shrunk")} for rank in run.peers]
-    steps = [[ranks[key] for ranks in per_rank] for key in per_rank[0] if all(key in ranks for ranks in per_rank)]
-    apart = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
-    if len(apart) < MIN_REPEATS:
+    steps = run.at_common_steps("before", "shrunk")
+    unequal = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
+    if len(unequal) < MIN_REPEATS:
         return []
-    first = apart[0]
+    first = unequal[0]
     shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
     evidence = (
-        f"before {len(apart)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number of its "
-        f"own, at step {first[0]['step'] + 1} by {shown}"
+        f"before {len(unequal)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number of "
+        f"its own, at step {first[0]['step'] + 1} by {shown}"
     )
     line = script_lines.gradient_write(run, first[0]["at"])
-    return [Finding("clip_of_shards", file_line(first[0]["at"]), evidence, file_line(line))]
+    return [finding_at("clip_of_shards", first[0]["at"], evidence, line)]
 
 
 def _dropped(run: RecordedRun) -> list[Finding]:
@@ -344,7 +343,7 @@ def _dropped(run: RecordedRun) -> list[Finding]:
         return []
     passes = len({e["backwards"] for e in dropped})
     evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
-    return [Finding("gradients_dropped", file_line(dropped[0]["at"]), evidence)]
+    return [finding_at("gradients_dropped", dropped[0]["at"], evidence)]
 
 
 def _clipped_early(run: RecordedRun) -> list[Event]:

@@ -1,4 +1,4 @@
-"""What `paceline env` prints, for a bug report: plain text. Loads torch when called."""
+"""What `paceline env` prints, for a bug report. Loads torch when it is called."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIXES = (
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-def about() -> str:
+def environment_report() -> str:
     """The report, ending in a newline."""
     import torch
 
@@ -74,7 +74,7 @@ def _version(name: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> list[str]:
-    """Those that bear on a run; of secrets only that they are set."""
+    """The variables that bear on a run. Of secrets, only that they are set."""
     shown = {name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)}
     return [
         f"{name}={'(set)' if any(word in name for word in _SECRET) else value}" for name, value in shown.items()

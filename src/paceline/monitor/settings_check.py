@@ -1,4 +1,4 @@
-"""Whether all ranks were told to show and write alike."""
+"""Were all ranks told to show and write the same?"""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from paceline.comm import collectives
 from paceline.errors import SettingError
 
 
-def agree(problem: str | None, own: tuple[Any, ...]) -> None:
-    """Raises SettingError on all ranks where rank 0 has a problem, or where a rank's settings ask for other
-    exchanges."""
+def check_settings(problem: str | None, own: tuple[Any, ...]) -> None:
+    """Raise SettingError on all ranks: where rank 0 has a problem, or where a rank's settings ask for other exchanges.
+
+    Args:
+        problem: rank 0's, as the text of an error.
+        own: this rank's (is progress shown?, is log_dir given?, log_every).
+    """
     everyone = collectives.gather_objects((problem, own))
     if everyone[0][0] is not None:
         raise SettingError(everyone[0][0])
