@@ -27,6 +27,7 @@ from paceline.comm.mesh import Group, current, replicas_here
 from paceline.comm.transport import rank_of as rank_of
 from paceline.comm.transport import size_of as size_of
 from paceline.errors import SettingError, UsageError, WorldError, suggest
+from paceline.torch_private.core import foreach_copy_
 
 T = TypeVar("T")
 
@@ -321,7 +322,7 @@ def sum_all(tensors: Sequence[Tensor], group: Group = None) -> None:
         flying.append((bucket, all_reduce(joined, group=group, async_op=True)))
     for bucket, pending in flying:
         parts = pending.wait().split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_([t.detach() for t in bucket], [p.view(t.shape) for p, t in zip(parts, bucket)])
+        foreach_copy_([t.detach() for t in bucket], [p.view(t.shape) for p, t in zip(parts, bucket)])
 
 
 def barrier() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.torch_private.core import DisableTorchFunction
+
 _CHUNK = 2**18
 _MULTIPLIER = 6364136223846793005  # Knuth's MMIX multiplier: odd, so that no chunk's bits are lost
 
@@ -26,5 +28,5 @@ def digest(tensor: Tensor) -> Tensor:
 
 def _weights(count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
-    with torch._C.DisableTorchFunction():  # with noise="example" a mode would take these for noise of the batch
+    with DisableTorchFunction():  # with noise="example" a mode would take these for noise of the batch
         return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1

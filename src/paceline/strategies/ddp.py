@@ -51,6 +51,7 @@ from paceline.strategies.replicated import (
     parameter_names,
     replicated_state,
 )
+from paceline.torch_private.core import will_execute
 from paceline.world import World
 
 Reached = tuple[bool, ...]
@@ -168,7 +169,7 @@ class DDP(LoopStrategy):
         def look(_: Tensor) -> None:
             if found:  # with several losses, only the first that autograd comes to
                 return
-            mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
+            mine = tuple(map(will_execute, self._accumulators))
             found.append(self._compare(call, mine))
             expected.extend(p for p, used in zip(self.trainable, mine, strict=True) if used)
             reducer = self._reducers.get(found[0])

@@ -47,6 +47,7 @@ from paceline.strategies.replicated import (
     replicated_state,
 )
 from paceline.strategies.sliced_state import check_dense
+from paceline.torch_private.core import will_execute
 from paceline.world import World
 
 
@@ -160,9 +161,7 @@ class DeepSpeed(LoopStrategy):
     def _check_reached(self, _: Tensor) -> None:
         """At the root of a backward, before any gradient and before anything travels."""
         missed = [
-            self._names[p]
-            for p, node in zip(self._trainable, self._nodes, strict=True)
-            if not torch._C._will_engine_execute_node(node)
+            self._names[p] for p, node in zip(self._trainable, self._nodes, strict=True) if not will_execute(node)
         ]
         if missed:
             raise UnusedParameterError(

@@ -16,7 +16,7 @@ FSDP2 gathers when a wrapped module's forward is called. Here also when another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ from paceline.strategies.fsdp_wrapping import enter_anywhere, layers_of, recompu
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import parameter_names
 from paceline.strategies.sliced_state import Masters, check_dense, load_sliced, sliced_state
+from paceline.torch_private import fully_shard as internals
+from paceline.torch_private.core import will_execute
 from paceline.world import World
 
 
@@ -135,11 +137,11 @@ class FSDP2(LoopStrategy):
             done |= set(layer.parameters())
             sharded.set_gradient_divide_factor(1.0)  # the weights make a sum of it
             sharded.set_force_sum_reduction_for_comms(True)
-        state = sharded._get_fsdp_state()  # of the model itself, which came last
-        state._lazy_init()  # with this model as the root, whichever of its modules is called first
+        state = internals.state_of(sharded)  # of the model itself, which came last
+        internals.become_root(state)  # with this model as the root, whichever of its modules is called first
         enter_anywhere(model)
         self._states.append(state)
-        for group in _groups(state):
+        for group in internals.groups_under(state):
             self._params += group.fsdp_params
             group.reshard = partial(self._reshard, group, group.reshard)
         model.register_load_state_dict_pre_hook(_slice_loaded)
@@ -150,10 +152,10 @@ class FSDP2(LoopStrategy):
         need the parameters again: from then on nothing is freed until `backward` is over. A forward without gradients
         frees all: `state_dict` frees what is gathered, and on one rank alone (`if run.main: model.state_dict()`) would
         else leave the others with what that rank has to gather anew, for which it would wait for ever."""
-        if group._training_state.name == "FORWARD" and not torch.is_grad_enabled():
-            group._to_sharded()
+        if internals.phase(group) == "FORWARD" and not torch.is_grad_enabled():
+            internals.slice_again(group)
             return
-        if group._training_state.name == "POST_BACKWARD" and torch.is_grad_enabled():
+        if internals.phase(group) == "POST_BACKWARD" and torch.is_grad_enabled():
             self._held = True
         if not self._held:
             reshard()
@@ -163,7 +165,7 @@ class FSDP2(LoopStrategy):
         self._held = False
         for state in self._states:
             with torch.no_grad():
-                state._root_post_backward_final_callback()
+                internals.finish_backward(state)
 
     def _hand_over(self, optimizer: torch.optim.Optimizer, moved: dict[Tensor, Tensor]) -> None:
         for group in optimizer.param_groups:
@@ -204,7 +206,7 @@ class FSDP2(LoopStrategy):
         leaves = {
             param.sharded_param: unsharded
             for param in self._params
-            if (unsharded := getattr(param, "_unsharded_param", None)) is not None
+            if (unsharded := internals.gathered(param)) is not None
         }
         return leaves if self._masters is None else leaves | {p: p for p in self._masters.of}
 
@@ -226,12 +228,12 @@ class FSDP2(LoopStrategy):
         def look(_: Tensor) -> None:
             if not looked:  # with several losses, only at the first that autograd comes to
                 looked.append(True)
-                self._look(key, tuple(map(torch._C._will_engine_execute_node, self._nodes)))
+                self._look(key, tuple(map(will_execute, self._nodes)))
 
         return [loss.register_hook(look) for loss in losses if loss.requires_grad]
 
     def _look(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
-        if any(map(torch._C._will_engine_execute_node, self._direct)):
+        if any(map(will_execute, self._direct)):
             raise UsageError(USED_OUTSIDE)
         if key not in self._expected or self._find_unused:
             everyone = collectives.gather_objects(mine)
@@ -264,11 +266,6 @@ class FSDP2(LoopStrategy):
         if self._masters is not None:
             self._masters.close()
         self._nodes, self._direct, self._trainable, self._flags = [], [], [], ()
-
-
-def _groups(state: Any) -> Iterator[Any]:
-    for one in state._state_ctx.all_states:
-        yield from one._fsdp_param_groups
 
 
 def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -38,6 +38,7 @@ from paceline.strategies.base import Backward, LoopStrategy
 from paceline.strategies.fsdp2 import FSDP2
 from paceline.strategies.pickling import NoPickles
 from paceline.strategies.tensor_cut import LayerCuts, explained, replace
+from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
 
 
@@ -142,7 +143,7 @@ class FSDPTensor(LoopStrategy):
         grads = [dtensor.local(grad) for grad in graded]
         collectives.sum_all(grads, self.mesh.group("tensor"))
         if grads:
-            torch._foreach_mul_(grads, 1 / self.mesh.size("tensor"))
+            foreach_mul_(grads, 1 / self.mesh.size("tensor"))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._inner.step(optimizer)

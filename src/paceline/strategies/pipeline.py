@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.microbatch import _Replicate
 
 from paceline.comm import collectives
 from paceline.comm.mesh import ALONE, Mesh, OneReplica, check_size
@@ -62,6 +61,7 @@ from paceline.strategies.pipeline_stages import ByCalls, Waiting, seed
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.strategies.stage_parameters import StageParameters
 from paceline.strategies.unused_parameters import Reached
+from paceline.torch_private.schedules import NOT_CUT
 from paceline.world import World
 
 SCHEDULES = ("gpipe", "1f1b", "naive")
@@ -315,7 +315,7 @@ class Pipeline(ClosureStrategy):
                 output_args=(forms[part + 1],),
                 group=self.mesh.along("stage").get_group(),
             )
-            whole: Any = (_Replicate(),) if count == 1 else None  # one is not cut: it may have no examples
+            whole: Any = (NOT_CUT,) if count == 1 else None  # one is not cut: it may have no examples
             kind = Schedule1F1B if self.schedule == "1f1b" and count >= stages else ScheduleGPipe
             self._schedules[key] = kind(
                 stage,

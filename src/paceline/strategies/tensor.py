@@ -52,6 +52,7 @@ from paceline.strategies.replicated import (
 )
 from paceline.strategies.tensor_cut import LayerCuts, explained, replace
 from paceline.strategies.unused_parameters import Reached, check_alike, named_state
+from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
 
 
@@ -122,7 +123,7 @@ class TensorParallel(LoopStrategy):
         collectives.sum_all(cut, self.mesh.data)
         collectives.sum_all(whole)
         if whole:
-            torch._foreach_mul_(whole, 1 / self.mesh.size("tensor"))
+            foreach_mul_(whole, 1 / self.mesh.size("tensor"))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         try:

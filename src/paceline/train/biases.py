@@ -31,8 +31,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from paceline.torch_private.core import (
+    BatchNormBase,
+    InstanceNormBase,
+    backward_hooks,
+    conv_forward,
+    forward_pre_hooks,
+    output_padding,
+    transforms_active,
+    unbatched_dims,
+    version_of,
+)
 
 _Compute = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -42,14 +52,14 @@ def _linear(layer: nn.Linear, x: Tensor, bias: Tensor) -> Tensor:
 
 
 def _convolution(layer: Any, x: Tensor, bias: Tensor) -> Tensor:
-    output: Tensor = layer._conv_forward(x, layer.weight, bias)
+    output: Tensor = conv_forward(layer)(x, layer.weight, bias)
     return output
 
 
 def _transposed(function: Callable[..., Tensor], dims: int) -> _Compute:
     def compute(layer: Any, x: Tensor, bias: Tensor) -> Tensor:
         shape = layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
-        padding = layer._output_padding(x, None, *shape)
+        padding = output_padding(layer)(x, None, *shape)
         return function(x, layer.weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
 
     return compute
@@ -166,14 +176,14 @@ def _feeding(kind: type[Any]) -> type[nn.Module]:
             or not input.numel()  # an empty shard, which norms may pass over
             or type(bias) not in (nn.Parameter, Tensor)  # such as a DTensor
             or not (bias.requires_grad and torch.is_grad_enabled())
-            or torch._C._are_functorch_transforms_active()
+            or transforms_active()
         ):
             output: Tensor = kind.forward(self, input, *args, **kwargs)
             return output
         output = compute(self, input, bias.detach())
         source = Source(self, bias)
         output = _Attach.apply(output, bias, source)
-        source.version = output._version
+        source.version = version_of(output)
         setattr(output, _SOURCE, source)
         return output
 
@@ -189,7 +199,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {kind: _feeding(kind) for kin
 def offered(x: Tensor) -> bool:
     """Whether a norm's input is the output of a layer, as it made it."""
     source = getattr(x, _SOURCE, None)
-    return source is not None and bool(source.version == x._version)
+    return source is not None and bool(source.version == version_of(x))
 
 
 def alone(x: Tensor) -> Tensor:
@@ -216,16 +226,16 @@ def _listen(norm: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if torch.compiler.is_compiling():
         return None
     x = inputs[0]
-    last = next(reversed(norm._forward_pre_hooks.values())) is _listen
-    if not (last and offered(x) and _of_its_input(norm, x)) or norm._backward_hooks:
+    last = next(reversed(forward_pre_hooks(norm).values())) is _listen
+    if not (last and offered(x) and _of_its_input(norm, x)) or backward_hooks(norm):
         return None
     return alone(x), *inputs[1:]
 
 
 def _of_its_input(norm: Any, x: Tensor) -> bool:
     """Whether the statistics are those of the input, in each of its channels."""
-    if isinstance(norm, _InstanceNorm):
-        batched = x.dim() == norm._get_no_batch_dim() + 1
+    if isinstance(norm, InstanceNormBase):
+        batched = x.dim() == unbatched_dims(norm) + 1
         return batched and (norm.training or not norm.track_running_stats)
     return norm.training or (norm.running_mean is None and norm.running_var is None)
 
@@ -234,7 +244,7 @@ def convert(model: nn.Module) -> None:
     """Lets the gradients of biases before norms be zero: layers with a bias change their class, norms get a hook. Only
     where the model has both. A second call finds nothing to do. batchnorm.py listens by itself."""
     modules = list(model.modules())
-    norms: list[Any] = [module for module in modules if isinstance(module, (_BatchNorm, _InstanceNorm))]
+    norms: list[Any] = [module for module in modules if isinstance(module, (BatchNormBase, InstanceNormBase))]
     channels = {norm.num_features for norm in norms}
     found = False
     layer: Any
@@ -244,8 +254,8 @@ def convert(model: nn.Module) -> None:
             layer.__class__ = _CLASSES[type(layer)]
         found = found or isinstance(layer, _Feeding)
     for norm in norms:
-        own = type(norm).forward in (_BatchNorm.forward, _InstanceNorm.forward) and "forward" not in vars(norm)
-        if found and own and _listen not in norm._forward_pre_hooks.values():
+        own = type(norm).forward in (BatchNormBase.forward, InstanceNormBase.forward) and "forward" not in vars(norm)
+        if found and own and _listen not in forward_pre_hooks(norm).values():
             norm.register_forward_pre_hook(_listen)
 
 

@@ -28,6 +28,7 @@ from paceline.config import Settings
 from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.batch_plan import Part, Request
+from paceline.torch_private.core import compiled_call, current_function_mode
 from paceline.train.collating import Streams
 from paceline.train.draws import Call, ExampleDraws, RowKeys
 from paceline.train.randomness import mix
@@ -93,7 +94,7 @@ class Noise:
         """Takes the mode off again, where nothing lies over it; else it stays, and does nothing."""
         self._local.micro = None
         for mode in self._modes:
-            if torch.overrides._get_current_function_mode() is mode:
+            if current_function_mode() is mode:
                 mode.__exit__(None, None, None)
         self._modes.clear()
 
@@ -296,7 +297,7 @@ def check_modules(models: Iterable[torch.nn.Module]) -> None:
     """Raises UsageError for what torch.compile has been given: it draws in kernels of its own."""
     for model in models:
         for name, module in model.named_modules():
-            if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            if compiled_call(module) is not None or type(module).__name__ == "OptimizedModule":
                 raise UsageError(
                     f"noise='example': {name or 'the model'} ({type(module).__name__}) is compiled by torch.compile, "
                     "and draws in kernels of its own, which no example's stream reaches. Leave torch.compile out, or "

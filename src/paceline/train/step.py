@@ -34,6 +34,7 @@ from paceline.strategies.base import (
 )
 from paceline.strategies.batch_plan import Request
 from paceline.strategies.replicated import check_known
+from paceline.torch_private.core import next_node, node_number, version_of
 from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch
 from paceline.train.gradients import Accounts
@@ -60,7 +61,7 @@ from paceline.train.precision import Precision
 from paceline.train.preparable import needs_closure
 from paceline.train.randomness import seed_torch, tag
 from paceline.train.tree_accounts import UPDATED_BETWEEN, TreeAccounts
-from paceline.train.yields import Yield, Yields, next_node
+from paceline.train.yields import Yield, Yields
 
 _UPDATE = tag("update")
 
@@ -71,8 +72,14 @@ class Stepper:
     def __init__(
         self, strategy: Strategy, precision: Precision, guards: Guards, *, device: torch.device, skip: bool
     ) -> None:
-        self.strategy, self.precision, self.guards = strategy, precision, guards
-        self._loop, self._closure = cast(LoopStrategy, strategy), cast(ClosureStrategy, strategy)  # as the plan says
+        self.strategy = strategy
+        self.precision = precision
+        self.guards = guards
+        self.device = device
+        self.skip = skip
+        # It is one of the two, as its plan says.
+        self._loop = cast(LoopStrategy, strategy)
+        self._closure = cast(ClosureStrategy, strategy)
         self.store = store = strategy.store
         self.accounts = Accounts(store, strategy.mesh, device)
         self.names: dict[Tensor, str] = {}  # of the prepared parameters, and of the places of their gradients
@@ -85,7 +92,6 @@ class Stepper:
         self._in_turn = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
         self._passes = self.accounts.passes if self._in_turn is None else self._in_turn.passes
         self._watch = FiniteWatch(store, strategy.mesh, device)
-        self.device, self.skip = device, skip
         self._loaders: list[Loader] = []  # training loaders, in the order in which they were first iterated
         self._yields: dict[Loader, Yields] = {}  # by the same loaders
         self._open: dict[Loader, Yield] = {}  # by loader whose global batch has gradients: its last that had a backward
@@ -137,7 +143,8 @@ class Stepper:
             self._begin(one)
         else:
             if loader in self._called:
-                self._call, self._called = 0, set()
+                self._call = 0
+                self._called = set()
             if loader in self._open:
                 self._open[loader] = one
 
@@ -155,7 +162,10 @@ class Stepper:
                 others[other] = last
         self._open = others
         if not others:  # else the update will be of both loaders' losses together
-            self._call, self._called, self._samples, self._watch.seen = 0, set(), 0.0, []
+            self._call = 0
+            self._called = set()
+            self._samples = 0.0
+            self._watch.seen = []
             self.accounts.begin()
         if any(not last.request.final for last in others.values()):
             return  # another loader's micro-batch of the same update has had its backward already
@@ -214,7 +224,9 @@ class Stepper:
     ) -> Tensor:
         yields = self._yields_of(of, "forward_backward")
         one = yields.of_batch(batch)
-        call, request, bundled = self._opened(yields, one), one.request, self.strategy.plan.bundled
+        call = self._opened(yields, one)
+        request = one.request
+        bundled = self.strategy.plan.bundled
         pieces = pieces_of(batch, request)
         inputs = None if optimizer is None else self._inputs(optimizer)
         seeded = not bundled and not self._ahead
@@ -240,7 +252,7 @@ class Stepper:
             tell_count(loss, request.examples)
         if self.losses is not None:
             parts = losses_of(loss, terms, counts, self._in_turn is not None)
-            self.losses += [(call, part, n, request, False, part._version, i) for i, part, n in parts]
+            self.losses += [(call, part, n, request, False, version_of(part), i) for i, part, n in parts]
         return loss
 
     def backward(
@@ -255,10 +267,11 @@ class Stepper:
         if self.strategy.plan.bundled:
             raise UsageError(CLOSURE_NEEDED)
         yields = self._yields_of(of, "backward")
-        value, one = total if loss is None else loss, yields.sure
+        value = total if loss is None else loss
+        one = yields.sure
         if one is None or not isinstance(value, Tensor) or (node := value.grad_fn) is None:
             one = yields.of_loss(value, self._first or 0) if isinstance(value, Tensor) else yields.at_hand()
-        elif node._sequence_nr() < one.since:
+        elif node_number(node) < one.since:
             one = yields.of_loss(value, self._first or 0)
         request = one.request
         term = mean_term(loss, count) if loss is not None else sum_term(total, count, request.examples, request.total)
@@ -279,7 +292,7 @@ class Stepper:
         self._computed(yields, request, call, term.count, value)
         if self.losses is not None:
             value = value if term.count is None else term.value.detach()
-            self.losses.append((call, value, term.count, request, term.count is not None, value._version, 0))
+            self.losses.append((call, value, term.count, request, term.count is not None, version_of(value), 0))
 
     def _backward(
         self,
@@ -317,7 +330,17 @@ class Stepper:
         def passes(terms: list[list[Term]]) -> Iterator[tuple[Weights, bool]]:
             return self._passes(terms, request, call, False, 1.0 if scaler is None else scaler.scale)
 
-        work = Work(model, pieces, compute, passes, self.precision.autocast, request.final, call, inputs, request.total)
+        work = Work(
+            model,
+            pieces,
+            compute,
+            passes,
+            self.precision.autocast,
+            request.final,
+            call,
+            inputs,
+            request.total,
+        )
         return self._closure.forward_backward(work)
 
     def _explain(self, error: BaseException) -> None:
@@ -352,7 +375,8 @@ class Stepper:
         one.late = one.loader.current is None
         self._open[one.loader] = one
         self._called.add(one.loader)
-        call, self._call = self._call, self._call + 1
+        call = self._call
+        self._call += 1
         return call
 
     def _check_ahead(self) -> None:
@@ -442,7 +466,9 @@ class Stepper:
 
     def again(self) -> None:
         """The global batch at hand is computed anew: backward calls count from 0."""
-        self._call, self._called, self._watch.seen = 0, set(), []
+        self._call = 0
+        self._called = set()
+        self._watch.seen = []
         self.accounts.begin()
 
     def evaluated(self, optimizer: torch.optim.Optimizer) -> None:
@@ -513,7 +539,9 @@ class Stepper:
             if not finite and not self.strategy.mesh.independent:
                 return False
             if not finite:  # the other replicas make theirs, and count on this one when they average
-                self.sat_out, self.store.samples, norm = self.sat_out + 1, 0.0, None
+                self.sat_out += 1
+                self.store.samples = 0.0
+                norm = None
                 self.store.clear(graded)
         else:
             self._watch.check(graded, norm, self.updates, self.names)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.torch_private.core import METADATA
 from paceline.train.refusal import refusal, spell
 
 Json = Any  # None, bool, int, float, str, list or dict with string keys
@@ -127,8 +128,8 @@ class _Encoder:
                 raise self._refuse(path, "a defaultdict of a function", f"Known factories: {', '.join(_FACTORIES)}.")
             node["default"] = None if factory is None else factory.__name__
         # A module's state_dict carries the version of each layer's format there, and load_state_dict looks at it.
-        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            node["metadata"] = self.node(value._metadata, (*path, "_metadata"))
+        if isinstance(value, OrderedDict) and hasattr(value, METADATA):
+            node["metadata"] = self.node(getattr(value, METADATA), (*path, METADATA))
         return node
 
     def _sequence(self, value: Iterable[Any], path: tuple[Any, ...]) -> Json:
@@ -241,7 +242,7 @@ def _pairs(node: Json, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
 def _ordered_dict(node: Json, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
     result = OrderedDict(_pairs(node, tensors))
     if "metadata" in node:
-        result._metadata = _decode(node["metadata"], tensors)  # type: ignore[attr-defined]
+        setattr(result, METADATA, _decode(node["metadata"], tensors))
     return result
 
 

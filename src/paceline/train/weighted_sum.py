@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
+from paceline.torch_private.core import version_of
 
 FOLD_AT = 256  # kept tensors that are read into a sum together
 _UNIT, _FINE = 1.5 * 2.0**33, 1.5 * 2.0**-6  # adding one and taking it away again rounds to 2^-19, to 2^-58
@@ -52,7 +53,7 @@ class WeightedSum:
         if isinstance(weight, Tensor) and readable(weight):
             weight = float(weight)
         if isinstance(value, Tensor):
-            now = None if value.is_inference() else value._version
+            now = None if value.is_inference() else version_of(value)
             version = now if version is None else version
             if isinstance(weight, Tensor) or not readable(value):
                 self._keep(_Kept(value, weight, summed, version))
@@ -100,7 +101,7 @@ class WeightedSum:
     def fold(self) -> None:
         """Reads what waits into `device`."""
         kept, self._kept = self._kept, []
-        same = [item for item in kept if item.value.is_inference() or item.value._version == item.version]
+        same = [item for item in kept if item.value.is_inference() or version_of(item.value) == item.version]
         if len(same) < len(kept):
             self._refuse()
         if not same:

@@ -6,12 +6,10 @@ that make a model parallel do what a run does, in their own way: their reducers 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from torch import nn
-
 from paceline.errors import UsageError
+from paceline.torch_private.core import compile_inside, compiled_wrapper, inside_compiled
 
 _INSIDE = {
     "DataParallel": "module",
@@ -31,9 +29,9 @@ _INSIDE = {
 
 def unwrapped(model: Any) -> Any:
     """The module in a wrapper of torch.compile; else the same object."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported where nothing was compiled: it takes a second
-    while frames is not None and isinstance(model, frames.OptimizedModule):
-        model = model._orig_mod
+    wrapper = compiled_wrapper()
+    while wrapper is not None and isinstance(model, wrapper):
+        model = inside_compiled(model)
     return model
 
 
@@ -41,11 +39,8 @@ def taken_off(thing: Any) -> Any:
     """What `run.prepare` is to take of an object that it is given: of a wrapper of torch.compile the module in it,
     which is then compiled by itself, in the same way. Raises UsageError for wrappers that make things parallel."""
     if unwrapped(thing) is not thing:
-        inner = thing._orig_mod
-        if isinstance(inner, nn.Module) and inner._compiled_call_impl is None:
-            inline = sys.modules["torch._dynamo.external_utils"].wrap_inline  # a frame of torch's own would be skipped
-            inner._compiled_call_impl = thing.dynamo_ctx(inline(inner._call_impl))
-        return taken_off(inner)
+        compile_inside(thing)
+        return taken_off(inside_compiled(thing))
     _check(thing)
     return thing
 

@@ -20,16 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.batch_plan import Request
+from paceline.torch_private.core import next_node, node_number
 from paceline.train.loader import Bundle, Loader
 from paceline.train.messages import FETCHED_AHEAD, LOSS_OF_AN_EARLIER_YIELD, LOSS_OVER_YIELDS, outside_a_loop
-
-next_node = torch._C._autograd._get_sequence_nr
-"""The number that autograd gives to the next node which this thread makes."""
 
 MOST = 16  # entries of a batch, or of what is in it, that are looked at to know it again
 
@@ -135,7 +132,7 @@ class Yields:
         """The yield to which the graph of this scalar belongs. first: the number of autograd's next node when the first
         yield of the run came; what is older was there before the loop. Raises UsageError where it is not one yield."""
         latest, node = self.at_hand(), root.grad_fn
-        number = latest.since if node is None else node._sequence_nr()
+        number = latest.since if node is None else node_number(node)
         if latest is self.sure and number >= latest.since:
             return latest
         if self.ended is not None and number >= self.ended:
@@ -189,7 +186,7 @@ def _numbers(root: Any, first: int) -> Iterator[int]:
         for node, _ in stack.pop().next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
-                number = node._sequence_nr()
+                number = node_number(node)
                 if number >= first:
                     yield number
                     stack.append(node)

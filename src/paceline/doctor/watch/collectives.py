@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.doctor.watch.models import _digest
 from paceline.doctor.watch.notebook import Notebook, put
 from paceline.doctor.watch.replicas import sample
+from paceline.torch_private.observed import DDP_BEFORE_FORWARD, DDP_SENDS_BUFFERS, FUNCTIONAL_COLLECTIVES, group_of
 
 SAME_SIZE = (
     "all_reduce",
@@ -88,7 +88,7 @@ class Collectives:
         if depth == 0 and self.book.watching and dist.is_initialized():
             with self.book.aside():
                 self._count += 1
-                group = c10d._get_default_group() if group is None else group
+                group = dist.group.WORLD if group is None else group
                 at, way, branches = self.book.way()
                 way |= {"the parameter": parameter} if parameter else {}
                 entry = {"b": number, "op": op, "g": group.group_name, "ranks": dist.get_process_group_ranks(group),
@@ -124,9 +124,7 @@ class Collectives:
                 end: Callable[[], None] = _nothing
                 with self.book.aside():
                     given = signature.bind_partial(*args, **options).arguments
-                    group: Any = functional_collectives._resolve_group(given["group"], given.get("tag", ""))
-                    if isinstance(group, str):
-                        group = torch._C._distributed_c10d._resolve_process_group(c10d.GroupName(group))
+                    group = group_of(given["group"], given.get("tag", ""))
                     tensor = given.get("self")
                     about = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
                     end = self.begin(op, group, **about)
@@ -388,16 +386,16 @@ def watch(book: Notebook) -> None:
                 put(c10d, name, make(name))
                 setattr(dist, name, getattr(c10d, name))
     for name in FUNCTIONAL:
-        if hasattr(functional_collectives, name):
-            put(functional_collectives, name, collectives.functional(name))
+        if hasattr(FUNCTIONAL_COLLECTIVES, name):
+            put(FUNCTIONAL_COLLECTIVES, name, collectives.functional(name))
     for name in _ASKS:  # torch's own class, of C++
         if hasattr(dist.Work, name):
             put(dist.Work, name, collectives.waiting)
     put(DistributedDataParallel, "__init__", collectives.around("DDP's construction", lambda module: True))
-    put(DistributedDataParallel, "_sync_buffers", collectives.around("DDP's buffers", _sends_buffers))
-    if hasattr(DistributedDataParallel, "_pre_forward"):
+    put(DistributedDataParallel, DDP_SENDS_BUFFERS, collectives.around("DDP's buffers", _sends_buffers))
+    if hasattr(DistributedDataParallel, DDP_BEFORE_FORWARD):
         ordering = collectives.around("DDP's buckets", lambda module: book.models.orders_buckets(module))
-        put(DistributedDataParallel, "_pre_forward", ordering)
+        put(DistributedDataParallel, DDP_BEFORE_FORWARD, ordering)
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 

@@ -28,10 +28,17 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
 )
-from torch.utils.data._utils import worker
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.doctor.watch.notebook import Notebook, put
+from paceline.torch_private.observed import (
+    LOADER_WORKERS,
+    NEXT_INDEX,
+    WORKER_MAIN,
+    LoaderIterator,
+    dataset_of,
+    has_number_of_samples,
+    persistent_iterator,
+)
 
 DIGESTED = 64  # batches of each pass whose rows are digested
 _MOST_ROWS, _ELEMENTS, _MOST_LEAVES = 256, 64, 4
@@ -44,9 +51,9 @@ def watch(book: Notebook) -> None:
     loaders = _Loaders(book)
     put(DataLoader, "__init__", loaders.init)
     put(DataLoader, "__iter__", loaders.iter)
-    put(_BaseDataLoaderIter, "_next_index", loaders.next_index)
-    put(_BaseDataLoaderIter, "__next__", loaders.next)
-    put(worker, "_worker_loop", loaders.work)
+    put(LoaderIterator, NEXT_INDEX, loaders.next_index)
+    put(LoaderIterator, "__next__", loaders.next)
+    put(LOADER_WORKERS, WORKER_MAIN, loaders.work)
     for cls in (DistributedSampler, Subset):
         put(cls, "__init__", loaders.made)
 
@@ -87,8 +94,8 @@ class _Loaders:
         def __iter__(loader: Any) -> Any:
             if not self._book.watching:
                 return original(loader)
-            if loader._iterator is not None:
-                loader._iterator.__dict__[_QUEUE] = deque()
+            if (iterator := persistent_iterator(loader)) is not None:
+                iterator.__dict__[_QUEUE] = deque()
             name = loader.__dict__.get("_paceline_doctor", "")
             self._passes += 1
             sampler = _innermost(loader)
@@ -152,7 +159,7 @@ class _Loaders:
             with book.aside():
                 queue = iterator.__dict__.get(_QUEUE)
                 index = queue.popleft() if queue else None
-                indices = _resolve(iterator._dataset, index)
+                indices = _resolve(dataset_of(iterator), index)
                 rows = _rows(batch, _given(index), indices) if place[2] < DIGESTED else None
                 place[2] += 1
                 self._book.note(
@@ -190,7 +197,7 @@ def _describe(loader: Any) -> dict[str, Any]:
     ):
         if isinstance(sampler, cls):
             kind = name
-    explicit = getattr(sampler, "_num_samples", None) is not None or getattr(sampler, "replacement", False)
+    explicit = has_number_of_samples(sampler) or getattr(sampler, "replacement", False)
     return {
         "size": None if iterable else _size(loader.dataset),
         "iterable": iterable,

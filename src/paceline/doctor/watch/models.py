@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.watch.data import _leaves
 from paceline.doctor.watch.notebook import Notebook, put
+from paceline.torch_private.core import (
+    BatchNormBase,
+    DropoutBase,
+    NormBase,
+    accumulated_hooks,
+    backward_hooks,
+    children_of,
+)
+from paceline.torch_private.observed import DDP_AFTER_FORWARD
 
 DIGESTED = 40  # forward calls whose inputs are digested
 USED = 40  # backward passes of which it is noted which parameters this rank's loss reached
@@ -296,9 +304,7 @@ class Models:
 
     def hooked(self, parameter: Any) -> bool:
         """Has the script put a hook on this parameter, which may divide its gradient?"""
-        return bool(
-            parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._counted)
-        )
+        return bool(backward_hooks(parameter) or len(accumulated_hooks(parameter) or ()) > (parameter in self._counted))
 
     def reached(self, number: int) -> int | None:
         """How many parameters of a module the backward that has just ended reached here; None: it is not known."""
@@ -363,10 +369,10 @@ class Models:
 
 def _has_mode(module: nn.Module) -> bool:
     """Does a module compute by its mode?"""
-    if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RNNBase)):
+    if isinstance(module, (DropoutBase, nn.RNNBase)):
         return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
     if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
-        return isinstance(module, (nn.modules.batchnorm._NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
+        return isinstance(module, (NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
     methods = [vars(cls).get("forward") for cls in type(module).__mro__ if cls is not nn.Module]
     return any("training" in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods)
 
@@ -396,7 +402,7 @@ def roots() -> list[nn.Module]:
     """The modules of this process that are part of no other, DDP's wrapper left out."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     wrappers = (DistributedDataParallel,)
-    inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in m._modules.values()}
+    inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in children_of(m).values()}
     return [m for m in modules if id(m) not in inner and not isinstance(m, wrappers)]
 
 
@@ -413,8 +419,8 @@ def watch(book: Notebook) -> None:
     book.models = models
     put(DistributedDataParallel, "__init__", models.init)
     put(DistributedDataParallel, "forward", models.forward)
-    if hasattr(DistributedDataParallel, "_post_forward"):
-        put(DistributedDataParallel, "_post_forward", models.post_forward)
+    if hasattr(DistributedDataParallel, DDP_AFTER_FORWARD):
+        put(DistributedDataParallel, DDP_AFTER_FORWARD, models.post_forward)
     put(DistributedDataParallel, "no_sync", models.unsynced)
     put(nn.Module, "register_parameter", models.registered)
     put(nn.Module, "requires_grad_", models.thawed)
@@ -423,5 +429,5 @@ def watch(book: Notebook) -> None:
     for name in [n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_") and callable(vars(nn.init)[n])]:
         put(nn.init, name, models.initialized)
     put(nn.Module, "train", models.switched_mode)
-    put(_BatchNorm, "forward", models.norm)
+    put(BatchNormBase, "forward", models.norm)
     put(torch.nn.functional, "batch_norm", models.functional)

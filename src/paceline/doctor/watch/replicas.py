@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.watch.models import Models, names
 from paceline.doctor.watch.notebook import Notebook
+from paceline.torch_private.core import BatchNormBase, buffers_of, unsaved_buffers, version_of
 
 _SAMPLE, _MOST_TENSORS = 6, 2000
 _OFTEN, _FIRST = 50, 4  # every so many steps; all of the first
@@ -94,8 +94,8 @@ class Replicas:
         """The buffers of a module that a checkpoint has."""
         return {
             f"{name}.{key}".lstrip("."): sample(buffer)
-            for key, buffer in module._buffers.items()
-            if buffer is not None and key not in module._non_persistent_buffers_set
+            for key, buffer in buffers_of(module).items()
+            if buffer is not None and key not in unsaved_buffers(module)
             if buffer.is_floating_point() and buffer.numel() and buffer.layout is torch.strided
         }
 
@@ -106,7 +106,7 @@ class Replicas:
         wrapped = {id(ddp.module) for ddp in self._models.alive}
         for root in self._models.unsent():
             for name, module in root.named_modules():
-                if isinstance(module, _BatchNorm) and id(root) not in wrapped:
+                if isinstance(module, BatchNormBase) and id(root) not in wrapped:
                     continue
                 found |= self._kept(name, module)
                 if len(found) >= _MOST_BUFFERS:
@@ -118,7 +118,7 @@ class Replicas:
         weights = [p for p in parameters(optimizer) if self._whole(p) and p.numel()]
         some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _WITNESSES)]]
         values = torch.stack([s.double() for s in some]).tolist() if some else []
-        return sum(p._version for p in weights), str(values)  # as text, in which NaN is NaN
+        return sum(version_of(p) for p in weights), str(values)  # as text, in which NaN is NaN
 
     def _whole(self, p: Any) -> bool:
         return type(p) in (torch.nn.Parameter, torch.Tensor) and p not in self._models.sharded

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.doctor.watch.imports import after_import
 from paceline.doctor.watch.notebook import Notebook, put
 from paceline.doctor.watch.replicas import sample
+from paceline.torch_private.observed import FSDP_BEFORE_FORWARD, FSDP_EXPORTS, FSDP_FUNCTIONS, FSDP_STATES, is_root
 
 _MOST = 400  # parameters of one call
-_EXPORTS = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 
 
 class _Sharded:
@@ -76,7 +76,7 @@ class _Sharded:
 
         def _pre_forward(state: Any, module: Any, args: Any, options: Any) -> Any:
             result = original(state, module, args, options)
-            if getattr(state, "_is_root", False) and torch.is_grad_enabled() and module.training:
+            if is_root(state) and torch.is_grad_enabled() and module.training:
                 self.book.models.inputs(-1, (args, options))
             return result
 
@@ -109,19 +109,19 @@ def watch(book: Notebook) -> None:
     def composable(module: ModuleType) -> None:
         original = module.fully_shard
         put(module, "fully_shard", sharded.fully_shard)
-        for name in _EXPORTS:
+        for name in FSDP_EXPORTS:
             if getattr(sys.modules.get(name), "fully_shard", None) is original:
                 vars(sys.modules[name])["fully_shard"] = module.fully_shard
         put(module.FSDPModule, "set_requires_gradient_sync", book.models.switched)
 
     def state(module: ModuleType) -> None:
-        if hasattr(module.FSDPState, "_pre_forward"):
-            put(module.FSDPState, "_pre_forward", sharded.fed)
+        if hasattr(module.FSDPState, FSDP_BEFORE_FORWARD):
+            put(module.FSDPState, FSDP_BEFORE_FORWARD, sharded.fed)
 
     def wrapper(module: ModuleType) -> None:
         put(module.FullyShardedDataParallel, "__init__", sharded.wrapped)
         put(module.FullyShardedDataParallel, "no_sync", book.models.unsynced)
 
-    after_import("torch.distributed.fsdp._fully_shard._fsdp_state", state)
-    after_import("torch.distributed.fsdp._fully_shard._fully_shard", composable)
+    after_import(FSDP_STATES, state)
+    after_import(FSDP_FUNCTIONS, composable)
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", wrapper)

@@ -16,6 +16,7 @@ from paceline.doctor.watch.models import Models
 from paceline.doctor.watch.notebook import Notebook, put
 from paceline.doctor.watch.replicas import Replicas, parameters
 from paceline.doctor.watch.waiting import machine
+from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, scale_of, unscaled
 
 _MOST_MAGNITUDES = 120
 _MOST_COUNTED = 400  # backward passes
@@ -156,8 +157,8 @@ class _Training:
 
     def _loss_scale(self) -> float:
         """What the gradients of the last backward were multiplied by."""
-        used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled)
-        return next((float(s._scale) for s in used), 1.0)
+        used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False))
+        return next((scale for s in used if (scale := scale_of(s)) is not None), 1.0)
 
     # --- optimizers
 
@@ -223,7 +224,7 @@ class _Training:
         found = {}
         for module in list(self.models.alive):
             try:
-                figures = module._get_ddp_logging_data()
+                figures = measured_by_ddp(module)
                 found[module.__dict__["_paceline_doctor"]] = figures.get("avg_backward_comm_time", 0) / 1e9
             except Exception:  # a private call
                 continue
@@ -318,12 +319,9 @@ class _Training:
         """The loss scale that is still in these gradients, if one is."""
         owners = {self._owner.get(p) for p in parameters}
         for scaler in self._scalers:
-            if not scaler._enabled or scaler._scale is None:
-                continue
-            states = scaler._per_optimizer_states
-            done = any(getattr(states[o]["stage"], "value", 0) > 0 for o in owners if o in states)
-            if getattr(scaler, "_paceline_doctor_scaled", False) and not done:
-                return float(scaler._scale)
+            scale = scale_of(scaler)
+            if scale is not None and getattr(scaler, "_paceline_doctor_scaled", False) and not unscaled(scaler, owners):
+                return scale
         return None
 
     def scale(self, original: Any) -> Any:
@@ -361,10 +359,9 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
 def _horizon(scheduler: Any) -> tuple[str, str, int | None]:
     """(class, what it calls its length, the length). Of a sequence: its last part's, after the others'."""
     kind = type(scheduler).__name__
-    parts = getattr(scheduler, "_schedulers", None)
+    parts, start = parts_of_schedule(scheduler)
     if kind == "SequentialLR" and parts:
         kind, name, horizon = _horizon(parts[-1])
-        start = max(scheduler._milestones, default=0)
         return kind, f"sequence's end ({start} + {name})", None if horizon is None else start + horizon
     name = {"CosineAnnealingLR": "T_max", "StepLR": "step_size", "CosineAnnealingWarmRestarts": "T_0"}.get(kind, "")
     horizon = getattr(scheduler, name, None) if name else None
