@@ -51,15 +51,19 @@ class Run:
     """
 
     def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
-        self.world, self.settings, self.device, self.seed = world, settings, device, settings.seed
+        self.world = world
+        self.settings = settings
+        self.device = device
+        self.seed = settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device)
         self._noise = make_noise(settings, self._strategy)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
-        skip = settings.nonfinite == "skip"
-        self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
+        self._stepper = Stepper(
+            self._strategy, self._precision, self._guards, device=device, skip=settings.nonfinite == "skip"
+        )
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
@@ -67,8 +71,9 @@ class Run:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
-        own = self._state, self._stepper, self._epochs
-        self._handover = Handover(*own, self._monitor.give_place, self._monitor.take_place)
+        self._handover = Handover(
+            self._state, self._stepper, self._epochs, self._monitor.give_place, self._monitor.take_place
+        )
         self.latest: Loader | None = None
         self._evaluations = 0
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.gradient)
@@ -215,14 +220,30 @@ class Run:
             name = "train" if train else f"evaluation {self._evaluations}"
         self._evaluations += not train
         options.setdefault("pin_memory", self.device.type == "cuda")
-        plan = (lambda: self._strategy.plan) if train else self._evaluation_plan
-        own: dict[str, Any] = {"seed": self.seed, "name": name, "shuffle_buffer": shuffle_buffer, "options": options}
-        own["collate"] = collate
-        order: dict[str, Any] = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
-        sizes: dict[str, Any] = {"global_batch": global_batch, "micro_batch": micro_batch, "drop_last": drop_last}
-        source = make_source(dataset, plan=plan, **own, **order, **sizes)
-        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end, "noise": self._noise}
-        loader = Loader(source, name=name, train=train, device=self.device, **hooks)
+        source = make_source(
+            dataset,
+            plan=(lambda: self._strategy.plan) if train else self._evaluation_plan,
+            seed=self.seed,
+            name=name,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            shuffle_buffer=shuffle_buffer,
+            collate=collate,
+            options=options,
+        )
+        loader = Loader(
+            source,
+            name=name,
+            train=train,
+            device=self.device,
+            on_yield=self._on_yield,
+            on_end=self._on_end,
+            noise=self._noise,
+        )
         if train:
             self._state.add_loader(loader)
         return loader
@@ -254,9 +275,16 @@ class Run:
         Raises SettingError for arguments that cannot be.
         """
         check_batches(fn, global_batch, steps, options)
-        own: dict[str, Any] = {"micro_batch": micro_batch, "train": train, "name": name, "collate": collate}
-        made = Made(fn, global_batch)
-        return self.loader(Places(global_batch, steps), global_batch=global_batch, collate_fn=made, **own, **options)
+        return self.loader(
+            Places(global_batch, steps),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            train=train,
+            name=name,
+            collate=collate,
+            collate_fn=Made(fn, global_batch),
+            **options,
+        )
 
     def _evaluation_plan(self) -> BatchPlan:
         """Evaluation is cut over the processes that have other examples, as many as live when a pass begins."""
@@ -347,8 +375,10 @@ class Run:
         Each evaluation is of the whole global batch; the optimizer gets its mean loss, alike on all processes. Under
         single and ddp, without micro-batches.
         """
-        chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
-        schedulers = self._state.schedulers and [s for s in self._state.schedulers if s.optimizer is chosen]
+        chosen = optimizer
+        if chosen is None and len(self._optimizers) == 1:
+            chosen = self._optimizers[0]
+        schedulers = [scheduler for scheduler in self._state.schedulers if scheduler.optimizer is chosen]
         if closure is not None and max_grad_norm is not None:
             raise UsageError("run.step(optimizer, closure, max_grad_norm=...): the closure clips, after run.backward.")
         if closure is not None:
