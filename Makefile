@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance campaign corpus deepspeed lint format bench compare docs examples clean
+.PHONY: help setup demo test conformance campaign corpus deepspeed compat lint format bench compare docs examples dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,12 @@ corpus: $(READY)  ## what verify and doctor make of 171 scripts that were writte
 
 deepspeed: $(VENV)/.deepspeed  ## strategy deepspeed against plain PyTorch (installs DeepSpeed; needs a C++ compiler)
 	@$(PYTEST) tests/strategies/test_deepspeed.py tests/strategies/test_deepspeed_stages.py
+
+# What is tested is written in pyproject.toml and torch_private/support.py; environments are made in build/compat/.
+VERSIONS ?= oldest newest
+
+compat:  ## unit and two-process tests with the oldest and the newest Python and torch (6 GB each at the first time)
+	@WORKERS=$(WORKERS) $(PYTHON) -m tests.compat $(VERSIONS)
 
 # The data of the examples: make examples TEXT=FILE CIFAR10=FILE. Each example says where to get it.
 TEXT    ?= data/tinyshakespeare/input.txt
@@ -71,6 +77,11 @@ compare: $(READY)  ## every strategy on two examples, a table for each (docs/com
 docs: $(VENV)/.docs  ## build the site into site/ (its tools are installed at the first time)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "site/index.html is ready; \`$(BIN)/mkdocs serve\` shows it at http://127.0.0.1:8000"
+
+dist: $(READY)  ## build wheel and sdist into dist/ (RELEASING.md)
+	@rm -rf dist
+	@$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist"); build_meta.build_wheel("dist")' >/dev/null
+	@ls dist
 
 clean:  ## remove the environment, caches and builds
 	@rm -rf $(VENV) site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@
     ├── UsageError        a call in the wrong place or order                           (also a RuntimeError)
     ├── WorldError        the environment describes no consistent world of processes
     ├── LaunchError       workers could not be started
+    ├── TorchVersionError      this version of torch lacks something that Paceline needs
     ├── ModelError        the model does something that this run cannot keep exact
     │   ├── UnusedParameterError   parameters that some rank's loss did not reach
     │   └── EmptyShardError        the model or the loss cannot take a zero-length batch
@@ -38,6 +39,10 @@ class WorldError(PacelineError):
 
 class LaunchError(PacelineError):
     """Workers could not be started."""
+
+
+class TorchVersionError(PacelineError, RuntimeError):
+    """This version of torch lacks something that Paceline needs."""
 
 
 class ModelError(PacelineError, RuntimeError):

@@ -58,15 +58,19 @@ class Run:
     """
 
     def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
-        self.world, self.settings, self.device, self.seed = world, settings, device, settings.seed
+        self.world = world
+        self.settings = settings
+        self.device = device
+        self.seed = settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device)
         self._noise = make_noise(settings, self._strategy)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
-        skip = settings.nonfinite == "skip"
-        self._stepper = Stepper(self._strategy, self._precision, self._guards, device=device, skip=skip)
+        self._stepper = Stepper(
+            self._strategy, self._precision, self._guards, device=device, skip=settings.nonfinite == "skip"
+        )
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
@@ -363,8 +367,10 @@ class Run:
         Each evaluation is of the whole global batch; the optimizer gets its mean loss, alike on all processes. Under
         single and ddp, without micro-batches.
         """
-        chosen = optimizer if optimizer is not None or len(self._optimizers) != 1 else self._optimizers[0]
-        schedulers = self._state.schedulers and [s for s in self._state.schedulers if s.optimizer is chosen]
+        chosen = optimizer
+        if chosen is None and len(self._optimizers) == 1:
+            chosen = self._optimizers[0]
+        schedulers = [scheduler for scheduler in self._state.schedulers if scheduler.optimizer is chosen]
         if closure is not None and max_grad_norm is not None:
             raise UsageError("run.step(optimizer, closure, max_grad_norm=...): the closure clips, after run.backward.")
         if closure is not None:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import SettingError, suggest
+from paceline.torch_private.core import DisableTorchFunction
 
 State = dict[str, Tensor]
 """Of one tensor: "residual", 1-d, in the order of its memory, and what else the codec needs."""
@@ -117,7 +118,7 @@ class PowerSGD(Codec):
         rank = min(self.rank, rows, columns)
         if rank * (rows + columns) < rows * columns:
             generator = torch.Generator().manual_seed(seed)
-            with torch._C.DisableTorchFunction():  # as in collectives._digest_weights
+            with DisableTorchFunction():  # as in collectives._digest_weights
                 state["q"] = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(like)
         return state
 

@@ -26,6 +26,7 @@ from paceline.comm.mesh import Group, current, replicas_here
 from paceline.comm.transport import rank_of as rank_of
 from paceline.comm.transport import size_of as size_of
 from paceline.errors import SettingError, UsageError, WorldError, suggest
+from paceline.torch_private.core import DisableTorchFunction, foreach_copy_
 
 T = TypeVar("T")
 
@@ -327,7 +328,7 @@ def sum_all(tensors: Sequence[Tensor], group: Group = None) -> None:
         sent.append((bucket, all_reduce(joined, group=group, async_op=True)))
     for bucket, pending in sent:
         parts = pending.wait().split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(bucket, [part.view(t.shape) for part, t in zip(parts, bucket)])
+        foreach_copy_(bucket, [part.view(t.shape) for part, t in zip(parts, bucket)])
 
 
 def barrier() -> None:
@@ -359,7 +360,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 def _digest_weights(count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
-    with torch._C.DisableTorchFunction():  # with noise="example" a mode would take these for noise of the batch
+    with DisableTorchFunction():  # with noise="example" a mode would take these for noise of the batch
         return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
 
 

@@ -13,23 +13,23 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from paceline.comm.collectives import buckets
+from paceline.torch_private.core import flatten_dense, foreach_add_, foreach_copy_, unflatten_dense
 
 
 @torch.no_grad()
 def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """targets[i] = sources[i], in place. Dense; the sources are on one device, the targets on one, of equal shapes."""
     for positions, values in _arriving(sources, targets):
-        torch._foreach_copy_([targets[i] for i in positions], list(values))
+        foreach_copy_([targets[i] for i in positions], list(values))
 
 
 @torch.no_grad()
 def add_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """targets[i] += sources[i], in place. As for `copy_tensors`."""
     for positions, values in _arriving(sources, targets):
-        torch._foreach_add_([targets[i] for i in positions], list(values))
+        foreach_add_([targets[i] for i in positions], list(values))
 
 
 @torch.no_grad()
@@ -48,12 +48,12 @@ def sum_on_first(flats: Sequence[Tensor]) -> None:
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """(elements of all,): a new tensor, each in row-major order."""
-    return _flatten_dense_tensors(tensors)
+    return flatten_dense(tensors)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of the parts of a flat tensor, with the shapes of these."""
-    parts: Sequence[Tensor] = _unflatten_dense_tensors(flat, tensors)
+    parts: Sequence[Tensor] = unflatten_dense(flat, tensors)
     return parts
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paceline.comm import transport
 from paceline.comm.collectives import buckets, device_of, rank_of, size_of
 from paceline.comm.mesh import Group
+from paceline.torch_private.core import foreach_copy_
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -110,4 +111,4 @@ def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
 
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     if into:
-        torch._foreach_copy_(list(into), list(values))
+        foreach_copy_(list(into), list(values))

@@ -18,6 +18,8 @@ import time
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.torch_private.core import use_count
+
 _LARGE = 2**20  # elements: not kept until the next collective, but waited for
 _WAIT_SECONDS = 0.02
 _MOMENT_SECONDS = 0.002
@@ -26,7 +28,7 @@ _kept: list[Tensor] = []
 
 
 def _in_use(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]  # one is Python's
+    return [tensor for tensor in tensors if use_count(tensor) > 1]  # one is Python's
 
 
 def keep(*tensors: Tensor) -> None:

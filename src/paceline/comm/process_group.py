@@ -12,7 +12,7 @@ from importlib import metadata
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 
 from paceline.comm import collectives, mesh
 from paceline.errors import WorldError

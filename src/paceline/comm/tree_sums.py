@@ -31,6 +31,7 @@ from paceline.comm import collectives
 from paceline.comm.codec_sums import NativeSums
 from paceline.comm.devices import add_tensors
 from paceline.comm.threads import Meeting, ThreadReplicas
+from paceline.torch_private.core import foreach_copy_
 
 T = TypeVar("T")
 Node = tuple[int, int]
@@ -165,7 +166,7 @@ class TreeSums:
                 union = [any(column) for column in zip(*(row.tolist() for row in everyone), strict=True)]
             parts = whole.split([like[i].numel() for i in places])
             totals = [torch.empty_like(like[i], requires_grad=False) for i in places]
-            torch._foreach_copy_(totals, [part.view(t.shape) for part, t in zip(parts, totals, strict=True)])
+            foreach_copy_(totals, [part.view(t.shape) for part, t in zip(parts, totals, strict=True)])
             for place, total in zip(places, totals, strict=True):
                 found[place] = total
         return found, union

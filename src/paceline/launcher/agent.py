@@ -27,7 +27,6 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
-    SimpleElasticAgent,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -42,6 +41,7 @@ from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
 from paceline.launcher.rendezvous import workers_store
 from paceline.launcher.stalls import Stalls
+from paceline.torch_private.elastic import SimpleElasticAgent
 from paceline.world import JOINED, MAY_DIE, ROLE, TICKET, TICKET_FILE, World
 
 SETTLE_SECONDS = 1.0

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.config import Settings
 from paceline.strategies import default
+from paceline.torch_private.core import BatchNormBase
 from paceline.train.loader import Loader
 from paceline.train.step import Stepper
 from paceline.world import World
@@ -81,7 +81,7 @@ def facts(
         filled=request.total if request.step == 0 and plan.in_step else None,
         shards=plan.shards,
         micro_batches=request.micro_batches,
-        batch_norm=any(isinstance(module, _BatchNorm) for model in models for module in model.modules()),
+        batch_norm=any(isinstance(module, BatchNormBase) for model in models for module in model.modules()),
         threads=torch.get_num_threads(),
     )
 

@@ -14,11 +14,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from paceline.errors import ModelError
+from paceline.torch_private.core import (
+    DisableTorchFunctionSubclass,
+    FakeTensor,
+    FakeTensorMode,
+    make_wrapper_subclass,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+    version_of,
+)
 
 _fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -94,7 +102,7 @@ class Absent(Tensor):
 
     @staticmethod
     def __new__(cls, fake: Tensor) -> Absent:
-        made: Absent = Tensor._make_wrapper_subclass(
+        made: Absent = make_wrapper_subclass(
             cls,
             fake.shape,
             strides=fake.stride(),
@@ -113,7 +121,7 @@ class Absent(Tensor):
         of one's own, which takes tensors without asking their class, would send its gradient here."""
         self.value = value
         if self.dtype.is_floating_point:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 self.register_hook(_lost)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -152,7 +160,7 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return func(*args, **kwargs)
     name = getattr(func, "__name__", "").partition(".")[0]  # an operation of aten has its overload in the name
     if name in _FORM or (name == "__get__" and func.__self__.__name__ not in _PARTS):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in ("__repr__", "__format__", "__str__"):
         return repr(missing[0])
@@ -246,9 +254,9 @@ class Watching(TorchFunctionMode):
 @contextmanager
 def buffers_kept(buffers: Sequence[Tensor]) -> Iterator[None]:
     """Puts buffers back that the body has written to."""
-    kept = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers]
+    kept = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in buffers]
     yield
     with torch.no_grad():
-        for buffer, value, version in kept:
-            if buffer._version != version:
+        for buffer, value, before in kept:
+            if version_of(buffer) != before:
                 buffer.copy_(value)

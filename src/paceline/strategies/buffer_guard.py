@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
+from paceline.torch_private.core import BatchNormBase, version_of
 
 
 def refuse_changes(models: Sequence[nn.Module]) -> list[Any]:
@@ -19,7 +19,7 @@ def refuse_changes(models: Sequence[nn.Module]) -> list[Any]:
     handles: list[Any] = []
     for model in models:
         for name, module in model.named_modules():
-            if next(module.buffers(recurse=False), None) is not None and not isinstance(module, _BatchNorm):
+            if next(module.buffers(recurse=False), None) is not None and not isinstance(module, BatchNormBase):
                 watch = _Watch(name or type(module).__name__)
                 handles.append(module.register_forward_pre_hook(watch.before))
                 handles.append(module.register_forward_hook(watch.after))
@@ -35,10 +35,10 @@ class _Watch:
         self._seen: list[tuple[int, int]] = []
 
     def before(self, module: nn.Module, _: Any) -> None:
-        self._seen = [(id(buffer), buffer._version) for buffer in module.buffers(recurse=False)]
+        self._seen = [(id(buffer), version_of(buffer)) for buffer in module.buffers(recurse=False)]
 
     def after(self, module: nn.Module, *_: Any) -> None:
-        if module.training and self._seen != [(id(b), b._version) for b in module.buffers(recurse=False)]:
+        if module.training and self._seen != [(id(b), version_of(b)) for b in module.buffers(recurse=False)]:
             raise ModelError(
                 f"reproducible: {self._name} ({type(module).__name__}) changes a buffer in its forward, which then "
                 "depends on which shards a process computes. Use a layer without such state (GroupNorm or LayerNorm "

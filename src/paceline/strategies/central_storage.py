@@ -38,6 +38,7 @@ from paceline.strategies.local_devices import check_devices, devices_of
 from paceline.strategies.optimizer_hooks import carried, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, Stamp, norms_of, stamp_of
 from paceline.strategies.replicated import in_place_of, load_replicated, replicated_state
+from paceline.torch_private.core import foreach_copy_, version_of
 from paceline.world import World
 
 _HOST = torch.device("cpu")
@@ -219,7 +220,7 @@ class _Shelf:
         for p, master in zip(self.parameters, self.masters, strict=True):
             if p in chosen:
                 master.detach().copy_(p.detach())
-        self._versions = [master._version for master in self.masters]
+        self._versions = [version_of(master) for master in self.masters]
         if chosen:
             self._note()
 
@@ -227,14 +228,14 @@ class _Shelf:
         """The parameters take the values of masters that were updated; waits for nothing. The masters are not written
         to meanwhile: the next update comes after gradients that are fetched in the same stream."""
         parts = unflatten(self._weights.to(self._device, non_blocking=True), self.parameters)
-        moved = [master._version != v for master, v in zip(self.masters, self._versions, strict=True)]
+        moved = [version_of(master) != v for master, v in zip(self.masters, self._versions, strict=True)]
         chosen = [
             (p.detach(), part)
             for p, part, other in zip(self.parameters, parts, moved, strict=True)
             if other or p in self._fetched  # torch's fused updates are not counted as writes
         ]
         if chosen:
-            torch._foreach_copy_([p for p, _ in chosen], [part for _, part in chosen])
+            foreach_copy_([p for p, _ in chosen], [part for _, part in chosen])
         self._note()
 
     def _note(self) -> None:

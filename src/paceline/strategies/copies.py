@@ -13,9 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
+from paceline.torch_private.core import (
+    MODULE_HOOKS,
+    TENSOR_HOOKS,
+    BatchNormBase,
+    buffers_of,
+    children_of,
+    compiled_call,
+    parameters_of,
+    version_of,
+)
 
 
 def copied(
@@ -45,13 +54,13 @@ def copied(
                 f"{error}. Let copy.deepcopy(model) work, or use strategy='ddp', which needs no copies."
             ) from error
         for name, module in model.named_modules():
-            if module._compiled_call_impl is not None and id(module) in memo:  # which deepcopy leaves out
+            if compiled_call(module) is not None and id(module) in memo:  # which deepcopy leaves out
                 memo[id(module)].compile()
             its = modules[module] = memo.get(id(module), module)
-            whole = its is not module and its._modules.keys() == module._modules.keys()
+            whole = its is not module and children_of(its).keys() == children_of(module).keys()
             if not whole or any(
-                its._parameters.get(key) is not (None if p is None else copies[p])
-                for key, p in module._parameters.items()
+                parameters_of(its).get(key) is not (None if p is None else copies[p])
+                for key, p in parameters_of(module).items()
             ):
                 raise ModelError(
                     f"copy.deepcopy of {type(model).__name__} gives something that is built otherwise (in "
@@ -75,7 +84,7 @@ def _copied_parameter(own: Tensor, device: torch.device, memory: Tensor | None) 
 def follow_flags(own: Tensor, its: Tensor) -> None:
     if its.requires_grad != own.requires_grad:
         its.requires_grad_(own.requires_grad)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in TENSOR_HOOKS:
         hooks = getattr(own, name)
         if hooks is not getattr(its, name):  # one dictionary for both: what is added to it later acts on both
             setattr(its, name, hooks)
@@ -84,17 +93,15 @@ def follow_flags(own: Tensor, its: Tensor) -> None:
 _PLAIN = (bool, int, float, str, type(None))
 """Attributes of modules that are followed: `training`, a temperature, the p of a dropout."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 class Record:
     """A module of the user's as it was copied, its copies, and what the script or a forward has last put into it."""
 
     def __init__(self, module: nn.Module, copies: Sequence[nn.Module]) -> None:
         self._module, self._copies, self._kind = module, copies, type(module)
-        self._children, self._parameters = dict(module._modules), dict(module._parameters)
-        self._buffer_names = list(module._buffers)
-        self._hooks = [list(vars(module)[name]) for name in _HOOKS]
+        self._children, self._parameters = dict(children_of(module)), dict(parameters_of(module))
+        self._buffer_names = list(buffers_of(module))
+        self._hooks = [list(vars(module)[name]) for name in MODULE_HOOKS]
         self._numbers = self._numbers_now()
         self._buffers: list[tuple[Tensor | None, int]] = []
         self.note_buffers()
@@ -104,10 +111,10 @@ class Record:
         module, kept = self._module, vars(self._module)
         return (
             type(module) is self._kind
-            and _same(module._modules, self._children)
-            and _same(module._parameters, self._parameters)
-            and list(module._buffers) == self._buffer_names
-            and all(list(kept[name]) == keys for name, keys in zip(_HOOKS, self._hooks))
+            and _same(children_of(module), self._children)
+            and _same(parameters_of(module), self._parameters)
+            and list(buffers_of(module)) == self._buffer_names
+            and all(list(kept[name]) == keys for name, keys in zip(MODULE_HOOKS, self._hooks))
         )
 
     def _numbers_now(self) -> dict[str, Any]:
@@ -121,7 +128,7 @@ class Record:
                 vars(copied).update(now)
 
     def _buffers_now(self) -> list[tuple[Tensor | None, int]]:
-        return [(b, -1 if b is None else b._version) for b in self._module._buffers.values()]
+        return [(b, -1 if b is None else version_of(b)) for b in buffers_of(self._module).values()]
 
     def note_buffers(self) -> None:
         if self._buffer_names:
@@ -134,20 +141,24 @@ class Record:
             b is c and i == j for (b, i), (c, j) in zip(self._buffers_now(), self._buffers, strict=True)
         ):
             return
-        for name, own in self._module._buffers.items():
-            theirs = [copied._buffers[name] for copied in self._copies]
+        for name, own in buffers_of(self._module).items():
+            theirs = [buffers_of(copied)[name] for copied in self._copies]
             filled = [its for its in theirs if own is not None and its is not None and _fits(its, own)]
             if own is not None and len(filled) == len(theirs):
                 waiting.append((own.detach(), filled))
             else:
                 for copied, device in zip(self._copies, devices, strict=True):
-                    copied._buffers[name] = None if own is None else own.detach().to(device, copy=True)
+                    buffers_of(copied)[name] = None if own is None else own.detach().to(device, copy=True)
         self.note_buffers()
 
     def statistics(self, number: int | None = None) -> list[Tensor]:
         """A batch norm's running mean and variance, where torch's own forward has computed them from one shard."""
         module = self._module if number is None else self._copies[number]
-        own = self._module.training and isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+        own = (
+            self._module.training
+            and isinstance(module, BatchNormBase)
+            and type(module).forward is BatchNormBase.forward
+        )
         return [b for b in (module.running_mean, module.running_var) if b is not None] if own else []  # type: ignore[misc]
 
     def agree_on_counts(self) -> None:

@@ -56,6 +56,7 @@ from paceline.strategies.replicated import (
     replicated_state,
     send_models,
 )
+from paceline.torch_private.core import will_execute
 from paceline.world import World
 
 Used = tuple[bool, ...]
@@ -166,7 +167,7 @@ class DDP(LoopStrategy):
         def compare(_: Tensor) -> None:
             if found:  # with several losses, only the first that autograd comes to
                 return
-            mine = tuple(map(torch._C._will_engine_execute_node, self._accumulators))
+            mine = tuple(map(will_execute, self._accumulators))
             found.append(self._compare(call, mine))
             expected.extend(p for p, used in zip(self.trainable, mine, strict=True) if used)
             reducer = self._reducers.get(found[0])

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported from C++
 from torch.futures import Future
 
 from paceline.comm import codec_sums, codecs, collectives
@@ -41,6 +41,7 @@ from paceline.comm.codecs import Codec, State
 from paceline.comm.reducers import REDUCERS
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Strategy
+from paceline.torch_private.core import foreach_add_, foreach_div_
 from paceline.world import World
 
 KEY = "codec"
@@ -169,10 +170,10 @@ class Reduction:
         shapes = [_memory_shape(p) for p in parameters]
         states = [self._state(p, shape, values) for p, shape in zip(parameters, shapes, strict=True)]
         pieces = values.split([math.prod(shape) for shape in shapes])
-        torch._foreach_add_(pieces, [state["residual"] for state in states], alpha=scale)
+        foreach_add_(pieces, [state["residual"] for state in states], alpha=scale)
         new = self.codec.total(values, shapes, states, self._sums)
         if scale != 1.0:
-            torch._foreach_div_([state["residual"] for state in new], scale)
+            foreach_div_([state["residual"] for state in new], scale)
         self._next += zip(states, new, strict=True)
         self._finite.append(values.isfinite().all())
         if values is not flat:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ModelError
 from paceline.strategies.ddp_hook import Reduction
-
-# torch 2.13 renamed the argument; all buffers are ignored by name too (_AllModels), so that neither name syncs them.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+from paceline.torch_private import reducer
+from paceline.torch_private.core import TENSOR_HOOKS
 
 
 def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -32,7 +28,7 @@ def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None])
 def _without_hooks(parameter: Tensor) -> Iterator[None]:
     """Empties the dictionaries in which torch keeps a tensor's hooks, and fills them again."""
     kept = []
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in TENSOR_HOOKS:
         hooks = getattr(parameter, name, None)
         if hooks:
             kept.append((hooks, dict(hooks)))
@@ -51,7 +47,7 @@ class _AllModels(nn.Module):
         super().__init__()
         self.models = nn.ModuleList(models)
         ignored = [name for name, p in self.named_parameters() if p not in reduced]
-        self._ddp_params_and_buffers_to_ignore = ignored + [name for name, _ in self.named_buffers()]
+        reducer.ignore(self, ignored + [name for name, _ in self.named_buffers()])
 
 
 class BucketReducer:
@@ -82,7 +78,7 @@ class BucketReducer:
             p.grad = None
         self._ddp = DistributedDataParallel(
             _AllModels(models, set(ready)),
-            **_NO_BUFFERS,
+            **reducer.NO_BUFFERS,
             init_sync=False,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=views,
@@ -95,8 +91,8 @@ class BucketReducer:
         self.arm()
         accumulate(ready, [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)])
         if static_graph:  # which is recorded in its first backward, and reduced at its end
-            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-        self._ddp.reducer._rebuild_buckets()
+            reducer.delay_all_reduce(self._ddp.reducer)
+        reducer.rebuild_buckets(self._ddp.reducer)
         for p, gradient in zip(ready, kept, strict=True):
             p.grad = gradient
         if reduction is not None:
@@ -104,21 +100,20 @@ class BucketReducer:
 
     def arm(self) -> None:
         """From here on a gradient that is ready counts towards its bucket. Called at the root of a backward."""
-        self._ddp.reducer.prepare_for_forward()
-        self._ddp.reducer.prepare_for_backward([])
+        reducer.arm(self._ddp.reducer)
 
     def missed(self) -> bool:
         """Whether, after a backward, a gradient is missing that `arm` was told would come."""
         if self._first.grad is None:  # then perhaps none came, and the reducer does not know that there was a backward
             return True
         try:
-            self._ddp.reducer._check_reducer_finalized()
+            reducer.check_finalized(self._ddp.reducer)
         except RuntimeError:
             return True
         return False
 
     def close(self) -> None:
-        self._ddp.reducer._remove_autograd_hooks()
+        reducer.remove_hooks(self._ddp.reducer)
         # The C++ reducer holds the process group, whose threads must have ended before the interpreter does: let go of
         # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
         for name in ("reducer", "logger", "process_group"):

@@ -42,6 +42,7 @@ from paceline.strategies.deepspeed_config import merged
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state, send_models
 from paceline.strategies.sharded_state import check_dense
+from paceline.torch_private.core import will_execute
 from paceline.world import World
 
 
@@ -152,9 +153,7 @@ class DeepSpeed(LoopStrategy):
     def _check_reached(self, _: Tensor) -> None:
         """At the root of a backward, before any gradient and before anything travels."""
         missed = [
-            self._names[p]
-            for p, node in zip(self._trainable, self._nodes, strict=True)
-            if not torch._C._will_engine_execute_node(node)
+            self._names[p] for p, node in zip(self._trainable, self._nodes, strict=True) if not will_execute(node)
         ]
         if missed:
             raise UnusedParameterError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, UsageError
 from paceline.strategies.replicated import check_same_model, check_same_optimizer, listed
+from paceline.torch_private.core import version_of
 
 
 class Engine:
@@ -62,7 +63,7 @@ class Engine:
         self._zero: Any = self._engine.optimizer
         self._flat_groups = [list(group["params"]) for group in optimizer.param_groups]
         self._put(self._own)
-        self._versions = {p: p._version for p in names}
+        self._versions = {p: version_of(p) for p in names}
         self._refuse()
         for p in trainable:
             if type(p) is nn.Parameter:
@@ -86,7 +87,7 @@ class Engine:
             self._put(self._own)
             self._busy -= 1
             _InPieces.busy -= 1
-            self._versions = {p: p._version for p in self.names}
+            self._versions = {p: version_of(p) for p in self.names}
 
     # --- computing
 
@@ -280,7 +281,7 @@ class Engine:
             )
         if not self.partitioned:
             return
-        written = [name for p, name in self.names.items() if p._version != self._versions[p]]
+        written = [name for p, name in self.names.items() if version_of(p) != self._versions[p]]
         if written:
             raise UsageError(
                 f"strategy deepspeed: the script wrote to {listed(written)}, which in stage 3 is not what is "

@@ -7,55 +7,41 @@
 - torch.cat leaves out empty tensors of one dimension where it joins cut tensors. The caches of Hugging Face's models
   begin with one; torch allows it among tensors of more dimensions, but its rule for cut tensors does not.
 - Kernels that know no cut tensors are not chosen: CPUs' fused attention, nn.TransformerEncoderLayer's fast path.
-
-The generators' tracker and the table of operations are private names of torch; tests/strategies/test_tensor.py and
-test_parts.py say whether a new version still has them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, _random
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from paceline.errors import ModelError
-
-_FUSED = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
+from paceline.torch_private.core import schema_of
+from paceline.torch_private.distributed_tensor import ATTENTION, Draws, checking, drawing_by
 
 
-def refusing_dropout(op: Any, strategy: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """How torch is to cut a fused attention: as it does, without dropout."""
-    place = [argument.name for argument in op._schema.arguments].index("dropout_p")
-
-    def inner(schema: Any) -> Any:
-        if len(schema.args_schema) > place and schema.args_schema[place] > 0:
-            raise ModelError(
-                "dropout in a fused attention kernel would draw alike for the heads of each device. Set its "
-                "dropout_p to 0, or use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-            )
-        return strategy(schema)
-
-    return inner
+def refuse_dropout(op: Any, args: Sequence[Any]) -> None:
+    """Raises ModelError where a fused attention on cut tensors has dropout."""
+    place = [argument.name for argument in schema_of(op).arguments].index("dropout_p")
+    if len(args) > place and args[place] > 0:
+        raise ModelError(
+            "dropout in a fused attention kernel would draw alike for the heads of each device. Set its "
+            "dropout_p to 0, or use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
-class _Draws:
+class _Draws(Draws):
     """Random numbers on a cut tensor on CPUs: other ones on each device, and the generators alike afterwards. (On GPUs
     torch does this itself.)"""
 
-    distribute_region_enabled = True
-
     @contextmanager
-    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+    def around(self, spec: Any, generator: torch.Generator | None) -> Iterator[None]:
         chosen = generator or torch.default_generator
         number = int(torch.empty((), dtype=torch.int64).random_(2**32, generator=chosen))
         state = chosen.get_state()
@@ -82,26 +68,19 @@ def _leaving_out_empty(cat: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @contextmanager
 def surroundings(mesh: Any) -> Iterator[None]:
     """What torch is told while a run with cut tensors is open."""
-    tracker, fast, flash = _random._rng_tracker, torch.backends.mha.get_fastpath_enabled(), None
-    if mesh.device_type != "cpu":  # torch's own would take rank 0's generator for all shards when it is made
-        _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
-    else:
-        _random._rng_tracker = _Draws()  # type: ignore[assignment]
+    fast, flash = torch.backends.mha.get_fastpath_enabled(), None
+    if mesh.device_type == "cpu":
         flash = torch.backends.cuda.flash_sdp_enabled()  # also of CPUs, whose kernel knows no DTensor
         torch.backends.cuda.enable_flash_sdp(False)
-    known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    kept = {op: known[op] for name in _FUSED if (op := getattr(torch.ops.aten, name).default) in known}
-    known.update({op: refusing_dropout(op, strategy) for op, strategy in kept.items()})
     cat = torch.cat
     torch.cat = _leaving_out_empty(cat)
     torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoderLayer's, which knows no DTensor
     try:
-        with implicit_replication():
+        draws = _Draws() if mesh.device_type == "cpu" else None
+        with implicit_replication(), drawing_by(draws, mesh), checking(ATTENTION, refuse_dropout):
             yield
     finally:
         torch.cat = cat
-        _random._rng_tracker = tracker
-        known.update(kept)
         torch.backends.mha.set_fastpath_enabled(fast)
         if flash is not None:
             torch.backends.cuda.enable_flash_sdp(flash)

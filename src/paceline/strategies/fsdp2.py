@@ -16,7 +16,7 @@ torch's FSDP2 gathers when a wrapped module's forward is called. fsdp_wrapping.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.pickling import PickleGuard
 from paceline.strategies.replicated import listed, parameter_names
 from paceline.strategies.sharded_state import Masters, check_dense, full_state, load_full_state
+from paceline.torch_private import fully_shard as internals
+from paceline.torch_private.core import will_execute
 from paceline.world import World
 
 
@@ -126,11 +128,11 @@ class FSDP2(LoopStrategy):
             done |= set(layer.parameters())
             sharded.set_gradient_divide_factor(1.0)  # the weights make a sum of it
             sharded.set_force_sum_reduction_for_comms(True)
-        state = sharded._get_fsdp_state()  # of the model itself, which came last
-        state._lazy_init()  # with this model as the root, whichever of its modules is called first
+        state = internals.state_of(sharded)  # of the model itself, which came last
+        internals.become_root(state)  # with this model as the root, whichever of its modules is called first
         gather_on_any_call(model)
         self._states.append(state)
-        for group in _groups(state):
+        for group in internals.groups_under(state):
             self._params += group.fsdp_params
             group.reshard = partial(self._reshard, group, group.reshard)
         model.register_load_state_dict_pre_hook(_slice_loaded)
@@ -141,10 +143,10 @@ class FSDP2(LoopStrategy):
         leaves a graph that needs the parameters again: they stay gathered until `backward` is over. A forward without
         gradients frees all parameters: else a later `state_dict` on one rank alone (`if run.main: ...`) would free
         them there only, and that rank would wait for ever when it gathers them anew."""
-        if group._training_state.name == "FORWARD" and not torch.is_grad_enabled():
-            group._to_sharded()
+        if internals.phase(group) == "FORWARD" and not torch.is_grad_enabled():
+            internals.slice_again(group)
             return
-        if group._training_state.name == "POST_BACKWARD" and torch.is_grad_enabled():
+        if internals.phase(group) == "POST_BACKWARD" and torch.is_grad_enabled():
             self._keep_gathered = True
         if not self._keep_gathered:
             reshard()
@@ -154,7 +156,7 @@ class FSDP2(LoopStrategy):
         self._keep_gathered = False
         for state in self._states:
             with torch.no_grad():
-                state._root_post_backward_final_callback()
+                internals.finish_backward(state)
 
     def _hand_over(self, optimizer: torch.optim.Optimizer, moved: dict[Tensor, Tensor]) -> None:
         for group in optimizer.param_groups:
@@ -196,7 +198,7 @@ class FSDP2(LoopStrategy):
         leaves = {
             param.sharded_param: unsharded
             for param in self._params
-            if (unsharded := getattr(param, "_unsharded_param", None)) is not None
+            if (unsharded := internals.gathered(param)) is not None
         }
         return leaves | {p: p for p in self._masters.of}
 
@@ -218,12 +220,12 @@ class FSDP2(LoopStrategy):
         def compare(_: Tensor) -> None:
             if not compared:  # with several losses, only at the first that autograd comes to
                 compared.append(True)
-                self._compare(key, tuple(map(torch._C._will_engine_execute_node, self._nodes)))
+                self._compare(key, tuple(map(will_execute, self._nodes)))
 
         return [loss.register_hook(compare) for loss in losses if loss.requires_grad]
 
     def _compare(self, key: tuple[bool, Kind, int], mine: tuple[bool, ...]) -> None:
-        if any(map(torch._C._will_engine_execute_node, self._shard_nodes)):
+        if any(map(will_execute, self._shard_nodes)):
             raise UsageError(USED_OUTSIDE)
         if key not in self._expected or self._sharding.find_unused:
             everyone = collectives.gather_objects(mine)
@@ -257,11 +259,6 @@ class FSDP2(LoopStrategy):
         self._masters.close()
         self._pickle_guard.close()
         self._nodes, self._shard_nodes, self._trainable, self._flags = [], [], [], ()
-
-
-def _groups(state: Any) -> Iterator[Any]:
-    for one in state._state_ctx.all_states:
-        yield from one._fsdp_param_groups
 
 
 def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

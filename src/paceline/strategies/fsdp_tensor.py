@@ -36,6 +36,7 @@ from paceline.strategies.base import Backward
 from paceline.strategies.fsdp2 import FSDP2
 from paceline.strategies.fsdp_wrapping import Sharding
 from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut, replace
+from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
 
 
@@ -127,7 +128,7 @@ class FSDPTensor(FSDP2):
         grads = [dtensor.local(grad) for grad in graded]
         collectives.sum_all(grads, self.mesh.group("tensor"))
         if grads:
-            torch._foreach_mul_(grads, 1 / self.mesh.size("tensor"))
+            foreach_mul_(grads, 1 / self.mesh.size("tensor"))
 
     def explain(self, error: Exception) -> Exception | None:
         found = explained(error, "Leave the layers before and after it out of the plan, or gather.")

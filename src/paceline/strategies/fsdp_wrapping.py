@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError, SettingError
+from paceline.torch_private import fully_shard
+from paceline.torch_private.core import BatchNormBase, parameters_of
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _untied(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     for layer, modules in within.items():
         inner = set().union(*(within[other] for other in layers if other is not layer and other in modules))
         for module in modules - inner:
-            for p in module._parameters.values():
+            for p in parameters_of(module).values():
                 if p is not None and p.dim():
                     users.setdefault(p, set()).add(layer)
     sharing = set().union(*(used for used in users.values() if len(used) > 1))
@@ -101,13 +101,13 @@ def recompute(layers: Sequence[nn.Module]) -> None:
         )
     for layer in layers:
         for name, module in layer.named_modules():
-            if isinstance(module, _BatchNorm) and module.track_running_stats:
+            if isinstance(module, BatchNormBase) and module.track_running_stats:
                 raise ModelError(
                     f"strategy fsdp: checkpointing=true computes {type(layer).__name__} twice, and its batch norm "
                     f"{name!r} would take each batch into its running statistics twice. Leave it out, or use a "
                     "normalisation within the example (GroupNorm)."
                 )
-        checkpoint(layer)
+        fully_shard.checkpoint(layer)
 
 
 def gather_on_any_call(model: nn.Module) -> None:
@@ -118,7 +118,7 @@ def gather_on_any_call(model: nn.Module) -> None:
 
 def _wrap_calls(module: nn.Module, state: Any) -> None:
     if isinstance(module, FSDPModule):
-        state = module._get_fsdp_state()
+        state = fully_shard.state_of(module)
         vars(module)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
         for name in _public_methods(type(module)):
             setattr(module, name, _as_forward(module, state, getattr(module, name)))
@@ -131,10 +131,9 @@ def _wrap_calls(module: nn.Module, state: Any) -> None:
 def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def gathering(*args: Any, **kwargs: Any) -> Any:
-        if state._training_state.name != "IDLE":  # within a forward of that module, or its recomputation
+        if fully_shard.phase(state) != "IDLE":  # within a forward of that module, or its recomputation
             return method(*args, **kwargs)
-        args, kwargs = state._pre_forward(module, args, kwargs)
-        return state._post_forward(module, args, method(*args, **kwargs))
+        return fully_shard.as_forward(state, module, method, args, kwargs)
 
     return gathering
 

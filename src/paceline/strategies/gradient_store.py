@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import ALONE, Group
 from paceline.comm.tree_sums import TreeSums
+from paceline.torch_private.core import foreach_add_, foreach_mul_, foreach_norm, unscale_and_flag_
 
 Grads = list[Tensor | None]
 """A gradient, or none, for each place of each replica, in one order."""
@@ -108,7 +109,7 @@ class GradientStore:
                 sums.append(p.grad)
                 addends.append(grad)
         for sums, addends in both.values():  # tensors of several devices would be added one by one
-            torch._foreach_add_(list(map(dtensor.local, sums)), list(map(dtensor.local, addends)))
+            foreach_add_(list(map(dtensor.local, sums)), list(map(dtensor.local, addends)))
 
     def pop_replica(self, replica: int) -> Grads:
         """Takes the gradients of one replica of this process out and returns them. None for a parameter that has left
@@ -135,7 +136,7 @@ class GradientStore:
         grads = [p.grad for p in places if p.grad is not None]
         one = _one(flag.device)
         if self.others is ALONE and _plain(grads, flag.device):
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, one)  # by 1: unchanged
+            unscale_and_flag_(grads, flag, one)  # by 1: unchanged
             return flag
         dense = [
             g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
@@ -144,7 +145,7 @@ class GradientStore:
         if any(g.device != flag.device for g in dense):
             return self._on_any_process(torch.nn.utils.get_total_norm(dense) * 0.0, grads)
         if dense:
-            torch._amp_foreach_non_finite_check_and_unscale_(dense, flag, one)
+            unscale_and_flag_(dense, flag, one)
         return self._on_any_process(flag, grads)
 
     def norm(self, places: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -218,7 +219,7 @@ def scale_(grads: Sequence[Tensor], factor: Factor) -> None:
     for grad in parts:
         by_device.setdefault(grad.device, []).append(grad)
     for part in by_device.values():
-        torch._foreach_mul_(part, factor)
+        foreach_mul_(part, factor)
 
 
 _ones: dict[torch.device, Tensor] = {}
@@ -260,7 +261,7 @@ def _norm(grads: Sequence[Tensor]) -> Tensor:
     if any(g.device != first.device or g.dtype != first.dtype for g in dense):
         return torch.nn.utils.get_total_norm(dense)
     wide = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else None
-    norms = torch._foreach_norm(dense, 2, dtype=wide)
+    norms = foreach_norm(dense, 2, dtype=wide)
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -272,4 +273,4 @@ def _clip(places: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     parts = _local([p.grad for p in places if p.grad is not None])
     for device in dict.fromkeys(part.device for part in parts):
-        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))
+        foreach_mul_([part for part in parts if part.device == device], factor.to(device))

@@ -46,6 +46,7 @@ from paceline.strategies.local_devices import check_devices, check_shards, devic
 from paceline.strategies.optimizer_hooks import Draws, follow_groups, optimizer_like, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, norms_of, on_device
 from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state
+from paceline.torch_private.core import foreach_copy_, version_of
 from paceline.world import World
 
 REDUCTIONS = ("native", *REDUCERS)
@@ -141,7 +142,7 @@ class Mirrored(ClosureStrategy):
                 flats = [flatten(own) for own in chosen]
                 sum_on_first(flats)
                 for own, flat in zip(chosen, flats, strict=True):
-                    torch._foreach_copy_(own, list(unflatten(flat, own)))
+                    foreach_copy_(own, list(unflatten(flat, own)))
             return
         endpoints = thread_endpoints(len(self.devices), near(self.devices))
         errors = self._team.run(
@@ -323,7 +324,7 @@ def _reduce(reduction: str, grads: list[Tensor], endpoint: ThreadEndpoint, devic
                 chosen = [grads[i] for i in positions]
                 flat = flatten(chosen)
                 REDUCERS[reduction](flat, endpoint)
-                torch._foreach_copy_(chosen, list(unflatten(flat, chosen)))
+                foreach_copy_(chosen, list(unflatten(flat, chosen)))
     except Exception as error:
         endpoint.abandon()
         return error
@@ -352,4 +353,4 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def _seen(grad: Tensor | None) -> tuple[Tensor | None, int]:
-    return grad, -1 if grad is None else grad._version
+    return grad, -1 if grad is None else version_of(grad)

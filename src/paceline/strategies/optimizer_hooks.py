@@ -11,34 +11,26 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ModelError
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+from paceline.torch_private.core import OPTIMIZER_HOOKS
 
 
 def step_between_hooks(optimizer: torch.optim.Optimizer, update: Callable[..., None]) -> None:
     """update(), which calls the optimizer's step, between the hooks that a script has put around that step, and not
     around them: hooks look at and write to the script's own parameters and gradients, so that what they do must be seen
     before weights or gradients travel, and after they have."""
-    before, after = (getattr(optimizer, name) for name in _HOOKS[:2])
+    before, after = (getattr(optimizer, name) for name in OPTIMIZER_HOOKS[:2])
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
     for hook in list(before.values()):
         changed = hook(optimizer, args, kwargs)
         if changed is not None:
             args, kwargs = changed
-    for name in _HOOKS[:2]:
+    for name in OPTIMIZER_HOOKS[:2]:
         setattr(optimizer, name, OrderedDict())
     try:
         update(*args[1:], **kwargs)
     finally:
-        for name, kept in zip(_HOOKS[:2], (before, after), strict=True):
+        for name, kept in zip(OPTIMIZER_HOOKS[:2], (before, after), strict=True):
             setattr(optimizer, name, kept)
     for hook in list(after.values()):
         hook(optimizer, args, kwargs)
@@ -50,7 +42,8 @@ def optimizer_like(
     """An optimizer of the same class, with the same state, for the copies of its parameters on another device. Without
     the script's hooks, and without groups (`follow_groups`). Raises ModelError where it cannot be copied."""
     memo: dict[int, Any] = {id(p): its for p, its in copies.items()}
-    left_out = {"state", "param_groups", "step", "zero_grad", *_HOOKS}  # and what guards and schedulers have put on it
+    # Guards and schedulers have put `step` and `zero_grad` on it.
+    left_out = {"state", "param_groups", "step", "zero_grad", *OPTIMIZER_HOOKS}
     try:
         own = copy.deepcopy({key: value for key, value in vars(optimizer).items() if key not in left_out}, memo)
     except Exception as error:
@@ -59,7 +52,9 @@ def optimizer_like(
             f"{type(error).__name__}: {error}. Use strategy='data_parallel', where one optimizer makes all updates."
         ) from error
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(made).update(own, state=defaultdict(dict), param_groups=[], **{name: OrderedDict() for name in _HOOKS})
+    vars(made).update(
+        own, state=defaultdict(dict), param_groups=[], **{name: OrderedDict() for name in OPTIMIZER_HOOKS}
+    )
     for key, values in optimizer.state.items():
         here = key.device if isinstance(key, Tensor) else None
         made.state[copies.get(key, key)] = carried(values, here, device, memo)

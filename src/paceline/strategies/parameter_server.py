@@ -52,6 +52,7 @@ from paceline.strategies.servers.remote_parameters import RemoteParameters, sett
 from paceline.strategies.servers.served_parameters import ServedParameters
 from paceline.strategies.servers.serving import Serving
 from paceline.strategies.servers.worker_links import Chunks, Meetings, Refusing
+from paceline.torch_private.core import mark_stepped
 from paceline.world import MAY_DIE, ROLE, Served, World, tell_launcher
 
 
@@ -300,7 +301,7 @@ class ParameterServer(LoopStrategy):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         update = self._step_alone if self.mode == "async" else self._step_together
         update(self._number(optimizer), optimizer)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # its step, made elsewhere: torch's schedulers ask
+        mark_stepped(optimizer)
 
     def completed(self, optimizer: torch.optim.Optimizer, updated: bool) -> int:
         return int(updated) if self._chunks is None else self._chunks.completed(optimizer)

@@ -36,13 +36,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.absent import Absent, Watching, absent, buffers_kept, form
 from paceline.strategies.base import Term
 from paceline.strategies.outputs import holds, mapped
 from paceline.strategies.pipeline_cut import Units
+from paceline.torch_private.core import COMPILED_CALL, NormBase, children_of, parameters_of, plain_call, version_of
 
 Call = tuple[int, int]
 """A module's number in `named_modules`, and which of its calls in a run of the closure, from 1 on."""
@@ -126,12 +126,12 @@ class Calls:
     def release(self) -> None:
         """The modules are called as before."""
         for module in self._modules.values():
-            vars(module).pop(_DOOR, None)
+            vars(module).pop(COMPILED_CALL, None)
 
     def _called(self, number: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
-            return module._call_impl(*args, **kwargs)
+            return plain_call(module)(*args, **kwargs)
         run.counts[number] += 1
         return run.called((number, run.counts[number]), module, args, kwargs)
 
@@ -163,7 +163,7 @@ class Calls:
                 if parameter is None:
                     used[id(one)] = clock[0]
                 else:
-                    outer = bool(open_calls) and bool(self._modules[open_calls[-1]]._modules)
+                    outer = bool(open_calls) and bool(children_of(self._modules[open_calls[-1]]))
                     uses.append((clock[0], parameter, outer or not open_calls))
             for one in outputs:
                 kept.append(one)
@@ -173,7 +173,7 @@ class Calls:
             start, before, given = clock[0], run.counts.copy(), _absent_in(args, kwargs)
             entries.append((start, call, given))
             open_calls.append(call[0])
-            output = module._call_impl(*args, **kwargs)
+            output = plain_call(module)(*args, **kwargs)
             open_calls.pop()
             inner = run.counts - before
             inner[call[0]] += 1
@@ -182,8 +182,8 @@ class Calls:
             )
             return output
 
-        versions = {buffer: buffer._version for buffer in self.model.buffers()}
-        norms = [m for m in self._modules.values() if isinstance(m, _NormBase) and m.training]
+        versions = {buffer: version_of(buffer) for buffer in self.model.buffers()}
+        norms = [m for m in self._modules.values() if isinstance(m, NormBase) and m.training]
         for norm in norms:  # in training one would talk to other replicas
             norm.training = False
         try:
@@ -195,7 +195,7 @@ class Calls:
                 self._running(called) as run,
             ):
                 terms = compute()
-                written = {buffer for buffer, version in versions.items() if buffer._version != version}
+                written = {buffer for buffer, before in versions.items() if version_of(buffer) != before}
         finally:
             for norm in norms:
                 norm.training = True
@@ -237,7 +237,7 @@ class Calls:
             if exit is not None and begun and call == exit.call:
                 raise _Ended(_argument(exit, args, kwargs, self.names[call[0]]))
             if begun:
-                return module._call_impl(*args, **kwargs)
+                return plain_call(module)(*args, **kwargs)
             assert entry is not None
             cut, received = entry
             if call == cut.call:
@@ -250,10 +250,10 @@ class Calls:
                     args = (*args[: cut.where], received, *args[cut.where + 1 :])
                 else:
                     kwargs = {**kwargs, cut.where: received}
-                return module._call_impl(*args, **kwargs)
+                return plain_call(module)(*args, **kwargs)
             span = record.spans.get(call)
             if span is None or span.output is None or span.start <= cut.at < span.end:
-                return module._call_impl(*args, **kwargs)
+                return plain_call(module)(*args, **kwargs)
             return self._left_out(run, call, span, args, kwargs)
 
         try:
@@ -294,7 +294,7 @@ class Calls:
             if span is not None and span.output is not None:
                 output = self._left_out(run, call, span, args, kwargs)
             else:
-                output = module._call_impl(*args, **kwargs)
+                output = plain_call(module)(*args, **kwargs)
             if outermost:
                 within = False
                 output = mapped(output, Absent, _zeros)
@@ -316,7 +316,7 @@ class Calls:
                 now = time.perf_counter()
                 told.append(now - latest)
                 latest = now
-            return module._call_impl(*args, **kwargs)
+            return plain_call(module)(*args, **kwargs)
 
         with self._running(called):
             yield told
@@ -327,7 +327,7 @@ class Calls:
     def units(self, record: Record) -> Units:
         """The stretches between possible cuts, by name."""
         first = next(
-            (self.names[number] for number, _ in record.spans if number and self._modules[number]._parameters), ""
+            (self.names[number] for number, _ in record.spans if number and parameters_of(self._modules[number])), ""
         )
         return Units([], [first or "begin", *(cut.name for cut in record.cuts)])
 
@@ -371,16 +371,16 @@ class Calls:
         swapped = [
             (module, name, p)
             for module in (self._modules.values() if wanted else ())
-            for name, p in module._parameters.items()
+            for name, p in parameters_of(module).items()
             if p is not None and p in wanted
         ]
         for module, name, p in swapped:
-            module._parameters[name] = self._absent[id(p)]  # type: ignore[assignment]
+            parameters_of(module)[name] = self._absent[id(p)]
         try:
             yield
         finally:
             for module, name, p in swapped:
-                module._parameters[name] = p
+                parameters_of(module)[name] = p
 
 
 def places_of(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any) -> list[str]:
@@ -398,19 +398,13 @@ def places_of(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any) 
         calls.release()
 
 
-_DOOR = "_compiled_call_impl"
-"""nn.Module.__call__ calls this attribute of an instance, where it has one, and not its hooks and its forward."""
-
-
 def _intercept(module: nn.Module, called: Callable[..., Any]) -> None:
-    if not hasattr(nn.Module, _DOOR):
-        raise ModelError("strategy pipeline: this version of torch has no way to stand before the calls of layers.")
-    if vars(module).get(_DOOR) is not None:
+    if vars(module).get(COMPILED_CALL) is not None:
         raise ModelError(
             "strategy pipeline: a layer was compiled (module.compile()), and a pipeline cannot look at its calls. "
             "Leave that out, or use strategy='ddp'."
         )
-    vars(module)[_DOOR] = called
+    vars(module)[COMPILED_CALL] = called
 
 
 def _zeros(one: Absent) -> Tensor:
@@ -483,7 +477,7 @@ def check_names(model: nn.Module, cut: str, stages: int, known: Collection[str] 
     layers = [
         name for name, module in model.named_modules() if name and next(iter(module.parameters()), None) is not None
     ]
-    own = [name for name, module in model.named_modules() if module._parameters]
+    own = [name for name, module in model.named_modules() if parameters_of(module)]
     if len(own) < stages:
         raise ModelError(
             f"strategy pipeline: the model has {len(own)} layers ({', '.join(own[:8])}), too few for {stages} stages. "

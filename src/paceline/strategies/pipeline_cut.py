@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.errors import ModelError, SettingError
+from paceline.torch_private.core import children_of
 
 
 class UnseenError(ModelError):
@@ -39,7 +40,7 @@ def units_of(model: nn.Module) -> Units:
     kind = own_class(model)
     if kind.forward is nn.Sequential.forward:
         # By their registration: children() names a layer that stands twice only once.
-        layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+        layers = [(name, layer) for name, layer in children_of(model).items() if layer is not None]
         return Units([layer for _, layer in layers], [name for name, _ in layers])
     graphs = {mode: _traced(model, kind, mode) for mode in (not model.training, model.training)}
     alike = str(graphs[True]) == str(graphs[False])

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.microbatch import _Replicate
 
 from paceline.comm.mesh import Mesh
+from paceline.torch_private.schedules import NOT_CUT
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Schedules:
         self._loss = loss
         numbers = torch.arange(count)
         # A single micro-batch is not cut: it may have no examples.
-        spec = (_Replicate(),) if count == 1 and not keywords else None
+        spec: Any = (NOT_CUT,) if count == 1 and not keywords else None
         schedule = self._schedule(stage, count, forms, spec)
         if self.first:
             schedule.step(given(), **keywords)
@@ -66,9 +66,7 @@ class Schedules:
         else:
             schedule.step(**keywords)
 
-    def _schedule(
-        self, stage: nn.Module, count: int, forms: tuple[Tensor, Tensor], spec: tuple[_Replicate] | None
-    ) -> Any:
+    def _schedule(self, stage: nn.Module, count: int, forms: tuple[Tensor, Tensor], spec: Any) -> Any:
         key = (count, *((form.shape, form.dtype) for form in forms))
         if key not in self._made:
             if len(self._made) >= _MOST:
@@ -88,7 +86,7 @@ class Schedules:
                 own,
                 n_microbatches=count,
                 loss_fn=self._loss_of,
-                args_chunk_spec=spec,  # type: ignore[arg-type]
+                args_chunk_spec=spec,
                 scale_grads=False,
             )
         return self._made[key]

@@ -42,6 +42,7 @@ from paceline.strategies.buffer_guard import refuse_changes
 from paceline.strategies.copies import Record, copied, follow_flags
 from paceline.strategies.placement import move
 from paceline.strategies.replicated import parameter_names
+from paceline.torch_private.core import foreach_div_, foreach_norm, version_of
 
 Stamp = tuple[int, int]
 """Of a parameter's weights: another one after a write that autograd counts, and after `p.data = ...`."""
@@ -275,7 +276,7 @@ class ReplicaSet:
                 add_tensors(theirs, own)
         else:
             self._add_in_order(self._sums, own, others)
-        torch._foreach_div_(own, len(self.devices))
+        foreach_div_(own, len(self.devices))
         for theirs in others:
             copy_tensors(own, theirs)
         for record in self._records:
@@ -297,7 +298,7 @@ class ReplicaSet:
 
 
 def stamp_of(parameter: Tensor) -> Stamp:
-    return parameter._version, parameter.data_ptr()
+    return version_of(parameter), parameter.data_ptr()
 
 
 @torch.no_grad()
@@ -305,7 +306,7 @@ def norms_of(parameters: Sequence[Tensor]) -> Tensor:
     """(how many,): the 2-norm of each, in float64, where they lie. One pass over weights: they tell of writes that
     autograd does not count, as by `p.data.clamp_()`."""
     plain = [torch.view_as_real(p) if p.is_complex() else p for p in parameters]
-    return torch.stack(torch._foreach_norm(plain, 2, dtype=torch.float64))
+    return torch.stack(foreach_norm(plain, 2, dtype=torch.float64))
 
 
 # --- in a replica's thread

@@ -21,6 +21,7 @@ from paceline.comm import dtensor
 from paceline.comm.mesh import DATA, Mesh
 from paceline.errors import ModelError, UsageError
 from paceline.strategies.replicated import in_place_of, load_replicated, parameter_names, replicated_state
+from paceline.torch_private.distributed_tensor import set_local
 
 
 class Masters:
@@ -78,7 +79,7 @@ class Masters:
         for p in updated:
             master = self.of[p]
             if dtensor.local(master).untyped_storage().data_ptr() != p.untyped_storage().data_ptr():
-                master._local_tensor = self._local(p.detach())  # type: ignore[attr-defined]  # p.data was set anew
+                set_local(master, self._local(p.detach()))  # p.data was set anew
             master.grad = self._slice(p.grad, p)
         try:
             with in_place_of(optimizer, self.of):

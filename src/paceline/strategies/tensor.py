@@ -54,6 +54,7 @@ from paceline.strategies.replicated import (
 from paceline.strategies.sharded_state import full_state
 from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut, replace
 from paceline.strategies.unused_parameters import UsedParameters, check_copies
+from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
 
 
@@ -118,7 +119,7 @@ class TensorParallel(LoopStrategy):
         collectives.sum_all(cut, self.mesh.data)
         collectives.sum_all(whole)
         if whole:
-            torch._foreach_mul_(whole, 1 / self.mesh.size("tensor"))
+            foreach_mul_(whole, 1 / self.mesh.size("tensor"))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         try:

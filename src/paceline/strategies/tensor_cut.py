@@ -23,6 +23,7 @@ from paceline.errors import ModelError
 from paceline.strategies import tensor_layers, tensor_plan
 from paceline.strategies.dtensor_context import surroundings
 from paceline.strategies.outputs import mapped
+from paceline.torch_private.core import parameters_of
 
 
 def _style(kind: str, module: nn.Module) -> ParallelStyle:
@@ -107,19 +108,19 @@ class LayerCuts:
     def _cut(self, module: nn.Module, kind: str, replaced: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Cuts one layer, which so is the only one that is whole on the device at a time. Returns its old parameters
         -> the new ones. replaced: those of the layers that were cut before; one that stands here too is cut alike."""
-        before = {name: p for name, p in module._parameters.items() if p is not None}
+        before = {name: p for name, p in parameters_of(module).items() if p is not None}
         tied = {name: replaced[p] for name, p in before.items() if p in replaced}
-        module._parameters.update(tied)  # type: ignore[arg-type]
+        parameters_of(module).update(tied)
         module.to(self._device)
-        own = {name: p for name, p in module._parameters.items() if p is not None and name not in tied}
+        own = {name: p for name, p in parameters_of(module).items() if p is not None and name not in tied}
         collectives.broadcast_tensors(own.values())
         if isinstance(module, (nn.Linear, nn.Embedding)) and kind != "qkv":
             parallelize_module(module, self._mesh.along("tensor"), _style(kind, module), src_data_rank=None)
         else:
             tensor_layers.cut(module, kind, self._mesh.along("tensor"))
-        module._parameters.update(tied)  # type: ignore[arg-type]
+        parameters_of(module).update(tied)
         self._hooks.append(module.register_forward_hook(_mended))
-        after = {name: module._parameters[name] for name in before}
+        after = {name: parameters_of(module)[name] for name in before}
         return {p: new for name, p in before.items() if (new := after[name]) is not None}
 
 
@@ -127,9 +128,9 @@ def _follow(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
     """The new parameters wherever the old ones stand too (tied weights), also in layers that are not cut themselves: a
     DTensor counts as the whole in whatever is computed with it."""
     for module in model.modules():
-        for name, p in module._parameters.items():
+        for name, p in parameters_of(module).items():
             if p is not None and p in replaced:
-                module._parameters[name] = replaced[p]  # type: ignore[assignment]
+                parameters_of(module)[name] = replaced[p]
 
 
 def replace(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:

@@ -26,10 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import ModelError
+from paceline.torch_private.core import (
+    DisableTorchFunctionSubclass,
+    buffers_of,
+    children_of,
+    make_wrapper_subclass,
+    parameters_of,
+    replace_parameters,
+    tree_map_only,
+)
+from paceline.torch_private.distributed_tensor import StridedShard
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -37,18 +45,18 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def is_transposed_linear(module: nn.Module) -> bool:
     """Whether the module computes x @ weight + bias, as GPT-2's Conv1D does. What it computes decides, not its name:
     its forward is tried on a copy with numbers of our own, alike on all processes, whatever the weights are there."""
-    own = module._parameters
+    own = parameters_of(module)
     weight, bias = own.get("weight"), own.get("bias")
     if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or len(own) != 2:
         return False
-    if module._modules or module._buffers or isinstance(module, nn.Linear) or isinstance(weight, DTensor):
+    if children_of(module) or buffers_of(module) or isinstance(module, nn.Linear) or isinstance(weight, DTensor):
         return False
     if weight.dim() != 2 or bias.shape != weight.shape[1:] or weight.is_meta or not weight.is_floating_point():
         return False
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         rows, columns = (torch.linspace(-1, 1, n, dtype=torch.float32, device=weight.device) for n in weight.shape)
         tried = copy.copy(module)
-        vars(tried)["_parameters"] = {"weight": rows[:, None] - columns, "bias": columns * 2}
+        replace_parameters(tried, {"weight": rows[:, None] - columns, "bias": columns * 2})
         x = torch.stack([rows, rows.square() + 1])[None]
         try:
             found = type(module).forward(tried, x)
@@ -64,7 +72,7 @@ def is_linear(module: nn.Module | None) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """A linear layer's inputs and outputs."""
-    weight = module._parameters["weight"]
+    weight = parameters_of(module)["weight"]
     assert weight is not None
     rows, columns = weight.shape
     return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
@@ -79,17 +87,17 @@ def placements_of(module: nn.Module, kind: str) -> dict[str, Placement]:
     if kind == "row":
         return {"weight": Shard(inner), "bias": Replicate()}
     if kind == "qkv":
-        return {"weight": _StridedShard(out, split_factor=3), "bias": _StridedShard(0, split_factor=3)}
+        return {"weight": StridedShard(out, split_factor=3), "bias": StridedShard(0, split_factor=3)}
     return {"weight": Shard(out), "bias": Shard(0)}
 
 
 def cut(module: nn.Module, kind: str, mesh: Any) -> None:
     """Cuts a layer's parameters in place. From here on its forward computes on its own part of them."""
     for name, placement in placements_of(module, kind).items():
-        parameter = module._parameters.get(name)
+        parameter = parameters_of(module).get(name)
         if parameter is not None and not isinstance(parameter, DTensor):
             made = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
-            module._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+            parameters_of(module)[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
     module.forward = partial(_FORWARDS[kind], module)
 
 
@@ -189,10 +197,10 @@ class Thirds(Tensor):
         first = thirds[0]
         shape = (*first.shape[:-1], 3 * first.shape[-1])
         needed = torch.is_grad_enabled() and any(third.requires_grad for third in thirds)
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device, requires_grad=needed)
+        made = make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device, requires_grad=needed)
         made.thirds = thirds
         if needed:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 made.register_hook(_lost)
         return made
 
@@ -213,7 +221,7 @@ class Thirds(Tensor):
             if taken is not None:
                 return taken
         if getattr(func, "__name__", "") in _QUESTIONS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         args, kwargs = tree_map_only(Thirds, Thirds.joined, (args, kwargs))
         return func(*args, **kwargs)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from paceline.errors import ModelError, SettingError, suggest
 from paceline.strategies.tensor_layers import CONVOLUTIONS, features, is_linear, is_transposed_linear, placements_of
+from paceline.torch_private.core import children_of, parameters_of
 
 KINDS = ("column", "row", "gather", "qkv")
 Plan = dict[str, tuple[nn.Module, str]]
@@ -122,7 +123,7 @@ def why_not(module: nn.Module, kind: str, size: int) -> str:
             f"is a {type(module).__name__}. Only nn.Linear, nn.Embedding, nn.Conv1d to 3d, with their own forward, and "
             "layers that compute x @ weight + bias can be cut."
         )
-    if module._parameters.get("weight") is None:
+    if parameters_of(module).get("weight") is None:
         return "has no parameter `weight` of its own (a parametrization, such as weight_norm). Leave it out."
     if kind == "qkv" and not is_linear(module):
         return f"is a {type(module).__name__}; qkv is for a linear layer that computes q, k and v. Use column or row."
@@ -172,7 +173,7 @@ def check_tied(plan: Plan) -> None:
     """Raises ModelError where two chosen layers share a parameter and would cut it in two ways."""
     ways: dict[int, tuple[str, str, Placement]] = {}
     for name, (module, kind) in plan.items():
-        for key, p in module._parameters.items():
+        for key, p in parameters_of(module).items():
             if p is None:
                 continue
             placement = placement_of(module, key, kind)
@@ -217,7 +218,7 @@ def found(model: nn.Module, size: int) -> tuple[Plan, list[str]]:
 def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
     own = {id(p) for module in modules.values() for p in module.parameters()}
     others = [module for module in model.modules() if module not in modules.values()]
-    return any(id(p) in own for other in others for p in other._parameters.values() if p is not None)
+    return any(id(p) in own for other in others for p in parameters_of(other).values() if p is not None)
 
 
 Block = tuple[str, dict[str, str], str]
@@ -230,7 +231,7 @@ def _full(parent: str, child: str) -> str:
 
 def _linear(parent: nn.Module, name: str) -> str | None:
     """The name, if that child is linear, or a Sequential that begins with one (a projection and its dropout)."""
-    child = parent._modules.get(name)
+    child = children_of(parent).get(name)
     if isinstance(child, nn.Sequential) and len(child) and isinstance(child[0], nn.Linear):
         rest = list(child)[1:]
         return f"{name}.0" if all(isinstance(layer, _BETWEEN) for layer in rest) else None
@@ -289,7 +290,7 @@ def _fused(module: nn.Module) -> dict[str, str]:
     """Attention whose q, k and v are one layer, and the layer that takes what they give."""
     if not any(isinstance(getattr(module, name, None), int) for name in _HEADS):
         return {}
-    leaves = [child for child in module._modules if is_linear(module._modules[child])]
+    leaves = [child for child in children_of(module) if is_linear(children_of(module)[child])]
     shapes = {child: features(module.get_submodule(child)) for child in leaves}
     for first, last in pairwise(leaves):
         width = shapes[first][0]
@@ -318,7 +319,7 @@ def _mlps(model: nn.Module, taken: set[str]) -> Iterator[Block]:
 
 def _named_mlp(parent: nn.Module) -> Iterator[tuple[Sequence[str], str]]:
     for names, last in _MLPS:
-        columns, down = [parent._modules.get(name) for name in names], parent._modules.get(last)
+        columns, down = [children_of(parent).get(name) for name in names], children_of(parent).get(last)
         if down is None or not is_linear(down):
             continue
         if all(up is not None and is_linear(up) and features(up)[1] == features(down)[0] for up in columns):

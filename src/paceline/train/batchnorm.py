@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.comm.collectives import size_of
 from paceline.comm.mesh import Replicas, replicas_here
 from paceline.comm.replicas import CrossesReplicas, differentiable_sum
 from paceline.errors import ModelError
+from paceline.torch_private.core import BatchNormBase
 from paceline.train import biases
 from paceline.train.messages import ONE_VALUE, one_value_message
 
@@ -226,7 +226,7 @@ def _differentiable_backward(
     return dx, d_weight, d_bias
 
 
-class _Global(CrossesReplicas, _BatchNorm):
+class _Global(CrossesReplicas, BatchNormBase):
     """The base of converted batch norms. torch's own forward runs where there is one replica, and where statistics are
     not those of the batch."""
 
@@ -234,7 +234,7 @@ class _Global(CrossesReplicas, _BatchNorm):
         of_this_batch = self.training or (self.running_mean is None and self.running_var is None)
         replicas = replicas_here() if of_this_batch else None
         if replicas is None or replicas.size == 1:
-            return _BatchNorm.forward(self, biases.listen(input) if of_this_batch else input)
+            return BatchNormBase.forward(self, biases.listen(input) if of_this_batch else input)
         self._check_input_dim(input)
         from paceline.train import uncompiled  # here: importing it takes a second (see there)
 
@@ -259,7 +259,7 @@ class _Global(CrossesReplicas, _BatchNorm):
             if known > 1:
                 self._update_running_statistics(mean, var * (once / (once - 1)))
         if known == 0:
-            return _BatchNorm.forward(self, input)  # all shards are empty: nothing to sum, now or in the backward
+            return BatchNormBase.forward(self, input)  # all shards are empty: nothing to sum, now or in the backward
         input = biases.listen(input, agreed)
         return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, replicas)
 
@@ -342,11 +342,11 @@ def _can_convert(path: str, module: nn.Module) -> bool:
         if "BatchNorm" in module.original_name:
             raise _refusal(path, module.original_name, "is a compiled TorchScript module", "Prepare it unscripted")
         return False
-    if not isinstance(module, _BatchNorm) or isinstance(module, _Global):
+    if not isinstance(module, BatchNormBase) or isinstance(module, _Global):
         return False
     if isinstance(module, LazyModuleMixin):
         raise _refusal(path, kind.__name__, "has no channels yet", "Run the model once on an example before prepare")
-    own_forward = kind.forward is not _BatchNorm.forward and kind is not nn.SyncBatchNorm
+    own_forward = kind.forward is not BatchNormBase.forward and kind is not nn.SyncBatchNorm
     if own_forward or "forward" in vars(module):
         raise _refusal(path, kind.__name__, "has a forward of its own", "Use torch.nn's batch norm")
     if isinstance(module, nn.SyncBatchNorm) and size_of(module.process_group) != size_of():

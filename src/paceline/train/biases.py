@@ -30,8 +30,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from paceline.torch_private.core import (
+    BatchNormBase,
+    InstanceNormBase,
+    backward_hooks,
+    conv_forward,
+    forward_pre_hooks,
+    output_padding,
+    transforms_active,
+    unbatched_dims,
+    version_of,
+)
 
 _Compute = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -41,14 +51,14 @@ def _linear(layer: nn.Linear, x: Tensor, bias: Tensor) -> Tensor:
 
 
 def _convolution(layer: Any, x: Tensor, bias: Tensor) -> Tensor:
-    output: Tensor = layer._conv_forward(x, layer.weight, bias)
+    output: Tensor = conv_forward(layer)(x, layer.weight, bias)
     return output
 
 
 def _transposed(function: Callable[..., Tensor], dims: int) -> _Compute:
     def compute(layer: Any, x: Tensor, bias: Tensor) -> Tensor:
         shape = layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
-        padding = layer._output_padding(x, None, *shape)
+        padding = output_padding(layer)(x, None, *shape)
         return function(x, layer.weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
 
     return compute
@@ -161,14 +171,14 @@ def _converted(kind: type[Any]) -> type[nn.Module]:
             or not input.numel()  # an empty shard, which norms may skip
             or type(bias) not in (nn.Parameter, Tensor)  # such as a DTensor
             or not (bias.requires_grad and torch.is_grad_enabled())
-            or torch._C._are_functorch_transforms_active()
+            or transforms_active()
         ):
             output: Tensor = kind.forward(self, input, *args, **kwargs)
             return output
         output = compute(self, input, bias.detach())
         noted = BiasedOutput(self, bias)
         output = _Attach.apply(output, bias, noted)
-        noted.version = output._version
+        noted.version = version_of(output)
         setattr(output, _BIASED_OUTPUT, noted)
         return output
 
@@ -184,7 +194,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {kind: _converted(kind) for k
 def is_biased_output(x: Tensor) -> bool:
     """Whether x is the unchanged output of a converted layer."""
     noted = getattr(x, _BIASED_OUTPUT, None)
-    return noted is not None and bool(noted.version == x._version)
+    return noted is not None and bool(noted.version == version_of(x))
 
 
 def listen(x: Tensor, agreed: bool | Tensor = True) -> Tensor:
@@ -207,16 +217,16 @@ def _listen(norm: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if torch.compiler.is_compiling():
         return None
     x = inputs[0]
-    last = next(reversed(norm._forward_pre_hooks.values())) is _listen
-    if not (last and is_biased_output(x) and _uses_batch_statistics(norm, x)) or norm._backward_hooks:
+    last = next(reversed(forward_pre_hooks(norm).values())) is _listen
+    if not (last and is_biased_output(x) and _uses_batch_statistics(norm, x)) or backward_hooks(norm):
         return None
     return listen(x), *inputs[1:]
 
 
 def _uses_batch_statistics(norm: Any, x: Tensor) -> bool:
     """Whether the norm computes its statistics from the input, for each of its channels."""
-    if isinstance(norm, _InstanceNorm):
-        batched = x.dim() == norm._get_no_batch_dim() + 1
+    if isinstance(norm, InstanceNormBase):
+        batched = x.dim() == unbatched_dims(norm) + 1
         return batched and (norm.training or not norm.track_running_stats)
     return norm.training or (norm.running_mean is None and norm.running_var is None)
 
@@ -225,7 +235,7 @@ def convert(model: nn.Module) -> None:
     """Make the gradients of biases before norms zero: layers with a bias change their class, and norms get a hook. Only
     where a model has both. A second call changes nothing. The norms of batchnorm.py call `listen` themselves."""
     modules = list(model.modules())
-    norms: list[Any] = [module for module in modules if isinstance(module, (_BatchNorm, _InstanceNorm))]
+    norms: list[Any] = [module for module in modules if isinstance(module, (BatchNormBase, InstanceNormBase))]
     channels = {norm.num_features for norm in norms}
     found = False
     layer: Any
@@ -235,8 +245,8 @@ def convert(model: nn.Module) -> None:
             layer.__class__ = _CLASSES[type(layer)]
         found = found or isinstance(layer, _Converted)
     for norm in norms:
-        own = type(norm).forward in (_BatchNorm.forward, _InstanceNorm.forward) and "forward" not in vars(norm)
-        if found and own and _listen not in norm._forward_pre_hooks.values():
+        own = type(norm).forward in (BatchNormBase.forward, InstanceNormBase.forward) and "forward" not in vars(norm)
+        if found and own and _listen not in forward_pre_hooks(norm).values():
             norm.register_forward_pre_hook(_listen)
 
 

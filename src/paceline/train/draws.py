@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.torch_private.core import TorchDispatchMode, is_composite, schema_of
 from paceline.train.randomness import mix
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -173,11 +173,10 @@ _kinds: dict[Any, int] = {}
 
 
 def _kind(func: Any) -> int:
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     if torch.Tag.nondeterministic_seeded not in func.tags and name not in _UNTAGGED:
         return _PLAIN
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    return _COMPOSITE if composite else _DRAWS
+    return _COMPOSITE if is_composite(func) else _DRAWS
 
 
 def _all_plain(args: Sequence[Any]) -> bool:
@@ -187,11 +186,11 @@ def _all_plain(args: Sequence[Any]) -> bool:
 
 def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DrawCall:
     """The call of an operator, with its arguments by name."""
-    declared = func._schema.arguments
+    declared = schema_of(func).arguments
     values = {a.name: a.default_value for a in declared}
     values |= dict(zip(values, args, strict=False))
     values |= kwargs
-    name = func._schema.name.removeprefix("aten::")
+    name = schema_of(func).name.removeprefix("aten::")
     return DrawCall(func, tuple(args), kwargs, name, values, _shape(name, values))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.comm import dtensor
 from paceline.errors import UsageError
+from paceline.torch_private.core import version_within
 from paceline.train.messages import DIRECT_BACKWARD
 
 T = TypeVar("T")
@@ -59,10 +60,10 @@ class Guards:
 
     def watch_direct_backward(self, backward: Callable[[], object]) -> None:
         """Make a backward call that is not the run's own, and note which parameters it adds to."""
-        before = {p: (p.grad, _version(p.grad)) for p in self._parameters()}
+        before = {p: (p.grad, version_within(p.grad)) for p in self._parameters()}
         backward()
         for p, (grad, version) in before.items():
-            if p.grad is not None and (p.grad is not grad or _version(p.grad) != version):
+            if p.grad is not None and (p.grad is not grad or version_within(p.grad) != version):
                 self.foreign_gradients[p] = p.grad
 
     def refuse_foreign(self, parameters: Iterable[Tensor] | None = None) -> None:
@@ -131,7 +132,3 @@ def _watched_backward(*args: Any, **kwargs: Any) -> None:
         for guards in _watching:
             call = functools.partial(guards.watch_direct_backward, call)
     call()
-
-
-def _version(grad: Tensor | None) -> int:
-    return -1 if grad is None else getattr(grad, "_local_tensor", grad)._version

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.torch_private.core import BUILTIN_MODULE
+
 
 def without_backward(parameters: Sequence[Tensor]) -> str:
     if any(p.grad is not None for p in parameters):
@@ -137,7 +139,10 @@ def wrong_closure(loss_fn: Any, model: Any) -> str | None:
             f"loss_fn is a module ({name}), and the model is none: are they in the other's place? Write "
             "run.forward_backward(loss_fn, model, batch), and paceline.fit(model, loss_fn, train_set, ...)."
         )
-    if getattr(loss_fn, "__module__", "").startswith(("torch.nn", "torch._C")) or type(loss_fn).__module__ == _LOSSES:
+    if (
+        getattr(loss_fn, "__module__", "").startswith(("torch.nn", BUILTIN_MODULE))
+        or type(loss_fn).__module__ == _LOSSES
+    ):
         return (
             f"loss_fn={name}: it is called as loss_fn(model, batch), and not with an output and a target. Write\n"
             f"    {CLOSURE}"

@@ -28,6 +28,7 @@ from paceline.config import Settings
 from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.batch_plan import Part, Request
+from paceline.torch_private.core import compiled_call, current_function_mode
 from paceline.train.collating import Streams
 from paceline.train.draws import DrawCall, ExampleDraws, RowKeys
 from paceline.train.randomness import mix
@@ -94,7 +95,7 @@ class Noise:
         """Exit the mode, where it is the innermost one. Elsewhere it stays and does nothing."""
         self._thread.micro_batch = None
         for mode in self._modes:
-            if torch.overrides._get_current_function_mode() is mode:
+            if current_function_mode() is mode:
                 mode.__exit__(None, None, None)
         self._modes.clear()
 
@@ -297,7 +298,7 @@ def check_modules(models: Iterable[torch.nn.Module]) -> None:
     """Raises UsageError for modules that torch.compile has compiled: they draw in kernels of their own."""
     for model in models:
         for name, module in model.named_modules():
-            if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+            if compiled_call(module) is not None or type(module).__name__ == "OptimizedModule":
                 raise UsageError(
                     f"noise='example': {name or 'the model'} ({type(module).__name__}) is compiled by torch.compile, "
                     "and draws in kernels of its own, which no example's stream reaches. Leave torch.compile out, or "

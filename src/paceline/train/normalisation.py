@@ -8,13 +8,13 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm import collectives
 from paceline.comm.tree_sums import Tree, TreeSums
 from paceline.errors import ModelError, UsageError
 from paceline.strategies.base import Strategy
 from paceline.strategies.batch_plan import Request
+from paceline.torch_private.core import BatchNormBase
 from paceline.train import batchnorm, biases
 from paceline.train.loader import Loader
 from paceline.train.messages import FETCHED_AHEAD_IN_TURNS
@@ -38,7 +38,7 @@ class Normalisation:
         """With "global", batch norms take their statistics over all replicas, which compute at the same time. With
         "shard" they are unchanged, except that they skip an empty shard."""
         known = set(self._found)  # of an earlier `prepare`
-        present = [module for module in model.modules() if isinstance(module, _BatchNorm) and module not in known]
+        present = [module for module in model.modules() if isinstance(module, BatchNormBase) and module not in known]
         if present and self._choice == "global" and self._strategy.plan.shards > 1:
             batchnorm.convert(model)
         elif self._strategy.plan.shards > 1:
@@ -95,7 +95,7 @@ class Normalisation:
             buffer
             for model in models
             for module in model.modules()
-            if isinstance(module, _BatchNorm)
+            if isinstance(module, BatchNormBase)
             for buffer in (module.running_mean, module.running_var)
             if isinstance(buffer, Tensor)
         ]
@@ -137,7 +137,7 @@ class _InSequence:
             self._shard = shard
 
     def _begin(self, loader: Loader, modules: Sequence[nn.Module]) -> None:
-        norms = [module for module in modules if isinstance(module, _BatchNorm)]
+        norms = [module for module in modules if isinstance(module, BatchNormBase)]
         buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
         self._tensors = [buffer for buffer in buffers if isinstance(buffer, Tensor)]
         self._counters = [n.num_batches_tracked for n in norms if isinstance(n.num_batches_tracked, Tensor)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from paceline.errors import UsageError
 from paceline.strategies.replicated import unknown_parameters
+from paceline.torch_private.core import compile_inside, compiled_wrapper, inside_compiled
 from paceline.train.sources import DATALOADER_OPTIONS
 
 
@@ -110,9 +110,9 @@ _LIBRARIES = ("torch.", "accelerate.", "lightning.", "lightning_fabric.", "deeps
 
 def unwrapped(model: Any) -> Any:
     """The module in a wrapper of torch.compile; any other object itself."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported where nothing was compiled: it takes a second
-    while frames is not None and isinstance(model, frames.OptimizedModule):
-        model = model._orig_mod
+    wrapper = compiled_wrapper()
+    while wrapper is not None and isinstance(model, wrapper):
+        model = inside_compiled(model)
     return model
 
 
@@ -121,11 +121,8 @@ def without_wrapper(thing: Any) -> Any:
     then compiled itself, in the same way. Raises UsageError for a wrapper that makes a model parallel, as a run does:
     its reducer would average gradients that the run sums."""
     if unwrapped(thing) is not thing:
-        inner = thing._orig_mod
-        if isinstance(inner, nn.Module) and inner._compiled_call_impl is None:
-            inline = sys.modules["torch._dynamo.external_utils"].wrap_inline  # a frame of torch's own would be skipped
-            inner._compiled_call_impl = thing.dynamo_ctx(inline(inner._call_impl))
-        return without_wrapper(inner)
+        compile_inside(thing)
+        return without_wrapper(inside_compiled(thing))
     kinds = {kind.__name__: kind.__module__ for kind in type(thing).__mro__}
     name = next((name for name in _INSIDE if kinds.get(name, "").startswith(_LIBRARIES)), None)
     if name is not None:

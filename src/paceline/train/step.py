@@ -35,6 +35,7 @@ from paceline.strategies.base import (
 )
 from paceline.strategies.batch_plan import Request
 from paceline.strategies.replicated import check_known
+from paceline.torch_private.core import next_node, node_number, version_of
 from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch
 from paceline.train.gradients import Accounts
@@ -61,7 +62,7 @@ from paceline.train.precision import Precision
 from paceline.train.preparable import needs_closure
 from paceline.train.randomness import seed_torch, tag
 from paceline.train.tree_accounts import UPDATED_BETWEEN, TreeAccounts
-from paceline.train.yields import Yield, Yields, next_node
+from paceline.train.yields import Yield, Yields
 
 _UPDATE = tag("update")
 
@@ -249,7 +250,7 @@ class Stepper:
             attach_count(loss, request.examples)
         if self.losses is not None:
             parts = term_losses(loss, terms, counts, self._tree is not None)
-            self.losses += [(call, part, n, request, False, part._version, i) for i, part, n in parts]
+            self.losses += [(call, part, n, request, False, version_of(part), i) for i, part, n in parts]
         return loss
 
     def backward(
@@ -267,7 +268,7 @@ class Stepper:
         value, one = total if loss is None else loss, yields.certain
         if one is None or not isinstance(value, Tensor) or (node := value.grad_fn) is None:
             one = yields.find_by_loss(value, self._first_node or 0) if isinstance(value, Tensor) else yields.newest()
-        elif node._sequence_nr() < one.first_node:
+        elif node_number(node) < one.first_node:
             one = yields.find_by_loss(value, self._first_node or 0)
         request = one.request
         term = mean_term(loss, count) if loss is not None else sum_term(total, count, request.examples, request.total)
@@ -288,7 +289,7 @@ class Stepper:
         self._record_loss(yields, request, call, term.count, value)
         if self.losses is not None:
             value = value if term.count is None else term.value.detach()
-            self.losses.append((call, value, term.count, request, term.count is not None, value._version, 0))
+            self.losses.append((call, value, term.count, request, term.count is not None, version_of(value), 0))
 
     def _backward(
         self,
@@ -324,7 +325,17 @@ class Stepper:
         def passes(terms: list[list[Term]]) -> Iterator[tuple[Weights, bool]]:
             return self._passes(terms, request, call, False, self.precision.loss_scale)
 
-        work = Work(model, pieces, compute, passes, self.precision.autocast, request.final, call, inputs, request.total)
+        work = Work(
+            model,
+            pieces,
+            compute,
+            passes,
+            self.precision.autocast,
+            request.final,
+            call,
+            inputs,
+            request.total,
+        )
         return self._closure.forward_backward(work)
 
     def _explain(self, error: BaseException) -> None:

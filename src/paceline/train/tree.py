@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.torch_private.core import METADATA
 
 Json = Any  # None, bool, int, float, str, list or dict with string keys
 
@@ -131,8 +132,8 @@ class _Encoder:
                 raise self._refuse(path, "a defaultdict of a function", f"Known factories: {', '.join(_FACTORIES)}.")
             node["default"] = None if factory is None else factory.__name__
         # There a module's state_dict has the version of each layer's format, which load_state_dict reads.
-        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
-            node["metadata"] = self.node(value._metadata, (*path, "_metadata"))
+        if isinstance(value, OrderedDict) and hasattr(value, METADATA):
+            node["metadata"] = self.node(getattr(value, METADATA), (*path, METADATA))
         return node
 
     def _sequence(self, value: Iterable[Any], path: tuple[Any, ...]) -> Json:
@@ -245,7 +246,7 @@ def _pairs(node: Json, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
 def _ordered_dict(node: Json, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
     result = OrderedDict(_pairs(node, tensors))
     if "metadata" in node:
-        result._metadata = _decode(node["metadata"], tensors)  # type: ignore[attr-defined]
+        setattr(result, METADATA, _decode(node["metadata"], tensors))
     return result
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
+from paceline.torch_private.core import version_of
 
 FOLD_AT = 256  # how many deferred tensors are added together
 _UNIT, _FINE = 1.5 * 2.0**33, 1.5 * 2.0**-6  # adding one and taking it away again rounds to 2^-19, to 2^-58
@@ -58,7 +59,7 @@ class WeightedSum:
         if isinstance(weight, Tensor) and readable(weight):
             weight = float(weight)
         if isinstance(value, Tensor):
-            now = None if value.is_inference() else value._version
+            now = None if value.is_inference() else version_of(value)
             version = now if version is None else version
             if isinstance(weight, Tensor) or not readable(value):
                 self._defer(_Deferred(value, weight, summed, version))
@@ -106,7 +107,7 @@ class WeightedSum:
     def fold(self) -> None:
         """Add the deferred tensors into `device`."""
         kept, self._deferred = self._deferred, []
-        same = [item for item in kept if item.value.is_inference() or item.value._version == item.version]
+        same = [item for item in kept if item.value.is_inference() or version_of(item.value) == item.version]
         if len(same) < len(kept):
             self._refuse()
         if not same:

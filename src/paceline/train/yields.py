@@ -20,16 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.strategies.batch_plan import Request
+from paceline.torch_private.core import next_node, node_number
 from paceline.train.loader import Bundle, Loader
 from paceline.train.messages import FETCHED_AHEAD, LOSS_OF_AN_EARLIER_YIELD, LOSS_OVER_YIELDS, outside_a_loop
-
-next_node = torch._C._autograd._get_sequence_nr
-"""The number that autograd will give to the next node of this thread."""
 
 MOST_ENTRIES = 16  # how many entries of a batch, or of a container in it, are compared to recognise the batch
 
@@ -147,7 +144,7 @@ class Yields:
         loop. Raises UsageError if the graph spans several yields, or belongs to one whose turn is over.
         """
         latest, node = self.newest(), root.grad_fn
-        number = latest.first_node if node is None else node._sequence_nr()
+        number = latest.first_node if node is None else node_number(node)
         if latest is self.certain and number >= latest.first_node:
             return latest
         if self.end_node is not None and number >= self.end_node:
@@ -206,7 +203,7 @@ def _node_numbers(root: Any, first: int) -> Iterator[int]:
         for node, _ in stack.pop().next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
-                number = node._sequence_nr()
+                number = node_number(node)
                 if number >= first:
                     yield number
                     stack.append(node)

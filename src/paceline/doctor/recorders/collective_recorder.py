@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest, sample
+from paceline.torch_private.observed import DDP_BEFORE_FORWARD, DDP_SENDS_BUFFERS, FUNCTIONAL_COLLECTIVES, group_of
 
 SAME_SIZE = (
     "all_reduce",
@@ -99,7 +99,7 @@ class CollectiveRecorder:
         if depth == 0 and self.log.active and dist.is_initialized():
             with self.log.overhead():
                 self._count += 1
-                group = c10d._get_default_group() if group is None else group
+                group = dist.group.WORLD if group is None else group
                 at, way, branches = self.log.call_context()
                 way |= {"the parameter": parameter} if parameter else {}
                 entry = {"b": number, "op": op, "g": group.group_name, "ranks": dist.get_process_group_ranks(group),
@@ -124,7 +124,7 @@ class CollectiveRecorder:
         return int(vars(self._local).get("depth", 0))
 
     def wrap_functional(self, op: str) -> Callable[[Any], Any]:
-        """A function of torch.distributed._functional_collectives, whose group may be a mesh's dimension or a list of
+        """A functional collective of torch.distributed, whose group may be a mesh's dimension or a list of
         ranks."""
 
         def make(original: Any) -> Any:
@@ -136,9 +136,7 @@ class CollectiveRecorder:
                 end: Callable[[], None] = _nothing
                 with self.log.overhead():
                     given = signature.bind_partial(*args, **options).arguments
-                    group: Any = functional_collectives._resolve_group(given["group"], given.get("tag", ""))
-                    if isinstance(group, str):
-                        group = torch._C._distributed_c10d._resolve_process_group(c10d.GroupName(group))
+                    group = group_of(given["group"], given.get("tag", ""))
                     tensor = given.get("self")
                     must_match = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
                     end = self.begin(op, group, **must_match)
@@ -390,16 +388,16 @@ def install(log: EventLog) -> None:
         call_before(log, c10d, name, partial(recorder.before_point_to_point, name))
         setattr(dist, name, getattr(c10d, name))
     for name in FUNCTIONAL:
-        if hasattr(functional_collectives, name):
-            patch(functional_collectives, name, recorder.wrap_functional(name))
+        if hasattr(FUNCTIONAL_COLLECTIVES, name):
+            patch(FUNCTIONAL_COLLECTIVES, name, recorder.wrap_functional(name))
     for name in _HANDLE_METHODS:  # torch's own class, of C++
         if hasattr(dist.Work, name):
             call_before(log, dist.Work, name, recorder.before_wait)
     patch(DistributedDataParallel, "__init__", recorder.wrap_method("DDP's construction", lambda module: True))
-    patch(DistributedDataParallel, "_sync_buffers", recorder.wrap_method("DDP's buffers", _has_buffers))
-    if hasattr(DistributedDataParallel, "_pre_forward"):
+    patch(DistributedDataParallel, DDP_SENDS_BUFFERS, recorder.wrap_method("DDP's buffers", _has_buffers))
+    if hasattr(DistributedDataParallel, DDP_BEFORE_FORWARD):
         ordering = recorder.wrap_method("DDP's buckets", lambda module: log.models.rebuilds_buckets(module))
-        patch(DistributedDataParallel, "_pre_forward", ordering)
+        patch(DistributedDataParallel, DDP_BEFORE_FORWARD, ordering)
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 

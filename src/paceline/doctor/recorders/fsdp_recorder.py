@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import after_import, call_after, call_before, patch
 from paceline.doctor.recorders.tensor_digests import sample
+from paceline.torch_private.observed import FSDP_BEFORE_FORWARD, FSDP_EXPORTS, FSDP_FUNCTIONS, FSDP_STATES, is_root
 
 _MAX_PARAMETERS = 400  # of one call
-_EXPORTS = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
 
 
 class _FSDPRecorder:
@@ -67,7 +67,7 @@ class _FSDPRecorder:
 
     def after_pre_forward(self, state: Any, module: Any, args: Any, options: Any) -> None:
         """FSDPState._pre_forward: record the inputs of the outermost module."""
-        if getattr(state, "_is_root", False) and torch.is_grad_enabled() and module.training:
+        if is_root(state) and torch.is_grad_enabled() and module.training:
             self.log.models.record_inputs(-1, (args, options))
 
 
@@ -99,19 +99,19 @@ def install(log: EventLog) -> None:
     def composable(module: ModuleType) -> None:
         original = module.fully_shard
         patch(module, "fully_shard", recorder.wrap_fully_shard)
-        for name in _EXPORTS:
+        for name in FSDP_EXPORTS:
             if getattr(sys.modules.get(name), "fully_shard", None) is original:
                 vars(sys.modules[name])["fully_shard"] = module.fully_shard
         call_before(log, module.FSDPModule, "set_requires_gradient_sync", log.models.before_gradient_sync)
 
     def state(module: ModuleType) -> None:
-        if hasattr(module.FSDPState, "_pre_forward"):
-            call_after(log, module.FSDPState, "_pre_forward", recorder.after_pre_forward)
+        if hasattr(module.FSDPState, FSDP_BEFORE_FORWARD):
+            call_after(log, module.FSDPState, FSDP_BEFORE_FORWARD, recorder.after_pre_forward)
 
     def wrapper(module: ModuleType) -> None:
         call_after(log, module.FullyShardedDataParallel, "__init__", recorder.after_init)
         call_before(log, module.FullyShardedDataParallel, "no_sync", log.models.before_no_sync)
 
-    after_import("torch.distributed.fsdp._fully_shard._fsdp_state", state)
-    after_import("torch.distributed.fsdp._fully_shard._fully_shard", composable)
+    after_import(FSDP_STATES, state)
+    after_import(FSDP_FUNCTIONS, composable)
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", wrapper)

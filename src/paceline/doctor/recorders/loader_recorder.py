@@ -28,12 +28,19 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
 )
-from torch.utils.data._utils import worker
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import call_after, patch
 from paceline.doctor.recorders.tensor_digests import digest, row_digests, tensors_in
+from paceline.torch_private.observed import (
+    LOADER_WORKERS,
+    NEXT_INDEX,
+    WORKER_MAIN,
+    LoaderIterator,
+    dataset_of,
+    has_number_of_samples,
+    persistent_iterator,
+)
 
 _MAX_DIGESTED = 64  # batches of each pass whose rows are digested
 _MAX_TENSORS = 4  # of a batch
@@ -49,9 +56,9 @@ def install(log: EventLog) -> None:
     recorder = _LoaderRecorder(log)
     call_after(log, DataLoader, "__init__", recorder.after_init)
     patch(DataLoader, "__iter__", recorder.wrap_iter)
-    patch(_BaseDataLoaderIter, "_next_index", recorder.wrap_next_index)
-    patch(_BaseDataLoaderIter, "__next__", recorder.wrap_next)
-    patch(worker, "_worker_loop", recorder.wrap_worker_loop)
+    patch(LoaderIterator, NEXT_INDEX, recorder.wrap_next_index)
+    patch(LoaderIterator, "__next__", recorder.wrap_next)
+    patch(LOADER_WORKERS, WORKER_MAIN, recorder.wrap_worker_loop)
     for cls in (DistributedSampler, Subset):
         call_after(log, cls, "__init__", recorder.after_construction)
 
@@ -82,8 +89,8 @@ class _LoaderRecorder:
         def __iter__(loader: Any) -> Any:
             if not self._log.active:
                 return original(loader)
-            if loader._iterator is not None:
-                loader._iterator.__dict__[_INDICES] = deque()
+            if (iterator := persistent_iterator(loader)) is not None:
+                iterator.__dict__[_INDICES] = deque()
             name = loader.__dict__.get("_paceline_doctor", "")
             self._passes += 1
             sampler = _innermost_sampler(loader)
@@ -147,7 +154,7 @@ class _LoaderRecorder:
             with log.overhead():
                 queue = iterator.__dict__.get(_INDICES)
                 index = queue.popleft() if queue else None
-                indices = _base_indices(iterator._dataset, index)
+                indices = _base_indices(dataset_of(iterator), index)
                 rows = _row_digests(batch, _batch_indices(index), indices) if place[2] < _MAX_DIGESTED else None
                 place[2] += 1
                 self._log.record(
@@ -186,7 +193,7 @@ def _describe(loader: Any) -> dict[str, Any]:
     ):
         if isinstance(sampler, cls):
             kind = name
-    explicit = getattr(sampler, "_num_samples", None) is not None or getattr(sampler, "replacement", False)
+    explicit = has_number_of_samples(sampler) or getattr(sampler, "replacement", False)
     return {
         "size": None if iterable else _base_size(loader.dataset),
         "iterable": iterable,

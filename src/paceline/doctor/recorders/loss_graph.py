@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from paceline.torch_private.observed import saved
+
 _MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, and not a division by the number of micro-batches
 _MEANS = {"MeanBackward0", "MeanBackward1"}
 _LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
@@ -31,7 +33,7 @@ def _kind(node: Any, depth: int) -> str:
         name, children = node.name(), _children(node)
         if name in _MEANS:
             return "divided" if any(_divides(child) for child in children) else "mean"
-        if name in _LOSSES and getattr(node, "_saved_reduction", 1) == 1:
+        if name in _LOSSES and saved(node, "reduction", 1) == 1:
             return "mean"
         if name in _SCALED:
             factor = _factor(node)
@@ -68,8 +70,8 @@ def _divisor(node: Any, depth: int) -> list[float] | None:
             return None
         name, children = node.name(), _children(node)
         if name in _LOSSES:
-            total = getattr(node, "_saved_total_weight", None)
-            return [float(total), factor] if total is not None and getattr(node, "_saved_reduction", 1) == 1 else None
+            total = saved(node, "total_weight")
+            return [float(total), factor] if total is not None and saved(node, "reduction", 1) == 1 else None
         if name in _SCALED:
             by = _factor(node)
             if not by:
@@ -94,7 +96,7 @@ def _is_sum(node: Any) -> bool:
     if node is None:
         return False
     return node.name() in ("SumBackward0", "SumBackward1") or (
-        node.name() in _LOSSES and getattr(node, "_saved_reduction", 1) == 2
+        node.name() in _LOSSES and saved(node, "reduction", 1) == 2
     )
 
 
@@ -104,8 +106,8 @@ def _children(node: Any) -> list[Any]:
 
 def _factor(node: Any) -> float | None:
     """The single number by which a node multiplies; None where there is no such number."""
-    value = getattr(node, "_saved_other", None)
-    value = getattr(node, "_saved_self", None) if value is None else value
+    value = saved(node, "other")
+    value = saved(node, "self") if value is None else value
     if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
         return None
     number = float(value)
@@ -128,9 +130,9 @@ def _counts(nodes: list[Any]) -> tuple[int, ...]:
     if node is None:
         return ()
     if node.name() == "SumBackward0":
-        shape = tuple(getattr(node, "_saved_self_sym_sizes", ()))
+        shape = tuple(saved(node, "self_sym_sizes", ()))
         return (math.prod(shape), shape[0]) if shape else ()
-    target = getattr(node, "_saved_target", None)
-    if node.name() in _LOSSES and getattr(node, "_saved_reduction", 1) == 2 and target is not None and target.dim():
+    target = saved(node, "target")
+    if node.name() in _LOSSES and saved(node, "reduction", 1) == 2 and target is not None and target.dim():
         return (target.numel(), target.shape[0])
     return ()

@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest, tensors_in
+from paceline.torch_private.core import (
+    BatchNormBase,
+    DropoutBase,
+    NormBase,
+    accumulated_hooks,
+    backward_hooks,
+    children_of,
+)
+from paceline.torch_private.observed import DDP_AFTER_FORWARD
 
 _MAX_DIGESTED = 40  # forward passes whose inputs are digested
 _MAX_PAST = 8  # forward passes that go past DDP, and initializations of wrapped parameters
@@ -262,8 +270,7 @@ class ModelRecorder:
     def has_script_hook(self, parameter: Any) -> bool:
         """Has the script put a hook on this parameter, which may divide its gradient?"""
         return bool(
-            parameter._backward_hooks
-            or len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._hooked_here)
+            backward_hooks(parameter) or len(accumulated_hooks(parameter) or ()) > (parameter in self._hooked_here)
         )
 
     def pop_reached(self, number: int) -> int | None:
@@ -332,10 +339,10 @@ class ModelRecorder:
 
 def _depends_on_mode(module: nn.Module) -> bool:
     """Does the forward of a module depend on whether it is in training mode?"""
-    if isinstance(module, (nn.modules.dropout._DropoutNd, nn.RNNBase)):
+    if isinstance(module, (DropoutBase, nn.RNNBase)):
         return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
     if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
-        return isinstance(module, (nn.modules.batchnorm._NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
+        return isinstance(module, (NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
     methods = [vars(cls).get("forward") for cls in type(module).__mro__ if cls is not nn.Module]
     return any("training" in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods)
 
@@ -358,7 +365,7 @@ def root_modules() -> list[nn.Module]:
     """The modules of this process that no other module holds; DDP's wrappers are left out."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     wrappers = (DistributedDataParallel,)
-    inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in m._modules.values()}
+    inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in children_of(m).values()}
     return [m for m in modules if id(m) not in inner and not isinstance(m, wrappers)]
 
 
@@ -375,8 +382,8 @@ def install(log: EventLog) -> None:
     log.models = models
     call_after(log, DistributedDataParallel, "__init__", models.after_init)
     patch(DistributedDataParallel, "forward", models.wrap_forward)
-    if hasattr(DistributedDataParallel, "_post_forward"):
-        patch(DistributedDataParallel, "_post_forward", models.wrap_post_forward)
+    if hasattr(DistributedDataParallel, DDP_AFTER_FORWARD):
+        patch(DistributedDataParallel, DDP_AFTER_FORWARD, models.wrap_post_forward)
     call_before(log, DistributedDataParallel, "no_sync", models.before_no_sync)
     call_after(log, nn.Module, "register_parameter", models.after_register_parameter)
     call_before(log, nn.Module, "requires_grad_", models.before_requires_grad)
@@ -385,5 +392,5 @@ def install(log: EventLog) -> None:
     for name in [n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_") and callable(vars(nn.init)[n])]:
         call_before(log, nn.init, name, models.before_initializer)
     patch(nn.Module, "train", models.wrap_train)
-    patch(_BatchNorm, "forward", models.wrap_batch_norm)
+    patch(BatchNormBase, "forward", models.wrap_batch_norm)
     patch(torch.nn.functional, "batch_norm", models.wrap_functional_batch_norm)

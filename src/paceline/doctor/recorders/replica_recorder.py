@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.model_recorder import ModelRecorder, parameter_names
 from paceline.doctor.recorders.tensor_digests import sample
+from paceline.torch_private.core import BatchNormBase, buffers_of, unsaved_buffers, version_of
 
 _MAX_TENSORS = 2000
 _EVERY, _FIRST = 50, 4  # steps are compared every so often, and all of the first
@@ -99,8 +99,8 @@ class ReplicaRecorder:
         """The buffers of a module that are in its state_dict."""
         return {
             f"{name}.{key}".lstrip("."): sample(buffer)
-            for key, buffer in module._buffers.items()
-            if buffer is not None and key not in module._non_persistent_buffers_set
+            for key, buffer in buffers_of(module).items()
+            if buffer is not None and key not in unsaved_buffers(module)
             if buffer.is_floating_point() and buffer.numel() and buffer.layout is torch.strided
         }
 
@@ -111,7 +111,7 @@ class ReplicaRecorder:
         wrapped = {id(ddp.module) for ddp in self._models.ddp_modules}
         for root in self._models.not_broadcast():
             for name, module in root.named_modules():
-                if isinstance(module, _BatchNorm) and id(root) not in wrapped:
+                if isinstance(module, BatchNormBase) and id(root) not in wrapped:
                     continue
                 found |= self._persistent_buffers(name, module)
                 if len(found) >= _MAX_BUFFERS:
@@ -124,7 +124,7 @@ class ReplicaRecorder:
         weights = [p for p in parameters(optimizer) if self._is_full(p) and p.numel()]
         some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _FINGERPRINTED)]]
         values = torch.stack([s.double() for s in some]).tolist() if some else []
-        return sum(p._version for p in weights), str(values)  # as text, in which NaN is NaN
+        return sum(version_of(p) for p in weights), str(values)  # as text, in which NaN is NaN
 
     def _is_full(self, p: Any) -> bool:
         """Is the parameter a plain tensor, of which this process holds all?"""

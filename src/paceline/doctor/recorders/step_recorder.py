@@ -17,6 +17,7 @@ from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
 from paceline.doctor.recorders.model_recorder import ModelRecorder
 from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
+from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, scale_of, unscaled
 
 _MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
 _MAX_CLIPS = 50  # calls of clipping whose effect is measured
@@ -155,8 +156,8 @@ class _StepRecorder:
 
     def _loss_scale(self) -> float:
         """The loss scale that the gradients of the last backward were multiplied by."""
-        used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False) and s._enabled)
-        return next((float(s._scale) for s in used), 1.0)
+        used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False))
+        return next((scale for s in used if (scale := scale_of(s)) is not None), 1.0)
 
     # --- optimizers
 
@@ -218,7 +219,7 @@ class _StepRecorder:
         found = {}
         for module in list(self.models.ddp_modules):
             try:
-                figures = module._get_ddp_logging_data()
+                figures = measured_by_ddp(module)
                 found[module.__dict__["_paceline_doctor"]] = figures.get("avg_backward_comm_time", 0) / 1e9
             except Exception:  # a private call
                 continue
@@ -310,12 +311,9 @@ class _StepRecorder:
         """The loss scale that is in these gradients; None where none is."""
         owners = {self._owner.get(p) for p in parameters}
         for scaler in self._scalers:
-            if not scaler._enabled or scaler._scale is None:
-                continue
-            states = scaler._per_optimizer_states
-            done = any(getattr(states[o]["stage"], "value", 0) > 0 for o in owners if o in states)
-            if getattr(scaler, "_paceline_doctor_scaled", False) and not done:
-                return float(scaler._scale)
+            scale = scale_of(scaler)
+            if scale is not None and getattr(scaler, "_paceline_doctor_scaled", False) and not unscaled(scaler, owners):
+                return scale
         return None
 
     def before_scale(self, scaler: Any, *_: Any, **__: Any) -> None:
@@ -346,10 +344,9 @@ def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
     """(class, name of the length, length) of a scheduler. A SequentialLR is as long as the parts before its last one,
     and that one, together."""
     kind = type(scheduler).__name__
-    parts = getattr(scheduler, "_schedulers", None)
+    parts, start = parts_of_schedule(scheduler)
     if kind == "SequentialLR" and parts:
         kind, name, horizon = _schedule_length(parts[-1])
-        start = max(scheduler._milestones, default=0)
         return kind, f"sequence's end ({start} + {name})", None if horizon is None else start + horizon
     name = {"CosineAnnealingLR": "T_max", "StepLR": "step_size", "CosineAnnealingWarmRestarts": "T_0"}.get(kind, "")
     horizon = getattr(scheduler, name, None) if name else None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.strategies.servers.served_parameters import Setting
 from paceline.strategies.servers.worker_links import Links
+from paceline.torch_private.core import version_of
 
 Answers = dict[int, tuple[dict[str, Any], dict[str, Tensor]]]
 
@@ -87,11 +88,11 @@ class RemoteParameters:
 
     def note_pulled(self, names: Iterable[str]) -> None:
         """The copies of these are now what the servers have."""
-        self._as_pulled.update((name, self.names[name]._version) for name in names)
+        self._as_pulled.update((name, version_of(self.names[name])) for name in names)
 
     def changed(self) -> dict[str, Tensor]:
         """Weights that the script has written to since they came."""
-        return {name: p for name, p in self.names.items() if p._version != self._as_pulled[name]}
+        return {name: p for name, p in self.names.items() if version_of(p) != self._as_pulled[name]}
 
     def pull(self, names: Iterable[str]) -> None:
         """The newest weights; those of the first server first, so that they are at least as new as their version."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.torch_private.core import OPTIMIZER_HOOKS, step_post_hooks, step_pre_hooks
 
 Setting = list[dict[str, Any]]
 """Of each group of an optimizer, its options but for the parameters."""
@@ -108,14 +109,14 @@ class ServedParameters:
 def _optimizer_like(optimizer: torch.optim.Optimizer, owned: Sequence[Tensor]) -> Any:
     """An optimizer of the same class and attributes, without the methods that the run has put on the user's (guards,
     the counting of schedulers). Raises UsageError where the script has put hooks on it."""
-    if optimizer._optimizer_step_post_hooks or len(optimizer._optimizer_step_pre_hooks) > 1:  # one is the run's
+    if step_post_hooks(optimizer) or len(step_pre_hooks(optimizer)) > 1:  # one is the run's
         raise UsageError(
             f"strategy parameter_server: {type(optimizer).__name__} has hooks of the script's (register_step_pre_hook, "
             "register_step_post_hook), but its updates are made on the servers. Do after run.step what they do."
         )
     own = object.__new__(type(optimizer))
     own.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    for hooks in OPTIMIZER_HOOKS[:2]:
         setattr(own, hooks, type(getattr(optimizer, hooks))())
     mine = set(owned)
     own.state = defaultdict(dict, {p: state for p, state in optimizer.state.items() if p in mine})

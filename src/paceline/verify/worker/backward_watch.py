@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.run import Run
+from paceline.torch_private.core import backward_hooks
 from paceline.train.loss import Total
 from paceline.verify.worker.record_files import digest
 from paceline.verify.worker.rng_draws import RandomDraws
@@ -99,7 +100,7 @@ def watch_hooks(names: Mapping[Tensor, str], changing: set[str]) -> None:
     """Replace the hooks on the gradients of these parameters. Names of parameters whose hook changes a gradient are
     added to `changing`."""
     for parameter, name in names.items():
-        hooks = parameter._backward_hooks or {}
+        hooks = backward_hooks(parameter) or {}
         for key, hook in hooks.items():
             if not isinstance(hook, WatchedHook):
                 hooks[key] = WatchedHook(hook, lambda name=name: changing.add(name))  # type: ignore[misc]

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import LaunchError
 from paceline.run import Run
+from paceline.torch_private.core import BatchNormBase
 from paceline.train import tree
 
 
@@ -153,7 +153,7 @@ def rank_record(run: Run, replicated: bool) -> dict[str, Any]:
         tied |= {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
         dtypes |= {prefix + name: str(x.dtype).removeprefix("torch.") for name, x in model.state_dict().items()
                    if isinstance(x, Tensor)}  # fmt: skip
-        norms += [prefix + name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        norms += [prefix + name for name, module in model.named_modules() if isinstance(module, BatchNormBase)]
     return {
         "strategy": None if spec is None else str(spec),
         # Whether the strategy sends numbers with errors.

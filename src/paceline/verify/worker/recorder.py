@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from paceline.comm import collectives, dtensor
@@ -49,6 +48,7 @@ from paceline.comm.mesh import replicas_here
 from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
+from paceline.torch_private.core import BatchNormBase, backward_hooks
 from paceline.train.loader import Loader
 from paceline.train.loss import terms_of
 from paceline.trials.spec import TrialEnded, TrialSpec
@@ -161,7 +161,7 @@ class Recorder:
             if self._dropout_off:
                 recurrent_dropout_off(model)
             compiled = self._run.settings.compile  # whose graphs hooks would break
-            self._used_batch_norm |= compiled and any(isinstance(module, _BatchNorm) for module in model.modules())
+            self._used_batch_norm |= compiled and any(isinstance(module, BatchNormBase) for module in model.modules())
             for name, module in model.named_modules() if self._replicated and not compiled else ():
                 if not list(module.children()):
                     self._layer_names.setdefault(module, f"{number}/{name}" if number else name)
@@ -185,7 +185,7 @@ class Recorder:
     def _may_scale_loss(self) -> bool:
         """Whether the loss may be scaled in the backward. It may not where something else would see that: a hook of the
         script that bounds a gradient by its norm, or a tensor beside the model."""
-        hooked = self._hooks_gradients or any(parameter._backward_hooks for parameter in self._run._stepper.names)
+        hooked = self._hooks_gradients or any(backward_hooks(parameter) for parameter in self._run._stepper.names)
         seen = bool(self._outside_leaves) or hooked
         if self._current is not None:
             self._current["scaled"] = not seen
@@ -199,7 +199,7 @@ class Recorder:
             return
         if self._current is not None and name not in self._current["modules"]:
             self._current["modules"].append(name)
-        self._used_batch_norm |= isinstance(module, _BatchNorm) and module.training
+        self._used_batch_norm |= isinstance(module, BatchNormBase) and module.training
 
     def _loader(self, dataset: Any, **options: Any) -> Loader:
         if not options.get("train", True):

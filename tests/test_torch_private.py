@@ -1,0 +1,588 @@
+"""Every private name of torch that Paceline uses is there, and does what Paceline uses it for.
+
+A new version of torch is looked at here first: what fails says which name, and the test what is needed of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler
+
+import paceline
+from paceline.errors import TorchVersionError
+from paceline.torch_private import core, elastic, observed, support
+
+# ------------------------------------------------------------ what is said of a missing name
+
+
+@pytest.mark.parametrize("lacking", ["from torch.nn import _Absent", "torch.nn._Absent"])
+def test_a_missing_name_is_an_error_with_version_and_remedy(lacking: str) -> None:
+    with pytest.raises(TorchVersionError) as told, support.needed_for("strategy so"):
+        exec(lacking)
+    for part in (f"torch {torch.__version__}", "strategy so", "_Absent", f'pip install "torch~={support.NEWEST}.0"'):
+        assert part in str(told.value)
+
+
+def test_required_attributes_may_be_declared_or_there() -> None:
+    support.require("layers", nn.Module, "_parameters", "_call_impl")
+    with pytest.raises(TorchVersionError, match=r"torch\.nn\.modules\.linear\.Linear has no '_absent'"):
+        support.require("layers", nn.Linear, "weight", "_absent")
+
+
+def test_the_oldest_version_is_what_the_package_asks_for() -> None:
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'"torch>={support.OLDEST}"' in project
+
+
+# ------------------------------------------------------------ tensors
+
+
+def test_versions_count_writes() -> None:
+    x, grad = torch.zeros(2), None
+    assert (core.version_of(x), core.version_within(grad), core.version_within(x)) == (0, -1, 0)
+    x.add_(1)
+    x[0] = 3
+    assert core.version_of(x) == core.version_within(x) == 2
+
+
+def test_many_tensors_at_once() -> None:
+    a, b = [torch.tensor([3.0, 4.0]), torch.tensor(2.0)], [torch.tensor([1.0, 1.0]), torch.tensor(1.0)]
+    core.foreach_add_(a, b, alpha=2.0)
+    assert [t.tolist() for t in a] == [[5.0, 6.0], 4.0]
+    core.foreach_mul_(a, 2.0)
+    core.foreach_div_(a, 4.0)
+    assert [t.tolist() for t in a] == [[2.5, 3.0], 2.0]
+    core.foreach_copy_(a, b)
+    assert [t.tolist() for t in a] == [[1.0, 1.0], 1.0]
+    core.foreach_mul_(a, torch.tensor(3.0))
+    assert [t.tolist() for t in a] == [[3.0, 3.0], 3.0]
+    norms = core.foreach_norm([torch.tensor([3.0, 4.0], dtype=torch.bfloat16)], 2, dtype=torch.float64)
+    assert [(n.item(), n.dtype) for n in norms] == [(5.0, torch.float64)]
+
+
+@pytest.mark.parametrize(("bad", "flagged"), [(1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)])
+def test_what_is_not_finite_is_flagged_and_the_rest_is_scaled(bad: float, flagged: float) -> None:
+    gradients, flag = [torch.tensor([2.0, 4.0]), torch.tensor([bad])], torch.zeros(1)
+    core.unscale_and_flag_(gradients, flag, torch.tensor(0.5))
+    assert (flag.item(), gradients[0].tolist()) == (flagged, [1.0, 2.0])
+
+
+def test_flat_tensors_and_their_parts() -> None:
+    tensors = [torch.arange(6.0).reshape(2, 3), torch.empty(0, 2), torch.tensor(7.0)]
+    flat = core.flatten_dense(tensors)
+    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
+    parts = core.unflatten_dense(flat, tensors)
+    assert all(torch.equal(part, tensor) for part, tensor in zip(parts, tensors, strict=True))
+    parts[0].zero_()
+    assert flat[:6].eq(0).all(), "parts are views"
+
+
+def test_how_many_hold_a_tensor() -> None:
+    x = torch.zeros(2)
+    alone = core.use_count(x)
+    kept = torch.autograd.graph.save_on_cpu  # any name of Python's: it does not count
+    assert (alone, kept) == (1, torch.autograd.graph.save_on_cpu)
+    graph = (x.requires_grad_() * torch.ones(2)).sum()
+    assert core.use_count(x) > 1
+    del graph
+
+
+class Traced(Tensor):
+    """A tensor of a class of ours, which counts the functions that torch asks it about."""
+
+    asked = 0
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Traced:
+        return core.make_wrapper_subclass(cls, shape, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Traced.asked += 1
+        with core.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_a_class_of_tensors_has_a_shape_and_no_memory_and_is_asked() -> None:
+    x = Traced((2, 3))
+    Traced.asked = 0
+    assert (tuple(x.shape), Traced.asked) == ((2, 3), 1)
+    with core.DisableTorchFunctionSubclass():
+        assert tuple(x.shape) == (2, 3)
+    with core.DisableTorchFunction():
+        assert tuple(x.shape) == (2, 3)
+    assert Traced.asked == 1
+
+
+def test_no_function_mode_is_asked_where_all_are_off() -> None:
+    class Counting(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as mode:
+        assert core.current_function_mode() is mode
+        torch.zeros(1)
+        seen = Counting.seen
+        with core.DisableTorchFunction():
+            torch.zeros(1)
+        assert seen == Counting.seen > 0
+    assert core.current_function_mode() is None
+
+
+def test_nested_arguments() -> None:
+    nested = ({"a": [torch.ones(1), 2]}, 3)
+    leaves, tree = core.tree_flatten(nested)
+    assert leaves[1:] == [2, 3]
+    assert core.tree_unflatten([1, 2, 3], tree) == ({"a": [1, 2]}, 3)
+    assert core.tree_map_only(int, str, ([1, 2.0],)) == (["1", 2.0],)
+
+
+def test_fake_tensors_find_the_form_of_a_result() -> None:
+    with core.FakeTensorMode(allow_non_fake_inputs=True):
+        found = nn.functional.linear(torch.empty(5, 3), torch.empty(7, 3))
+    assert isinstance(found, core.FakeTensor)
+    assert tuple(found.shape) == (5, 7)
+
+
+def test_hooks_of_tensors() -> None:
+    p = nn.Parameter(torch.ones(1))
+    assert [getattr(p, name) for name in core.TENSOR_HOOKS] == [None, None]
+    p.register_hook(lambda grad: grad * 2)
+    p.register_post_accumulate_grad_hook(lambda _: None)
+    assert [len(getattr(p, name)) for name in core.TENSOR_HOOKS] == [1, 1]
+    assert (len(core.backward_hooks(p)), len(core.accumulated_hooks(p))) == (1, 1)
+    other = nn.Parameter(torch.ones(1))
+    setattr(other, core.TENSOR_HOOKS[0], getattr(p, core.TENSOR_HOOKS[0]))
+    other.sum().backward()
+    assert other.grad is not None
+    assert other.grad.item() == 2.0, "a hook of the one acts on the other"
+
+
+# ------------------------------------------------------------ autograd and operators
+
+
+def test_a_backward_tells_which_nodes_it_will_come_to() -> None:
+    used, unused = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in (used, unused)]
+    loss, told = (used * 2).sum(), []
+    loss.register_hook(lambda _: told.append([core.will_execute(node) for node in nodes]))
+    loss.backward()
+    assert told == [[True, False]]
+
+
+def test_nodes_are_numbered_as_they_are_made() -> None:
+    x = torch.ones(1, requires_grad=True)
+    first = core.next_node()
+    y = x * 2
+    between = core.next_node()
+    z = y * 2
+    assert core.node_number(y.grad_fn) == first < between == core.node_number(z.grad_fn)
+
+
+def test_transforms_are_seen() -> None:
+    found = []
+    assert not core.transforms_active()
+    torch.func.vmap(lambda x: found.append(core.transforms_active()) or x)(torch.ones(2))
+    assert found == [True]
+
+
+def test_operators_tell_name_arguments_and_kind() -> None:
+    seen = []
+
+    class Seeing(core.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        torch.empty(2).normal_(1.0, 2.0)
+    normal = seen[-1]
+    assert core.schema_of(normal).name == "aten::normal_"
+    assert [a.name for a in core.schema_of(normal).arguments] == ["self", "mean", "std", "generator"]
+    assert not core.is_composite(normal)
+    assert core.is_composite(torch.ops.aten.dropout.default)
+
+
+def test_functions_that_are_not_pythons_say_so() -> None:
+    assert torch.conv2d.__module__ is None or nn.functional.conv2d.__module__.startswith(("torch", core.BUILTIN_MODULE))
+    assert nn.functional.gelu.__module__.startswith(core.BUILTIN_MODULE)
+
+
+# ------------------------------------------------------------ modules and optimizers
+
+
+def test_bases_of_layers() -> None:
+    assert issubclass(nn.BatchNorm2d, core.BatchNormBase)
+    assert issubclass(nn.SyncBatchNorm, core.BatchNormBase)
+    assert issubclass(nn.InstanceNorm1d, core.InstanceNormBase)
+    assert issubclass(nn.InstanceNorm1d, core.NormBase)
+    assert issubclass(nn.BatchNorm2d, core.NormBase)
+    assert issubclass(nn.Dropout2d, core.DropoutBase)
+    assert not issubclass(nn.LayerNorm, core.NormBase)
+
+
+def test_a_modules_own_dictionaries() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    norm, linear = module
+    norm.register_buffer("passing", torch.ones(1), persistent=False)
+    assert core.children_of(module) == {"0": norm, "1": linear}
+    assert core.parameters_of(linear) == {"weight": linear.weight, "bias": None}
+    assert set(core.buffers_of(norm)) == {"running_mean", "running_var", "num_batches_tracked", "passing"}
+    assert core.unsaved_buffers(norm) == {"passing"}
+    new = nn.Parameter(torch.ones(2, 2))
+    core.parameters_of(linear)["weight"] = new
+    assert linear.weight is new
+    core.replace_parameters(linear, {"weight": torch.full((2, 2), 2.0), "bias": None})
+    assert linear(torch.ones(2)).tolist() == [4.0, 4.0]
+    assert getattr(module.state_dict(), core.METADATA)["0"]["version"] == 2
+
+
+def test_hooks_of_modules() -> None:
+    module = nn.Linear(1, 1)
+    assert not any(getattr(module, name) for name in core.MODULE_HOOKS)
+    hook = module.register_forward_pre_hook(lambda m, args: None)
+    module.register_forward_hook(lambda m, args, output: None)
+    module.register_full_backward_hook(lambda m, given, made: None)
+    module.register_full_backward_pre_hook(lambda m, made: None)
+    assert [len(getattr(module, name)) for name in core.MODULE_HOOKS] == [1, 1, 1, 1]
+    assert list(core.forward_pre_hooks(module)) == [hook.id]
+    assert len(core.backward_hooks(module)) == 1
+
+
+def test_calls_of_one_module_can_be_caught() -> None:
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(lambda m, args, output: output * 0)
+    assert core.compiled_call(module) is None
+    vars(module)[core.COMPILED_CALL] = lambda x: x + 5
+    assert core.compiled_call(module) is not None
+    assert module(torch.ones(1)).item() == 6.0, "neither forward nor hooks run"
+    assert core.plain_call(module)(torch.ones(1)).item() == 0.0, "forward and hooks run"
+
+
+def test_what_a_convolution_computes_with_another_bias() -> None:
+    x = torch.randn(2, 3, 6, 6)
+    for layer in (nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")):
+        other = torch.randn(4)
+        found = core.conv_forward(layer)(x, layer.weight, other)
+        assert torch.allclose(found, layer(x) - layer.bias[:, None, None] + other[:, None, None], atol=1e-6)
+    transposed = nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1)
+    shape = transposed.stride, transposed.padding, transposed.kernel_size, 2, transposed.dilation
+    assert tuple(core.output_padding(transposed)(x, None, *shape)) == (1, 1)
+
+
+def test_dimensions_of_one_example() -> None:
+    assert [core.unbatched_dims(norm) for norm in (nn.InstanceNorm1d(2), nn.InstanceNorm3d(2))] == [2, 4]
+
+
+def test_what_torch_compile_wraps() -> None:
+    model = nn.Linear(1, 1)
+    wrapped = torch.compile(model, backend="eager")
+    kind = core.compiled_wrapper()
+    assert kind is not None
+    assert isinstance(wrapped, kind)
+    assert not isinstance(model, kind)
+    assert core.inside_compiled(wrapped) is model
+    core.compile_inside(wrapped)
+    assert core.compiled_call(model) is not None
+    assert torch.equal(model(torch.ones(1)), core.plain_call(model)(torch.ones(1)))
+
+
+def test_hooks_of_optimizers() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    register = [
+        optimizer.register_step_pre_hook, optimizer.register_step_post_hook,
+        optimizer.register_state_dict_pre_hook, optimizer.register_state_dict_post_hook,
+        optimizer.register_load_state_dict_pre_hook, optimizer.register_load_state_dict_post_hook,
+    ]  # fmt: skip
+    for name, put in zip(core.OPTIMIZER_HOOKS, register, strict=True):
+        assert len(getattr(optimizer, name)) == 0
+        put(lambda *_: None)
+        assert len(getattr(optimizer, name)) == 1, name
+    assert (len(core.step_pre_hooks(optimizer)), len(core.step_post_hooks(optimizer))) == (1, 1)
+
+
+def test_a_schedule_takes_a_marked_optimizer_for_stepped(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    core.mark_stepped(optimizer)
+    schedule.step()
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+# ------------------------------------------------------------ processes
+
+
+def test_the_launchers_agent_overrides_what_torch_means_to_be_overridden() -> None:
+    from paceline.launcher.agent import Agent
+
+    theirs = vars(elastic.SimpleElasticAgent)
+    source = inspect.getsource(elastic.SimpleElasticAgent)
+    ours = {name for name, value in vars(Agent).items() if inspect.isfunction(value) and name in theirs}
+    assert ours - {"__init__"} == set(elastic.OVERRIDDEN)
+    assert all(f"self.{name} " in source or f"self.{name}:" in source for name in elastic.USED)
+    for name in elastic.OVERRIDDEN:
+        given = inspect.signature(theirs[name]).parameters
+        inspect.signature(vars(Agent)[name]).bind(*given)  # raises TypeError where ours takes fewer
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_the_reducer_is_driven_by_a_backward() -> None:
+    from paceline.torch_private import reducer
+
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1), nn.Linear(1, 1))
+    untouched, rank = model[2], dist.get_rank()
+    reducer.ignore(model, ["1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight", "2.bias"])
+    ddp = DistributedDataParallel(model, **reducer.NO_BUFFERS, init_sync=False)
+    assert not any(hasattr(p, "_ddp_ignored") for p in model.parameters())
+    for step in range(2):
+        model.zero_grad()
+        reducer.arm(ddp.reducer)
+        (model[0].weight.sum() * (rank + 1) + untouched.weight.sum() * (rank + 1)).backward()
+        with pytest.raises(RuntimeError):
+            reducer.check_finalized(ddp.reducer)  # the norm's gradients have not come
+        (model[1].weight.sum() + model[1].bias.sum()).backward()
+        reducer.check_finalized(ddp.reducer)
+        assert model[0].weight.grad is not None
+        assert (model[0].weight.grad.item(), untouched.weight.grad) == (1.5, torch.full((1, 1), rank + 1.0))
+        if step == 0:
+            assert reducer.rebuild_buckets(ddp.reducer)
+    reducer.remove_hooks(ddp.reducer)
+    again = DistributedDataParallel(model, **reducer.NO_BUFFERS, init_sync=False, static_graph=True)
+    reducer.arm(again.reducer)
+    (model[0].weight.sum() + model[1].weight.sum() + model[1].bias.sum()).backward()
+    reducer.delay_all_reduce(again.reducer)
+    reducer.rebuild_buckets(again.reducer)
+    reducer.remove_hooks(again.reducer)
+
+
+@pytest.mark.ranks(2)
+def test_fsdp2_by_its_states() -> None:
+    from torch.distributed.fsdp import fully_shard as shard
+
+    from paceline.torch_private import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    fully_shard.checkpoint(model[0])
+    for module in (model[0], model):
+        shard(module)
+    state = fully_shard.state_of(model)
+    fully_shard.become_root(state)
+    groups = list(fully_shard.groups_under(state))
+    assert len(groups) == 2
+    params = [p for group in groups for p in group.fsdp_params]
+    assert [fully_shard.gathered(p) for p in params] == [None] * 4
+    assert fully_shard.phase(state) == "IDLE"
+    phases = []
+    model.forward_twice = lambda x: phases.append(fully_shard.phase(state)) or model[1](model[0](x)) * 2  # type: ignore[assignment]
+    whole = fully_shard.as_forward(state, model, model.forward_twice, (torch.ones(1, 2),), {})
+    assert phases == ["FORWARD"]
+    assert all(fully_shard.gathered(p) is not None for p in params)
+    whole.sum().backward()
+    fully_shard.finish_backward(state)
+    assert {fully_shard.phase(group) for group in groups} == {"IDLE"}
+    assert all(p.sharded_param.grad is not None for p in params)
+    groups[0].unshard()
+    groups[0].wait_for_unshard()
+    fully_shard.slice_again(groups[0])
+    assert all(p.to_local().numel() < p.numel() for p in model[0].parameters())
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_placements_rules_and_random_numbers() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    from paceline.torch_private import distributed_tensor as private
+
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    rows = torch.arange(12.0)[:, None]
+    thirds = distribute_tensor(rows, mesh, [private.StridedShard(0, split_factor=3)], src_data_rank=None)
+    assert thirds.to_local().flatten().tolist() == [i + 2 * rank for i in (0.0, 1.0, 4.0, 5.0, 8.0, 9.0)]
+    assert torch.equal(thirds.full_tensor(), rows)
+    cut = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+    private.set_local(cut, torch.ones(2))
+    assert cut.full_tensor().tolist() == [1.0] * 4
+    cut.to_local().add_(1)
+    assert core.version_within(cut) == core.version_of(cut.to_local())
+
+    class Noting(private.Draws):
+        @contextmanager
+        def around(self, spec: Any, generator: torch.Generator | None) -> Iterator[None]:
+            noted.append((spec.mesh, spec.placements))
+            yield
+
+    noted: list[Any] = []
+    with private.drawing_by(Noting(), mesh):
+        made = nn.functional.dropout(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]), 0.5)
+        made.to_local()
+    assert noted == [(mesh, (Shard(0),))]
+    query, asked = distribute_tensor(torch.ones(1, 2, 8, 8), mesh, [Shard(1)]), []
+
+    def refuse(op: Any, args: Any) -> None:
+        asked.append((op, args[-1]))
+        raise ZeroDivisionError
+
+    for op in private.ATTENTION:
+        before = () if "flash" in str(op) else (None, True)
+        with private.checking([op], refuse), pytest.raises((ZeroDivisionError, RuntimeError)):
+            op(query, query, query, *before, 0.25)
+    assert asked == [(op, 0.25) for op in private.ATTENTION]
+
+
+def test_an_argument_of_a_schedule_that_is_not_cut() -> None:
+    from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+    from paceline.torch_private.schedules import NOT_CUT
+
+    args, _ = split_args_kwargs_into_chunks((torch.zeros(0, 3),), {}, 1, (NOT_CUT,), {})
+    assert [tuple(x.shape) for (x,) in args] == [(0, 3)]
+
+
+# ------------------------------------------------------------ what the doctor watches
+
+
+def test_ddp_and_fsdp_have_the_methods_that_the_doctor_stands_around() -> None:
+    for name in (observed.DDP_SENDS_BUFFERS, observed.DDP_BEFORE_FORWARD, observed.DDP_AFTER_FORWARD):
+        assert callable(getattr(DistributedDataParallel, name))
+    state = importlib.import_module(observed.FSDP_STATES).FSDPState
+    assert list(inspect.signature(getattr(state, observed.FSDP_BEFORE_FORWARD)).parameters)[1:] == [
+        "module", "args", "kwargs",
+    ]  # fmt: skip
+    function = importlib.import_module(observed.FSDP_FUNCTIONS).fully_shard
+    exporting = [name for name in observed.FSDP_EXPORTS if getattr(sys.modules.get(name), "fully_shard", None)]
+    assert "torch.distributed.fsdp" in exporting
+    assert all(sys.modules[name].fully_shard is function for name in exporting)
+
+
+def test_ddp_measures_itself_and_groups_are_found() -> None:
+    with one_process():
+        ddp = DistributedDataParallel(nn.Linear(1, 1))
+        assert observed.measured_by_ddp(ddp)["world_size"] == 1
+        world = dist.group.WORLD
+        assert world is not None
+        for given in (world, world.group_name, [0]):
+            assert observed.group_of(given, "").size() == 1
+        assert callable(observed.FUNCTIONAL_COLLECTIVES.all_reduce)
+        del ddp, world
+
+
+def test_is_root_is_an_answer_of_any_state() -> None:
+    assert not observed.is_root(object())
+
+
+def test_data_loaders() -> None:
+    loader = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
+    assert observed.persistent_iterator(loader) is None
+    iterator = iter(loader)
+    assert isinstance(iterator, observed.LoaderIterator)
+    assert observed.dataset_of(iterator) == range(4)
+    assert getattr(iterator, observed.NEXT_INDEX)() == [0, 1]
+    assert callable(getattr(observed.LOADER_WORKERS, observed.WORKER_MAIN))
+    assert not observed.has_number_of_samples(RandomSampler(range(4)))
+    assert observed.has_number_of_samples(RandomSampler(range(4), num_samples=2))
+
+
+def test_what_nodes_have_kept() -> None:
+    x, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, -100])
+    mean = nn.functional.cross_entropy(x, target, weight=torch.tensor([1.0, 2.0, 4.0]))
+    assert observed.saved(mean.grad_fn, "reduction") == 1
+    assert observed.saved(mean.grad_fn, "total_weight").item() == 7.0
+    assert torch.equal(observed.saved(mean.grad_fn, "target"), target)
+    assert observed.saved((mean / 3).grad_fn, "other").item() == 3.0
+    assert observed.saved((2 * mean).grad_fn, "other", observed.saved((2 * mean).grad_fn, "self")) is not None
+    assert tuple(observed.saved(x.sum().grad_fn, "self_sym_sizes")) == (4, 3)
+    assert observed.saved(mean.grad_fn, "nothing", 5) == 5
+
+
+def test_loss_scales() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    p = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    assert observed.scale_of(scaler) is None
+    scaler.scale(p.sum()).backward()
+    assert observed.scale_of(scaler) == 8.0
+    assert not observed.unscaled(scaler, {id(optimizer)})
+    scaler.unscale_(optimizer)
+    assert observed.unscaled(scaler, {id(optimizer)})
+    assert not observed.unscaled(scaler, {None})
+    assert observed.scale_of(torch.amp.GradScaler("cpu", enabled=False)) is None
+
+
+def test_sequences_of_schedules() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[7])
+    assert observed.parts_of_schedule(sequence) == (parts, 7)
+    assert observed.parts_of_schedule(parts[0]) == ([], 0)
+
+
+# ------------------------------------------------------------ methods of torch's that our classes override
+
+MEANT = {
+    "_should_skip_dynamo",  # of TorchDispatchMode: shall torch.compile look at it?
+    "_check_input_dim",  # of batch norms, which leave it to their subclasses
+    "_backward_cls",  # of torch.autograd.Function, which makes one for each subclass
+}
+
+
+def test_our_classes_override_no_other_private_method_of_torchs() -> None:
+    """Such a method would change its meaning with torch, and no name of torch's is read that a test could find."""
+    root = Path(paceline.__file__).parent
+    for path in root.rglob("*.py"):
+        name = ".".join(("paceline", *path.relative_to(root).with_suffix("").parts))
+        if path.stem not in ("deepspeed_engine", "__main__", "__init__"):  # the first needs DeepSpeed
+            importlib.import_module(name)
+    checked = 0
+    for cls in {c for m in [*sys.modules.values()] for c in vars(m).values() if inspect.isclass(c)}:
+        torchs = [base for base in cls.__mro__ if str(base.__module__).split(".")[0] == "torch"]
+        if str(cls.__module__).startswith("paceline") and torchs:
+            checked += 1
+            callables = {
+                n for n, value in vars(cls).items() if callable(value) or isinstance(value, (classmethod, property))
+            }
+            private = {name for name in callables if name.startswith("_") and not name.startswith("__")}
+            known = MEANT | (set(elastic.OVERRIDDEN) if cls.__name__ == "Agent" else set())
+            over = {name for name in private - known if any(name in vars(base) for base in torchs)}
+            assert not over, f"{cls}: {over}"
+    assert checked > 10
+
+
+def test_a_feeding_layer_pickles_as_torchs_own() -> None:
+    """copyreg's private function, which is Python's: it makes objects of a class without calling it."""
+    from paceline.train import biases
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    biases.convert(model)
+    assert type(pickle.loads(pickle.dumps(model))[0]) is nn.Linear
