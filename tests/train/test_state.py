@@ -197,3 +197,15 @@ def test_a_restored_run_that_counts_epochs_by_itself_is_told(tmp_path: Path) -> 
         with pytest.raises(UsageError, match=r"run\.epochs\(.*a whole number"):
             run.epochs(wrong)  # type: ignore[arg-type]
     run.close()
+
+
+def test_what_fails_once_a_checkpoint_is_saved_is_a_warning_at_the_scripts_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("input/output error")
+
+    monkeypatch.setattr(checkpoint, "_replace_pointer", fail)
+    with pytest.warns(UserWarning, match="is saved, but tidying up after it failed: input/output error") as told:
+        train(tmp_path)
+    assert [warning.filename for warning in told] == [__file__]

@@ -389,4 +389,4 @@ def _only_warned(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{what}: {error}.", stacklevel=5)  # the line of run.save()
+        warnings.warn(f"{what}: {error}.", stacklevel=8)  # the line of run.save()

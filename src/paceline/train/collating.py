@@ -30,7 +30,7 @@ from paceline.train.batch_rows import SEVERAL, empty_batch, slice_examples
 from paceline.train.draws import DrawCall, ExampleDraws, RowKeys
 from paceline.train.made_batches import RowCollate
 from paceline.train.randomness import mix, mix_each, seed_all, tag
-from paceline.train.sampler_rng import generators_of
+from paceline.train.sampler_rng import GeneratorHandle, generators_of, seed_generators
 
 Collate = Callable[[list[Any]], Any]
 
@@ -121,7 +121,7 @@ class Collator:
         if self.collate is default_collate:
             return default_collate(examples)
         if self.scope == "shard":
-            self._seed(self.streams.collate_key(request, part))
+            seed_generators(self.streams.collate_key(request, part), self._held())
             return self.collate(examples)
         examples = examples[:: -1 if self.streams.backwards else 1]
         keys = self.streams.collate_rows(request, part)
@@ -153,7 +153,7 @@ class Collator:
 
         def collate(examples: list[Any]) -> Any:
             if self.scope == "shard":
-                self._seed(self.streams.collate_key(request, part))
+                seed_generators(self.streams.collate_key(request, part), self._held())
                 return self.collate(examples)
             return self._call(request, self._keys_of_copies(request, len(examples)), _copied(examples) or examples)[0]
 
@@ -185,17 +185,17 @@ class Collator:
         """Streams for `count` copies of the global batch's first example."""
         return self.streams.collate_rows(request, Part(0, 0, (request.first,) * count, 0, tuple(range(count))))
 
-    def _seed(self, key: int) -> None:
-        seed_all(key)
-        for number, handle in enumerate(generators_of(_owner(self._plain))):
-            handle.seed(mix(key, number))
+    def _held(self) -> list[GeneratorHandle]:
+        """The generators that the collate function holds."""
+        return generators_of(_owner(self._plain))
 
     def _call(
         self, request: Request, keys: RowKeys | None, examples: list[Any], collate: Collate | None = None
     ) -> tuple[Any, _Drawing, bool]:
         """(the batch; torch's draws; whether anything was drawn). keys: None where no row belongs to one example."""
-        self._seed(self.streams.collate_key(request, None))
-        held = [] if self._draws else [(handle, handle.get()) for handle in generators_of(_owner(self._plain))]
+        generators = self._held()
+        seed_generators(self.streams.collate_key(request, None), generators)
+        held = [] if self._draws else [(handle, handle.get()) for handle in generators]
         drawing = _Drawing(RowKeys(np.empty(0, np.uint64)) if keys is None else keys, self._draws or CollateDraws())
         with drawing:
             batch = (collate or self.collate)(examples)
@@ -210,7 +210,7 @@ class Collator:
         def run(count: int) -> tuple[list[tuple[bool, tuple[int, ...]]], Any]:
             examples = [copy.deepcopy(example) for _ in range(count)]
             _, drawing, _ = self._call(request, self._keys_of_copies(request, count), examples, self._plain)
-            states = [handle.get() for handle in generators_of(_owner(self._plain))]
+            states = [handle.get() for handle in self._held()]
             return drawing.calls, (random.getstate(), np.random.get_state(), states)
 
         try:

@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.torch_private.core import TorchDispatchMode, is_composite, schema_of
 from paceline.train.randomness import mix
 
+# The constants of splitmix64, as int64.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
@@ -168,8 +169,8 @@ class ExampleDraws(TorchDispatchMode):
         return None
 
 
-_PLAIN, _COMPOSITE, _DRAWS = range(3)
-_kinds: dict[Any, int] = {}
+_PLAIN, _COMPOSITE, _DRAWS = range(3)  # kinds of operators; a composite one consists of other operators
+_kinds: dict[Any, int] = {}  # by operator
 
 
 def _kind(func: Any) -> int:

@@ -32,7 +32,7 @@ class Epochs:
         self._current = 0  # the number of the epoch
         self._inside = False  # whether the body of an epoch runs
         self._ended_before: dict[str, int] = {}  # Loader.ended of each loader when the body began
-        self.restored = False  # whether a restored run has epochs behind it, and run.epochs was not called since
+        self._restored = False  # whether a restored run has epochs behind it, and run.epochs was not called since
 
     def up_to(self, count: int) -> Iterator[int]:
         """The numbers of the epochs that remain of `count`. Raises UsageError."""
@@ -42,7 +42,7 @@ class Epochs:
 
     def _up_to(self, count: int) -> Iterator[int]:
         transport.arrive()
-        self.restored = False
+        self._restored = False
         while self._current < count:
             self._inside = True
             self._ended_before = {loader.name: loader.ended for loader in self._loaders()}
@@ -74,13 +74,13 @@ class Epochs:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._current = int(state["epoch"])
-        self.restored = self._current > 0
+        self._restored = self._current > 0
 
     def on_training_yield(self) -> None:
         """Warn where a restored run trains on and has not asked `run.epochs` with which epoch to go on."""
-        if not self.restored:
+        if not self._restored:
             return
-        self.restored = False
+        self._restored = False
         warnings.warn(
             f"the restored run has {self._current} epochs behind it, but the loop over epochs is not `for epoch in "
             "run.epochs(n)`, so that all n are made once more. With it, a run goes on with the epoch where it stopped.",

@@ -8,7 +8,7 @@ many epochs this process has seen, and a run that is resumed in mid-epoch would 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,7 @@ import torch
 from torch.utils.data import Sampler
 
 from paceline.comm import generators
-from paceline.train import randomness
-from paceline.train.randomness import mix
+from paceline.train.randomness import mix, seed_all
 
 
 class GeneratorHandle(NamedTuple):
@@ -63,6 +62,13 @@ def _handle(value: Any) -> GeneratorHandle | None:
     return None
 
 
+def seed_generators(key: int, held: Sequence[GeneratorHandle]) -> None:
+    """Seed the global generators, and each of `held`."""
+    seed_all(key)
+    for number, handle in enumerate(held):
+        handle.seed(mix(key, number))
+
+
 class SamplerRNG:
     """A context in which the generators have states of their own, seeded by `key` when it is entered for the first
     time. Each later time they go on from where the last one ended. Afterwards the program's states are put back.
@@ -80,9 +86,7 @@ class SamplerRNG:
         if self._key is None:
             self._set(self._own)
             return
-        randomness.seed_all(self._key)
-        for number, handle in enumerate(self._held):
-            handle.seed(mix(self._key, number))
+        seed_generators(self._key, self._held)
         self._key = None
 
     def __exit__(self, *_: object) -> None:
