@@ -40,20 +40,14 @@ class ThreadReplicas(Replicas):
     """
 
     everywhere = False
+    size = rank = 0  # of each object its own
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank = meeting, rank
-
-    @property
-    def size(self) -> int:
-        return self._meeting.size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
+    def __init__(self, meeting: Meeting, thread: int) -> None:
+        self._meeting, self._thread = meeting, thread
+        self.size, self.rank = meeting.size, thread
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._meeting.meet(self._rank, tensor.detach(), _add)
+        return self._meeting.meet(self._thread, tensor.detach(), _add)
 
 
 def _add(tensors: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.strategies.replicated import check_same_model, check_same_optimizer, listed
+from paceline.strategies.pickling import refuse_deepcopy
+from paceline.strategies.replicated import check_same_model, check_same_optimizer, listed, named_optimizer
 
 
 class Engine:
@@ -189,11 +190,7 @@ class Engine:
                         else _copied(value)
                         for key, value in self.optimizer.state[flat].items()
                     }
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [self.names[p] for p in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
-        return {"class": type(self.optimizer).__qualname__, "groups": groups, "state": state}
+        return named_optimizer(self.optimizer, self.names, state)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """A whole state, the same on every rank. Stage 3 has the whole model on each for as long as this lasts."""
@@ -302,7 +299,7 @@ class Engine:
                 raise UsageError(_IN_SLICES)
 
         if self.partitioned:
-            vars(self.model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+            refuse_deepcopy(self.model, UsageError(_NO_COPY))
         kinds: list[Any] = [self.optimizer, *([self.model] if self.partitioned else [])]
         for one in kinds:
             self._hooks.append(one.register_state_dict_pre_hook(refuse))
@@ -318,11 +315,10 @@ class Engine:
         groups.extend(added)
 
 
-def _no_copy(_: Any) -> Any:
-    raise UsageError(
-        "strategy deepspeed: a model whose parameters are in slices (stage 3) cannot be copied with copy.deepcopy, as "
-        "for an average of the weights (EMA). Use strategy='deepspeed:stage=2', where parameters are whole."
-    )
+_NO_COPY = (
+    "strategy deepspeed: a model whose parameters are in slices (stage 3) cannot be copied with copy.deepcopy, as "
+    "for an average of the weights (EMA). Use strategy='deepspeed:stage=2', where parameters are whole."
+)
 
 
 _IN_SLICES = (

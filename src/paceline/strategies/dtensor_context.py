@@ -1,9 +1,9 @@
-"""What torch is told while a run has tensors that are cut over devices (strategy tensor), and told back at its end.
+"""Settings of torch while a run has tensors that are cut over devices (strategy tensor); restored at its end.
 
-- Whole tensors that meet a cut one count as the same on all devices of the group, which they are.
-- Random numbers on a cut tensor: other ones on each device, and the generators alike afterwards. On GPUs torch does
-  this itself (OffsetBasedRNGTracker); but attention's fused kernels draw for themselves, alike on each device, so that
-  dropout in them is refused.
+- Whole tensors that meet a cut one count as replicated, which they are.
+- Random numbers on a cut tensor differ over the devices, and the generators have equal states afterwards. On GPUs torch
+  does this itself (OffsetBasedRNGTracker). But attention's fused kernels draw for themselves, the same on each device,
+  so that dropout in them is refused.
 - torch.cat leaves out empty tensors of one dimension where it joins cut tensors. The caches of Hugging Face's models
   begin with one; torch allows it among tensors of more dimensions, but its rule for cut tensors does not.
 - Kernels that know no cut tensors are not chosen: CPUs' fused attention, nn.TransformerEncoderLayer's fast path.
@@ -34,11 +34,11 @@ _FUSED = (
 
 
 def refusing_dropout(op: Any, strategy: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """How torch is to cut a fused attention: as it does, without dropout."""
-    place = [argument.name for argument in op._schema.arguments].index("dropout_p")
+    """torch's rule for cutting a fused attention, which refuses dropout."""
+    position = [argument.name for argument in op._schema.arguments].index("dropout_p")
 
     def inner(schema: Any) -> Any:
-        if len(schema.args_schema) > place and schema.args_schema[place] > 0:
+        if len(schema.args_schema) > position and schema.args_schema[position] > 0:
             raise ModelError(
                 "dropout in a fused attention kernel would draw alike for the heads of each device. Set its "
                 "dropout_p to 0, or use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
@@ -48,9 +48,8 @@ def refusing_dropout(op: Any, strategy: Callable[[Any], Any]) -> Callable[[Any],
     return inner
 
 
-class _Draws:
-    """Random numbers on a cut tensor on CPUs: other ones on each device, and the generators alike afterwards. (On GPUs
-    torch does this itself.)"""
+class _CPURNGTracker:
+    """In place of torch's tracker, which has none for CPUs."""
 
     distribute_region_enabled = True
 
@@ -59,9 +58,9 @@ class _Draws:
         chosen = generator or torch.default_generator
         number = int(torch.empty((), dtype=torch.int64).random_(2**32, generator=chosen))
         state = chosen.get_state()
-        for place, placement in zip(spec.mesh.get_coordinate(), spec.placements, strict=True):
+        for coordinate, placement in zip(spec.mesh.get_coordinate(), spec.placements, strict=True):
             if not placement.is_replicate():
-                number = (number ^ (place + 1) * 0x9E3779B1) % 2**32
+                number = (number ^ (coordinate + 1) * 0x9E3779B1) % 2**32
         chosen.manual_seed(number)
         try:
             yield
@@ -80,13 +79,13 @@ def _leaving_out_empty(cat: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def surroundings(mesh: Any) -> Iterator[None]:
-    """What torch is told while a run with cut tensors is open."""
+def dtensor_context(mesh: Any) -> Iterator[None]:
+    """Within the block torch has these settings."""
     tracker, fast, flash = _random._rng_tracker, torch.backends.mha.get_fastpath_enabled(), None
     if mesh.device_type != "cpu":  # torch's own would take rank 0's generator for all shards when it is made
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
     else:
-        _random._rng_tracker = _Draws()  # type: ignore[assignment]
+        _random._rng_tracker = _CPURNGTracker()  # type: ignore[assignment]
         flash = torch.backends.cuda.flash_sdp_enabled()  # also of CPUs, whose kernel knows no DTensor
         torch.backends.cuda.enable_flash_sdp(False)
     known = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs

@@ -71,13 +71,6 @@ def check(
             "strategy fsdp needs at least two processes to slice over: paceline run --nproc 2 --strategy fsdp ... With "
             "one, leave the strategy out."
         )
-    if replicate != 1:
-        check_replicas(replicate, size, strategy)
-
-
-def check_replicas(replicate: int, size: int | None, strategy: str) -> None:
-    """Raises SettingError where so many processes (None: not known) cannot be `replicate` replicas, each in slices over
-    at least two processes."""
     if replicate >= 1 and (size is None or (size % replicate == 0 and size // replicate >= 2)):
         return
     where = f"strategy {strategy}: replicate={replicate}"

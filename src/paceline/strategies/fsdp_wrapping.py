@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError, SettingError
+from paceline.strategies.pickling import refuse_deepcopy
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def gather_on_any_call(model: nn.Module) -> None:
 def _wrap_calls(module: nn.Module, state: Any) -> None:
     if isinstance(module, FSDPModule):
         state = module._get_fsdp_state()
-        vars(module)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+        refuse_deepcopy(module, ModelError(_NO_COPY))
         for name in _public_methods(type(module)):
             setattr(module, name, _as_forward(module, state, getattr(module, name)))
     elif type(module).forward is not nn.Module.forward and any(True for _ in module.parameters()):
@@ -139,11 +140,10 @@ def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any]) -> Ca
     return gathering
 
 
-def _no_copy(_: Any) -> Any:
-    raise ModelError(
-        "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy, "
-        "as for an average of the weights (EMA). Use strategy='fsdp:stage=1', where parameters are whole."
-    )
+_NO_COPY = (
+    "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy, "
+    "as for an average of the weights (EMA). Use strategy='fsdp:stage=1', where parameters are whole."
+)
 
 
 def _public_methods(cls: type) -> set[str]:

@@ -44,6 +44,7 @@ from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import ClosureStrategy, Term, Weight, Work, kind_of
 from paceline.strategies.batch_plan import AllMicroBatches
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.pickling import refuse_deepcopy
 from paceline.strategies.pipeline_calls import check_names
 from paceline.strategies.pipeline_cut import (
     Units,
@@ -138,7 +139,7 @@ class Pipeline(ClosureStrategy):
         """Refuses a model that cannot be cut, before anything is moved, and cuts one where no micro-batch is needed."""
         self._hook = model.register_forward_pre_hook(self._before_forward)
         model.register_state_dict_pre_hook(_refuse_one_stage)
-        vars(model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+        refuse_deepcopy(model, ModelError(_NO_COPY))
         units: Units | None = None
         with suppress(UnseenError):
             units = units_of(model)
@@ -372,11 +373,10 @@ def _refuse_one_stage(model: nn.Module, prefix: str, keep_vars: bool) -> None:
         )
 
 
-def _no_copy(_: Any) -> Any:
-    raise ModelError(
-        "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy, as for an "
-        "average of the weights (EMA). Use strategy='ddp', where each process has a whole one."
-    )
+_NO_COPY = (
+    "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy, as for an "
+    "average of the weights (EMA). Use strategy='ddp', where each process has a whole one."
+)
 
 
 def _form(value: Any) -> tuple[torch.Size, torch.dtype]:

@@ -139,6 +139,25 @@ def shard_optimizer_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> No
                 state[key] = dtensor.sharded_like(p, value)
 
 
+def shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before `load_state_dict`: lets a script load whole tensors into sharded parameters."""
+    for name, own in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor) or dtensor.is_sharded(value) or not dtensor.is_sharded(own):
+            continue
+        if value.shape == own.shape:  # else torch says which is wrong
+            state[prefix + name] = dtensor.sharded_like(own, value)
+
+
+def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Puts sharded parameters in the place of the whole ones that they replace, and shards their state."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for old in [p for p in optimizer.state if p in replaced]:
+        optimizer.state[replaced[old]] = optimizer.state.pop(old)
+    shard_optimizer_state([(p, state) for p, state in optimizer.state.items() if dtensor.is_sharded(p)])
+
+
 def full_state(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[Tensor, Tensor]
 ) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Meetings(Channel):
         welcome: Callable[[], None],
         join: Callable[[], None] | None = None,
     ) -> None:
-        self._links, self._own, self._in_step = links, rank, in_step
+        self._links, self._own, self.in_step = links, rank, in_step
         self.members = tuple(sorted(members))  # their ranks, ascending
         self.joined: tuple[int, ...] = ()  # those that were admitted at the last meeting
         self.updated = False  # whether an update was made since the last yield of a training loader
@@ -119,13 +119,9 @@ class Meetings(Channel):
     def rank(self) -> int:
         return self.members.index(self._own)
 
-    @property
-    def in_step(self) -> bool:
-        return self._in_step
-
     def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
         self._check_arrived("a number over all processes was asked for (run.mean, run.sum, run.gather, run.save, ...)")
-        if not self._in_step and self._phase == "training":
+        if not self.in_step and self._phase == "training":
             raise UsageError(
                 "a number over all processes was asked for in a training batch (run.mean, run.sum, run.gather, "
                 "run.save, an evaluation, ...), but with parameter_server:mode=async the workers are not in step "
@@ -168,7 +164,7 @@ class Meetings(Channel):
                 tell_launcher(os.environ, JOINED)
         elif phase == "evaluating" or loader is not None:
             self._check_arrived(f"a loader is iterated ({phase})")
-        if phase == "evaluating" and self._phase == "training" and not self._in_step:
+        if phase == "evaluating" and self._phase == "training" and not self.in_step:
             raise UsageError(
                 "an evaluation loader is iterated in a training batch, but with parameter_server:mode=async the "
                 "workers are not in step there. Evaluate after the loop over the training loader."
@@ -178,7 +174,7 @@ class Meetings(Channel):
             if loader is not None:
                 self.open_loaders.append(loader)
         if meet:
-            self.meet(admit=loader is not None and not self._in_step)
+            self.meet(admit=loader is not None and not self.in_step)
             if self.joined:
                 self._welcome()
         self._phase = phase
