@@ -7,7 +7,7 @@ is loaded by the first strategy that shards; without one a call here costs a che
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -98,7 +98,7 @@ def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
         sent = bucket[0].new_empty(width)
         starts = [sum(each[:i]) for i in range(len(each))]
         pieces = [t[slice(*rows_of(t.size(0), rank, size))] for t in bucket]
-        _copy([sent[a : a + p.numel()].view(p.shape) for a, p in zip(starts, pieces, strict=True)], pieces)
+        torch._foreach_copy_([sent[a : a + p.numel()].view(p.shape) for a, p in zip(starts, pieces)], pieces)
         received = transport.all_gather(sent.to(device_of(group, sent.device)), group).to(sent.device).view(size, width)
         into: list[Tensor] = []
         values: list[Tensor] = []
@@ -108,9 +108,5 @@ def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
                 if other != rank and last > first:
                     into.append(t[first:last])
                     values.append(received[other, start : start + into[-1].numel()].view(into[-1].shape))
-        _copy(into, values)
-
-
-def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(list(into), list(values))
+        if into:
+            torch._foreach_copy_(into, values)

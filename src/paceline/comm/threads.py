@@ -138,18 +138,15 @@ class Meeting:
         with self._changed:
             self._left += 1
             if self._deposits:
-                self._fail(self._out_of_step(f"replica {rank}", min(self._deposits)))
+                self.abandon(self._out_of_step(f"replica {rank}", min(self._deposits)))
             self._pass_on(rank)
 
     def abandon(self, error: BaseException) -> None:
         """Lets every replica that waits, or comes later, raise. Keeps the first error."""
         with self._changed:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if self.error is None:
-            self.error = error
-        self._changed.notify_all()
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()
 
     def _check(self, rank: int) -> None:
         if self.error is not None:
@@ -334,18 +331,17 @@ class ThreadTeam:
 
     def _wait_for_all(self, done: queue.SimpleQueue[None]) -> BaseException | None:
         """None, or what interrupted the wait (Ctrl-C): the replicas then stop at their next sum."""
-        left = self.size
-        try:
-            while left:
+        left, interruption = self.size, None
+        while left:
+            try:
                 done.get()
                 left -= 1
-        except BaseException as interruption:
-            self._meeting.abandon(interruption)
-            while left:
-                done.get()
-                left -= 1
-            return interruption
-        return None
+            except BaseException as error:
+                if interruption is not None:
+                    raise
+                interruption = error
+                self._meeting.abandon(error)
+        return interruption
 
     def close(self) -> None:
         """Ends the threads and waits for them. May be called again."""

@@ -16,7 +16,7 @@ torch's FSDP2 gathers when a wrapped module's forward is called. fsdp_wrapping.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,11 +83,11 @@ class FSDP2(LoopStrategy):
         self._free()
         moved: dict[Tensor, Tensor] = {}
         for model in models:
-            if not any(model is own for own in self.models):
+            if model not in self.models:
                 moved |= self._shard(model)
         for optimizer in optimizers:
             replace_parameters(optimizer, moved)
-            if not any(optimizer is known for known in self.optimizers):
+            if optimizer not in self.optimizers:
                 self._masters.register(optimizer)
         self.models, self.optimizers = list(models), list(optimizers)
         self._names = parameter_names(models)
@@ -137,7 +137,7 @@ class FSDP2(LoopStrategy):
         state._lazy_init()  # with this model as the root, whichever of its modules is called first
         gather_on_any_call(model)
         self._states.append(state)
-        for group in _groups(state):
+        for group in (group for inner in state._state_ctx.all_states for group in inner._fsdp_param_groups):
             self._params += group.fsdp_params
             group.reshard = partial(self._reshard, group, group.reshard)
         model.register_load_state_dict_pre_hook(shard_loaded)
@@ -258,11 +258,6 @@ class FSDP2(LoopStrategy):
         self._masters.close()
         self._pickle_guard.close()
         self._nodes, self._shard_nodes, self._trainable, self._flags = [], [], [], ()
-
-
-def _groups(state: Any) -> Iterator[Any]:
-    for one in state._state_ctx.all_states:
-        yield from one._fsdp_param_groups
 
 
 class _Retired(nn.Parameter):

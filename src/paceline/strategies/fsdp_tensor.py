@@ -7,16 +7,15 @@
 Phase 1, forward: before a layer computes, its part of the parameters is all-gathered over `shard` (fsdp2.py). It
   computes its part, and the parts' outputs are put together over `tensor` (tensor_cut.py).
 Phase 2, backward: the same the other way round; gradients are reduce-scattered over `shard` as soon as they are there.
-Phase 3, finish: gradients of parameters that are whole along `tensor` are equal there, up to what a device's kernels
-  leave open; their mean over `tensor` is taken, so that the copies cannot drift apart.
+Phase 3, finish: gradients of parameters that are whole along `tensor` are averaged over `tensor`, where they are equal
+  up to what a device's kernels leave open. So the copies cannot drift apart.
 Phase 4, step: each process updates its shards.
 
 Between processes: what fsdp sends over `shard`, of parts 1/size as large; what tensor sends over `tensor`; and the
 gradients of whole parameters once over `tensor`. Memory: of cut layers 1/n of parameters, gradients and optimizer state
 over all n processes; of the others 1/(n/size).
 
-Follows torch's composition of fully_shard over tensor parallelism (torch.distributed.fsdp, two dimensions of one
-DeviceMesh): the inner dimension cuts first, and what it has cut is sliced.
+Follows torch's composition of fully_shard over tensor parallelism: the inner dimension of the DeviceMesh cuts first.
 """
 
 from __future__ import annotations

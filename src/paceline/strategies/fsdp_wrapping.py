@@ -1,8 +1,8 @@
 """FSDP wrapping: which layers fsdp shards one by one, and every way in which user code can call into a sharded model.
 
-FSDP2 gathers the parameters of a module when the forward of that module is called. Scripts also call other methods of a
-model, or a layer of it directly (`model.features(x)`, `model.head(x)`): each such call, unless it comes from within a
-forward of the module whose parameters it needs, is treated as that module's forward.
+FSDP2 gathers the parameters of a module when its forward is called. Scripts also call other methods of a model, or a
+layer of it (`model.features(x)`, `model.head(x)`). Such a call is treated as the forward of the module whose parameters
+it needs, unless it comes from within that forward.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def layers_of(model: nn.Module, wrap: str, min_params: int) -> list[nn.Module]:
 
 
 def _untied(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Without layers that share a parameter with others, or with what is in none: it travels with what surrounds them
-    all."""
+    """Without layers that share a parameter with other layers, or with modules outside of layers: shared parameters
+    travel with the module that surrounds all users."""
     within = {layer: set(layer.modules()) for layer in [*layers, model]}
     users: dict[Tensor, set[nn.Module]] = {}
     for layer, modules in within.items():
@@ -78,8 +78,8 @@ def _untied(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
                 if p is not None and p.dim():
                     users.setdefault(p, set()).add(layer)
     sharing = set().union(*(used for used in users.values() if len(used) > 1))
-    kept = [layer for layer in layers if layer not in sharing]
-    return kept if len(kept) == len(layers) else _untied(model, kept)
+    untied = [layer for layer in layers if layer not in sharing]
+    return untied if len(untied) == len(layers) else _untied(model, untied)
 
 
 def _entries(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
@@ -93,8 +93,8 @@ def _entries(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:
-    """Activation checkpointing: in the backward these layers compute their forward once more. Raises ModelError where
-    that would change more than memory."""
+    """Activation checkpointing: in the backward these layers run their forward again. Raises ModelError where that
+    would change results."""
     if not layers:
         raise ModelError(
             "strategy fsdp: checkpointing=true found no layer to recompute. Name the classes of layers "
@@ -147,7 +147,7 @@ _NO_COPY = (
 
 
 def _public_methods(cls: type) -> set[str]:
-    """Those that a script's own classes define, beside forward and what every nn.Module has."""
+    """Methods that a script's own classes define, except for those of every nn.Module."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base is object:

@@ -50,7 +50,6 @@ from paceline.strategies.pipeline_cut import (
     Units,
     UnseenError,
     boundaries,
-    parameters_in,
     seconds,
     takes_more,
     units_of,
@@ -151,7 +150,7 @@ class Pipeline(ClosureStrategy):
 
     def _cut_units(self, model: nn.Module, units: Units) -> None:
         self._units = units
-        sizes = [parameters_in(unit) for unit in self._units.modules]
+        sizes = [sum(p.numel() for p in unit.parameters()) + 1 for unit in self._units.modules]
         where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
         _check_buffers(model, self._stages_of(where))
         if self.balance == "cost" and not self.cut:  # the first micro-batch is needed

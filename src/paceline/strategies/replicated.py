@@ -111,6 +111,11 @@ def _with_masters(
     """Until the stack is closed the optimizers hold the masters. Returns the names of parameters and masters."""
     for optimizer in optimizers if masters else ():
         stack.enter_context(in_place_of(optimizer, masters))
+    return names_with(names, masters)
+
+
+def names_with(names: dict[Tensor, str], masters: Mapping[Tensor, Tensor]) -> dict[Tensor, str]:
+    """The names of parameters, and of their masters."""
     return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 

@@ -17,8 +17,8 @@ Memory per replica: parameters and optimizer state once; gradients twice, before
 for each level of the tree that waits (about log2(V / n)); and a few messages of 32 MB. With batch norm over the global
 batch the activations of all V / n shards, as of one large batch, and V / n gradients and copies of the buffers.
 
-It follows torch.nn.parallel.DistributedDataParallel in what it computes, and not in its order of additions. The tree is
-pairwise summation (Higham 1993, "The accuracy of floating point summation").
+Computes what torch.nn.parallel.DistributedDataParallel does, in another order of additions: pairwise summation (Higham
+1993, "The accuracy of floating point summation").
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from paceline.comm import dtensor
 from paceline.comm.mesh import DATA, Mesh
 from paceline.errors import ModelError, UsageError
-from paceline.strategies.replicated import in_place_of, load_replicated, parameter_names, replicated_state
+from paceline.strategies.replicated import in_place_of, load_replicated, names_with, parameter_names, replicated_state
 
 
 class Masters:
@@ -184,7 +184,7 @@ def load_full_state(
     state: dict[str, Any],
 ) -> None:
     """Loads a whole state, the same on every rank, of which this process keeps its shards."""
-    names = _names(models, masters)
+    names = names_with(parameter_names(models), masters)
     owns = {name: p for p, name in names.items() if dtensor.is_sharded(p)}
     optimizer_states = []
     for saved in state["optimizers"]:  # sharded first, so that no optimizer's state lies whole on the device
@@ -193,11 +193,6 @@ def load_full_state(
         optimizer_states.append({**saved, "state": copied})
     whole = {**state, "optimizers": optimizer_states}
     load_replicated(models, optimizers, whole, masters)
-
-
-def _names(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[Tensor, str]:
-    names = parameter_names(models)
-    return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 
 def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:

@@ -48,8 +48,7 @@ class Links:
         self, header: dict[str, Any], frames: Iterable[Any] = (), seconds: float = MEET_SECONDS
     ) -> list[Any]:
         """The first server's answer to a request that waits for other workers."""
-        line = self.lines[0]
-        line.send([*wire.pack(header), *frames])
+        self.lines[0].send([*wire.pack(header), *frames])
         return self._answer(0, seconds)
 
     def tell(self, header: dict[str, Any]) -> None:
@@ -256,11 +255,7 @@ class Chunks(Queue):
         self._at_end(True)
 
     def next_chunk(self, loader: str, epoch: int, wait: bool) -> Chunk | None:
-        key = (loader, epoch)
-        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "wait": wait}
-        header["empty"], self._empty = self._empty, 0
-        self._done[key], self._back[key] = [], []
-        answer = wire.header_of(self._links.wait_first({**header, "leave": False}))
+        answer = wire.header_of(self._links.wait_first(self._request((loader, epoch), wait=wait)))
         if "chunk" in answer:
             if wait:  # it may have waited for long
                 self._pull()
@@ -270,6 +265,12 @@ class Chunks(Queue):
             self.current = None
             self._at_end(False)
         return None
+
+    def _request(self, key: tuple[str, int], *, wait: bool = False, leave: bool = False) -> dict[str, Any]:
+        """A request for a chunk, with the report on earlier ones."""
+        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "empty": self._empty}
+        self._done[key], self._back[key], self._empty = [], [], 0
+        return {**header, "wait": wait, "leave": leave}
 
     def started(self, loader: str, epoch: int, chunk: Chunk) -> None:
         self.current, self.refused = (loader, epoch, *chunk), False
@@ -298,10 +299,8 @@ class Chunks(Queue):
 
     def leave(self, loader: str, epoch: int) -> None:
         """The script has left the loop: the chunks that this worker still has are free."""
-        key = (loader, epoch)
-        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "wait": False}
         with contextlib.suppress(WorldError):  # a dead server may be why the script leaves the loop
-            self._links.ask_first({**header, "empty": self._empty, "leave": True})
+            self._links.ask_first(self._request((loader, epoch), leave=True))
 
 
 def _joined(frames: Sequence[Any]) -> memoryview:
