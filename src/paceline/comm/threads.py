@@ -87,7 +87,7 @@ class _AbandonedError(RuntimeError):
 class Meeting:
     """Where the threads of a team meet, and the baton. All state is guarded by one condition.
 
-    A run begins with `begin`; each replica then calls `enter`, any number of `meet`s, and `leave` or `abandon`.
+    A run begins with `begin`; each replica then calls `start`, any number of `meet`s, and `leave` or `abandon`.
     """
 
     def __init__(self, size: int, take_turns: bool, devices: Sequence[torch.device | None]) -> None:
@@ -114,7 +114,7 @@ class Meeting:
         self._deposits, self._total, self._generator_states = {}, None, []
         return error
 
-    def enter(self, rank: int) -> None:
+    def start(self, rank: int) -> None:
         with self._changed:
             self._wait(rank, self._round)
 
@@ -321,7 +321,7 @@ class ThreadTeam:
     ) -> None:
         try:
             with state.applied():
-                self._meeting.enter(rank)
+                self._meeting.start(rank)
                 results[rank] = function()
                 self._meeting.leave(rank)
         except BaseException as error:
@@ -348,9 +348,3 @@ class ThreadTeam:
         self._finalizer()
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> ThreadTeam:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -45,7 +45,7 @@ class Engine:
         self._own = [list(group["params"]) for group in optimizer.param_groups]
         self.partitioned = config["zero_optimization"]["stage"] == 3
         zero = {"reduce_bucket_size": max(sum(p.numel() for p in trainable) // 4, 2**20)} | config["zero_optimization"]
-        self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._came) for p in trainable]
+        self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._refuse_direct_backward) for p in trainable]
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)  # read when it is loaded
         with _quietly():
             import deepspeed
@@ -285,7 +285,7 @@ class Engine:
                 "it before run.prepare."
             )
 
-    def _came(self, _: Tensor) -> None:
+    def _refuse_direct_backward(self, _: Tensor) -> None:
         """A hook on parameters, before DeepSpeed's own: refuses gradients of the script's own backward."""
         if not self._busy:
             raise UsageError(

@@ -398,6 +398,6 @@ class ParameterServer(LoopStrategy):
             self._listening = None
         links, self._remote.links = self._remote.links, None
         if links is not None:
-            links.tell({"op": "bye"})
+            links.send_all({"op": "bye"})
             links.close()
         self.mesh.channel = None

@@ -50,8 +50,8 @@ from paceline.strategies.pipeline_cut import (
     Units,
     UnseenError,
     boundaries,
+    has_optional_tensors,
     seconds,
-    takes_more,
     units_of,
 )
 from paceline.strategies.pipeline_loss import Losses, Share, called_with, input_of, padded, terms_from, with_zeros
@@ -142,7 +142,7 @@ class Pipeline(ClosureStrategy):
         units: Units | None = None
         with suppress(UnseenError):
             units = units_of(model)
-        if units is None or takes_more(model):
+        if units is None or has_optional_tensors(model):
             check_names(model, self.cut, self.mesh.size("stage"), units.names if units is not None else ())
             self._uncut = UncutModel(model, units)  # the closure's call of the model decides how it is cut
         else:

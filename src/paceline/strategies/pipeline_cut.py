@@ -55,7 +55,7 @@ def units_of(model: nn.Module) -> Units:
     return Units([module for module, _ in parts], [name for _, name in parts], None if alike else model.training)
 
 
-def takes_more(model: nn.Module) -> bool:
+def has_optional_tensors(model: nn.Module) -> bool:
     """Whether the forward has optional arguments that may be tensors, such as a mask."""
     parameters = list(inspect.signature(own_class(model).forward).parameters.values())[1:]
     return any(p.default is None for p in parameters)

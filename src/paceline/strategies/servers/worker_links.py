@@ -51,8 +51,8 @@ class Links:
         self.lines[0].send([*wire.pack(header), *frames])
         return self._answer(0, seconds)
 
-    def tell(self, header: dict[str, Any]) -> None:
-        """All servers, without an answer."""
+    def send_all(self, header: dict[str, Any]) -> None:
+        """Sends all servers a message that has no answer."""
         for line in self.lines:
             line.send(wire.pack(header))
 
