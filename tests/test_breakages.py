@@ -90,8 +90,8 @@ BREAKAGES = {
     ),
     "shards added in the order in which they came": Breakage(
         "comm/tree_sums.py",
-        "        total = complete(root, held, torch.add)\n",
-        "        total = torch.stack(list(held.values())).sum(0)\n",
+        "        total = complete(root, sums, torch.add)\n",
+        "        total = torch.stack(list(sums.values())).sum(0)\n",
         "one_hash_on_three",
         "tests/reproducible/test_reproducible.py",
     ),

@@ -431,6 +431,12 @@ def test_dtensors_placements_rules_and_random_numbers() -> None:
     thirds = distribute_tensor(rows, mesh, [private.StridedShard(0, split_factor=3)], src_data_rank=None)
     assert thirds.to_local().flatten().tolist() == [i + 2 * rank for i in (0.0, 1.0, 4.0, 5.0, 8.0, 9.0)]
     assert torch.equal(thirds.full_tensor(), rows)
+    for placement, values in (
+        (private.StridedShard(0, split_factor=3), [0.0, 1.0, 4.0, 5.0, 8.0, 9.0]),
+        (Shard(0), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]),
+    ):
+        assert private.part_of(rows, placement, 2, 0).flatten().tolist() == values
+    assert private.part_of(rows[:3], Shard(0), 2, 1).flatten().tolist() == [2.0]  # the last has fewer
     cut = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
     private.set_local(cut, torch.ones(2))
     assert cut.full_tensor().tolist() == [1.0] * 4

@@ -3,6 +3,7 @@ test_collectives_on_ranks.py."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import gc
 import threading
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(20)
 @pytest.fixture(params=[False, True], ids=["free", "turns"])
 def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
     before = threading.active_count()
-    with ThreadTeam(3, take_turns=request.param) as team:
+    with contextlib.closing(ThreadTeam(3, take_turns=request.param)) as team:
         yield team
     assert threading.active_count() == before, "closing leaves no thread"
 
@@ -144,7 +145,7 @@ def test_each_replica_draws_its_own_stream_with_turns() -> None:
     expected = [draws(rank, lambda: None)() for rank in range(3)]
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    with ThreadTeam(3, take_turns=True) as team:
+    with contextlib.closing(ThreadTeam(3, take_turns=True)) as team:
         found = team.run([draws(rank, lambda: current().sum(torch.zeros(1))) for rank in range(3)])
         for own, wanted in zip(found, expected):
             assert all(torch.equal(a, b) for a, b in zip(own, wanted))
@@ -169,10 +170,10 @@ def test_only_one_runs_with_turns() -> None:
             running.pop()
             current().sum(torch.zeros(1))
 
-    with ThreadTeam(3, take_turns=True) as team:
+    with contextlib.closing(ThreadTeam(3, take_turns=True)) as team:
         team.run([function] * 3)
     assert max(worst) == 1
-    with ThreadTeam(3) as team:
+    with contextlib.closing(ThreadTeam(3)) as team:
         team.run([function] * 3)
     assert max(worst) == 3, "and without turns they overlap"
 

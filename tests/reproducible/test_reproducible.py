@@ -358,9 +358,9 @@ def test_the_tree_is_the_same_wherever_its_leaves_are(shards: int) -> None:
             tree = Tree(shards)
             for i in range(*mine):
                 tree.put(i, [leaves[i].clone()])
-            assert [node for node, _ in tree.held] == subtrees(mine, root)
-            assert len(tree.held) == 1 or n & (n - 1)  # a power of two: what a ring sends, and no more
-            held.update({node: tensors[0] for node, tensors in tree.held})
+            assert [node for node, _ in tree.partial] == subtrees(mine, root)
+            assert len(tree.partial) == 1 or n & (n - 1)  # a power of two: what a ring sends, and no more
+            held.update({node: tensors[0] for node, tensors in tree.partial})
         assert torch.equal(complete(root, held, torch.add), expected)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import rejoining
 from paceline.strategies.servers.work_queue import Exchanges, PassQueue
-from paceline.train.randomness import permutation
+from paceline.strategies.servers.worker_links import Chunks, Links
+from paceline.train.order import permutation
 from paceline.world import World
 
 SCRIPT = Path(__file__).parent / "server_script.py"
@@ -84,6 +86,27 @@ def test_an_exchange_is_complete_when_all_that_live_have_come() -> None:
     assert exchanges.complete({0, 1}) == []
     assert exchanges.complete({0}) == [(5, {0: [b"a"], 2: [b"c"]})], "one that died after it had come counts"
     assert exchanges.complete({0}) == []
+
+
+def test_chunks_without_examples_are_reported_once_also_where_a_loop_is_left() -> None:
+    sent: list[dict[str, Any]] = []
+
+    class Server(Links):
+        def ask_first(self, header: dict[str, Any]) -> dict[str, Any]:
+            sent.append(header)
+            return {}
+
+        def wait_first(self, header: dict[str, Any], frames: Iterable[Any] = (), seconds: float = 0.0) -> list[Any]:
+            sent.append(header)
+            return list(wire.pack({}))
+
+    chunks = Chunks(Server([]), lambda begins: None, lambda: None, lambda optimizer: 0)
+    chunks.begin("train", 0, 0, 1)
+    chunks.finished("train", 0, (0, 1), empty=True)
+    chunks.leave("train", 0)
+    chunks.begin("train", 1, 0, 1)
+    assert chunks.next_chunk("train", 1, wait=False) is None
+    assert sum(header.get("empty", 0) for header in sent) == 1
 
 
 def answered(listening: Listening, line: Line) -> list[bytes] | None:

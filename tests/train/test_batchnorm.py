@@ -3,6 +3,7 @@ test_batchnorm_on_ranks.py."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -24,7 +25,7 @@ from paceline.train.batchnorm import GlobalBatchNorm1d, GlobalBatchNorm2d, Globa
 
 @pytest.fixture(scope="module", params=[False, True], ids=["free", "turns"])
 def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
-    with ThreadTeam(3, take_turns=request.param) as team:
+    with contextlib.closing(ThreadTeam(3, take_turns=request.param)) as team:
         yield team
 
 

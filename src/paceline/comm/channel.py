@@ -33,6 +33,7 @@ class Channel(ABC):
     """The live members of a run, seen from one of them."""
 
     handover: Handover | None = None  # set by the run
+    in_step: bool  # whether all members make the same steps together: only then may they exchange in a training batch
 
     @property
     @abstractmethod
@@ -68,8 +69,3 @@ class Channel(ABC):
     def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
         """Adds pairs to a store that all members share. With `take` it empties the store and returns what was in it.
         Nobody waits for anybody: for members that are not in step."""
-
-    @property
-    @abstractmethod
-    def in_step(self) -> bool:
-        """Whether all members make the same steps together. Only then may they exchange in a training batch."""

@@ -7,7 +7,6 @@ is in a collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,45 +100,32 @@ class ReducerSums:
         return rows
 
     def add_rounded(self, flat: Tensor, rounding: Rounding, scale: Tensor | None) -> Tensor:
-        endpoint = _RoundedEndpoint(self._endpoint, rounding, scale, flat, torch.zeros_like(flat))
+        endpoint = _RoundedEndpoint(self._endpoint, rounding, scale, flat)
         self._reduce(flat, endpoint)
         return endpoint.kept
 
 
-@dataclass
 class _RoundedEndpoint:
     """An endpoint whose messages are rounded. A replica that sends a part of `flat`, be it a partial sum or a finished
     one, goes on with the rounded values, and books the difference. Rounding twice is rounding once, so that all
     replicas end with the same bits."""
 
-    whole: Endpoint
-    rounding: Rounding
-    scale: Tensor | None  # for fp16
-    flat: Tensor  # the tensor that is reduced
-    kept: Tensor  # like flat: what this replica has rounded off
-
-    @property
-    def rank(self) -> int:
-        return self.whole.rank
-
-    @property
-    def size(self) -> int:
-        return self.whole.size
-
-    @property
-    def machines(self) -> Sequence[Sequence[int]]:
-        return self.whole.machines
+    def __init__(self, whole: Endpoint, rounding: Rounding, scale: Tensor | None, flat: Tensor) -> None:
+        """scale: for fp16. flat: the tensor that is reduced."""
+        self.rank, self.size, self.machines = whole.rank, whole.size, whole.machines
+        self._whole, self._rounding, self._scale, self._flat = whole, rounding, scale, flat
+        self.kept = torch.zeros_like(flat)  # what this replica has rounded off
 
     def exchange(self, send: Tensor | None, to: int, into: Tensor | None, source: int) -> None:
         message = arriving = None
         if send is not None and send.numel():
-            start = send.storage_offset() - self.flat.storage_offset()
-            message = self.rounding.encode(send, self.scale)
-            rounded = self.rounding.decode(message, send, self.scale)
+            start = send.storage_offset() - self._flat.storage_offset()
+            message = self._rounding.encode(send, self._scale)
+            rounded = self._rounding.decode(message, send, self._scale)
             self.kept[start : start + send.numel()] += send - rounded
             send.copy_(rounded)
         if into is not None:
-            arriving = into.new_empty(into.numel(), dtype=self.rounding.dtype)
-        self.whole.exchange(message, to, arriving, source)
+            arriving = into.new_empty(into.numel(), dtype=self._rounding.dtype)
+        self._whole.exchange(message, to, arriving, source)
         if into is not None and arriving is not None:
-            into.copy_(self.rounding.decode(arriving, into, self.scale))
+            into.copy_(self._rounding.decode(arriving, into, self._scale))

@@ -1,26 +1,24 @@
-"""Codecs: what shrinks a gradient on the wire, at the price of another gradient.
+"""Codecs: they shrink a gradient on the wire, and change it.
 
-  none       nothing is lost.
-  bf16       16 bits: the exponents of float32, 8 bits of mantissa.
-  fp16       16 bits: 11 bits of mantissa, but exponents from -24 to 15 only. The hard case is overflow: gradients that
-             fit on each replica may not when they are added. So a bucket is scaled by a power of two first, such that
-             the sum of the replicas' largest elements is at most 2**15.
-  powersgd   a matrix M is sent as two thin ones, P of `rank` columns and Q of `rank` columns, with M about P Q^T: one
-             step of power iteration from the last Q (Vogels et al. 2019, "PowerSGD", algorithm 1). Vectors, and
-             matrices that two thin ones would not shrink, are sent as they are.
+  none       no change. bf16       16 bits: the exponents of float32, 8 bits of mantissa. fp16       16 bits: 11 bits of
+  mantissa, exponents from -24 to 15. Gradients that fit on each replica may overflow when
+             they are added. So a bucket is first scaled by a power of two, such that the sum of the replicas' largest
+             elements is at most 2**15.
+  powersgd   a matrix M is sent as two thin ones of `rank` columns, P and Q, with M about P Q^T: one step of power
+             iteration from the last Q (Vogels et al. 2019, "PowerSGD", algorithm 1). Vectors, and matrices that would
+             not shrink, are sent as they are.
   topk       the `ratio` of the elements of largest magnitude, as (index, value) (Stich et al. 2018, "Sparsified SGD
              with memory"; Lin et al. 2018, "Deep gradient compression", without its momentum correction).
 
-Error feedback (Karimireddy et al. 2019, "Error feedback fixes SignSGD"): what a replica does not get onto the wire is
-kept by it, its residual, and added to its next gradient. Each codec keeps its books to the last bit of the arithmetic:
+Error feedback (Karimireddy et al. 2019, "Error feedback fixes SignSGD"): a replica keeps what it has not sent, its
+residual, and adds it to its next gradient. Up to the last bit of the arithmetic each codec fulfils
 
     sum over replicas of (gradient + residual before) = what all replicas decode + sum over replicas of residual after
 
-so that what is left out of one update is in a later one, and the sum of all updates is that of all gradients, but for
-the residuals of the end.
+so that the sum of all updates is that of all gradients, up to the last residuals.
 
-A codec has no state of its own: `init(shape)` makes it, for one tensor, and `total` takes it and returns the next one.
-A gradient that is not finite is so after every codec, on all replicas.
+A codec has no state of its own: `init(shape)` makes the state of one tensor, and `total` returns the next one. After
+every codec a gradient that is not finite on one replica is not finite on all.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ from paceline.errors import SettingError, suggest
 from paceline.torch_private.core import DisableTorchFunction
 
 State = dict[str, Tensor]
-"""Of one tensor: "residual", 1-d, in the order of its memory, and what else the codec needs."""
+"""The state of one tensor: "residual", 1-d, in the order of the tensor's memory, and what else the codec needs."""
 
 
 class Sums(Protocol):
-    """What codecs need of the replicas (comm/codec_sums.py)."""
+    """Sums over the replicas (comm/codec_sums.py)."""
 
     size: int
 
@@ -52,7 +50,7 @@ class Sums(Protocol):
         """(replicas, len(flat)): all replicas' 1-d tensors."""
 
     def add_rounded(self, flat: Tensor, rounding: Rounding, scale: Tensor | None) -> Tensor:
-        """As `add`, with messages that `rounding` encodes. Returns what this replica has rounded off, in all."""
+        """As `add`, with messages that `rounding` encodes. Returns the sum of what this replica has rounded off."""
 
 
 class Codec(ABC):
@@ -67,12 +65,12 @@ class Codec(ABC):
 
     @abstractmethod
     def total(self, flat: Tensor, shapes: Sequence[Sequence[int]], states: Sequence[State], sums: Sums) -> list[State]:
-        """Replaces `flat`, tensors of these shapes one after the other, by the decoded sum over all replicas. Their
-        residuals have been added to it. Returns the next states."""
+        """Replaces `flat` by the decoded sum over all replicas, and returns the next states. `flat` has tensors of
+        these shapes one after the other; the caller has added their residuals."""
 
 
 class Rounding(Codec):
-    """bf16 and fp16: every message between replicas is rounded to 16 bits, sums are made in full width."""
+    """bf16 and fp16: messages between replicas are rounded to 16 bits, sums have full precision."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
@@ -94,8 +92,8 @@ class Rounding(Codec):
 
 
 def _scale(flat: Tensor, sums: Sums) -> Tensor:
-    """(1,): a power of two that brings the sum of the replicas' largest magnitudes to between 2**14 and 2**15, or 1
-    where that is not finite. Scaling by it loses nothing, and encoding twice is encoding once."""
+    """(1,): the power of two that scales the sum of the replicas' largest magnitudes to between 2**14 and 2**15; 1
+    where the sum is not finite. Scaling by it loses nothing, and encoding twice is encoding once."""
     largest = flat.abs().amax().reshape(1)
     sums.add(largest)
     exponent = 15 - torch.frexp(largest).exponent
@@ -128,13 +126,13 @@ class PowerSGD(Codec):
         plain = [tensor for tensor, state in pairs if "q" not in state]
         q = orthonormal([state["q"] for state in states if "q" in state])
 
-        # Turn 1: P = sum of M Q over replicas, with it what is sent as it is. Orthonormal columns: the same on all.
+        # Round 1: P = sum of M Q over replicas; tensors that are sent as they are travel with it.
         p = _added([*plain, *(m @ right for m, right in zip(matrices, q, strict=True))], sums)
         for tensor, total in zip(plain, p, strict=False):
             tensor.copy_(total)
         p = orthonormal(p[len(plain) :])
 
-        # Turn 2: Q = sum of M^T P. What a replica keeps is its M without its own part of the product.
+        # Round 2: Q = sum of M^T P. A replica keeps its M minus its own part of the product.
         own = [m.mT @ left for m, left in zip(matrices, p, strict=True)]
         kept = [m - left @ right.mT for m, left, right in zip(matrices, p, own, strict=True)]
         q = _added(own, sums)
@@ -223,7 +221,7 @@ _OPTIONS = {"powersgd": "rank", "topk": "ratio"}
 
 
 def parse(text: str) -> Codec | None:
-    """The codec that is meant by `bf16`, `powersgd:rank=4` and so on; None for "none".
+    """The codec that `bf16`, `powersgd:rank=4` and so on name; None for "none".
 
     Raises SettingError for an unknown name or option, or a value out of range.
     """

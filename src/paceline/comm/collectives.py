@@ -129,7 +129,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, async_op: b
     return pending if async_op else pending.wait()
 
 
-class _Sum(torch.autograd.Function):
+class ReplicaSum(torch.autograd.Function):
     """y = Σ over replicas of x. Every replica's loss depends on y, so dL/dx is the sum of all replicas' dL_r/dy_r."""
 
     @staticmethod
@@ -139,14 +139,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(gradients[0], ctx.total), None
-
-
-def differentiable(total: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """`total(tensor)`, where `total` adds up all replicas' tensors, as something autograd can go through. Its backward
-    is again this sum, so that it can be differentiated any number of times."""
-    result: Tensor = _Sum.apply(tensor, total)
-    return result
+        return ReplicaSum.apply(gradients[0], ctx.total), None
 
 
 # ---- gathering ----
@@ -232,7 +225,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _Sum.apply(gradients[0], ctx.total).narrow(0, ctx.start, ctx.length), None, None
+        return ReplicaSum.apply(gradients[0], ctx.total).narrow(0, ctx.start, ctx.length), None, None
 
 
 def gather_uneven(tensor: Tensor, group: Group = None) -> Tensor:

@@ -1,14 +1,13 @@
-"""Tensors of which every process holds a slice: torch's DTensors, and whole tensors whose rows are put together.
+"""Sharded tensors: torch's DTensors, and whole tensors of which each process brings some rows up to date.
 
-A sharded tensor of n processes is cut along dimension 0 as torch.chunk cuts: ceil(rows / n) rows each, the last ones
-fewer or none. DTensor is loaded with the first strategy that shards; without one nothing here costs more than a look at
-a tensor's class.
+Rows are cut as torch.chunk cuts: ceil(rows / n) for each of n processes, the last ones fewer or none. torch's DTensor
+is loaded by the first strategy that shards; without one a call here costs a check of the tensor's class.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -23,7 +22,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Tensor]:
-    """Whether it is a DTensor, of which this process may hold a part only."""
+    """Whether it is a DTensor, of which this process may hold a local part only."""
     if type(tensor) in _PLAIN or "torch.distributed.tensor" not in sys.modules:
         return False
     return isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor)
@@ -34,7 +33,7 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of it, in the same memory; the tensor itself where it is no DTensor."""
+    """The local tensor of a DTensor, in the same memory; any other tensor itself."""
     if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -49,10 +48,10 @@ def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def whole_on_main(tensor: Tensor) -> Tensor:
-    """A sharded tensor, whole, on the CPU of rank 0; on the others a tensor of that shape without memory ("meta").
-    Collective; each process holds it whole on its device meanwhile."""
+    """Gathers a sharded tensor to the CPU of rank 0; other ranks get a tensor of its shape on "meta". Collective; while
+    it runs each process holds the tensor whole on its device."""
     placements = tensor.placements  # type: ignore[attr-defined]
-    if sum(not placement.is_replicate() for placement in placements) > 1:  # the outer dimension has sliced last
+    if sum(not placement.is_replicate() for placement in placements) > 1:  # the outer dimension has cut last
         from torch.distributed.tensor import Replicate
 
         parts = [Replicate(), *placements[1:]]
@@ -62,18 +61,24 @@ def whole_on_main(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
-    """A copy of this process's slice of `whole`, sharded as `own` is; where it has another shape, all of it."""
+    """A copy of `whole`, sharded as `own` is; replicated, where it has another shape than `own`."""
     from torch.distributed.tensor import DTensor, Replicate
+
+    from paceline.torch_private.distributed_tensor import part_of
 
     mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
     part, alike = whole.detach(), whole.shape == own.shape
     if alike and not all(placement.is_replicate() for placement in placements):
-        # Where several dimensions of the mesh cut one of the tensor, the last has cut first: a layer in parts (tensor)
-        # is then sliced (fsdp).
+        # Where several dimensions of the mesh cut one of the tensor, the last has cut first: `tensor`, then `shard`.
         for dim in reversed(range(mesh.ndim)):
-            if not placements[dim].is_replicate():
-                rows = rows_of(part.size(placements[dim].dim), mesh.get_local_rank(dim), mesh.size(dim))
-                part = part.narrow(placements[dim].dim, rows[0], rows[1] - rows[0])
+            placement, size, rank = placements[dim], mesh.size(dim), mesh.get_local_rank(dim)
+            if placement.is_replicate():
+                continue
+            if dim == mesh.ndim - 1:  # also q, k and v side by side, each of which is cut
+                part = part_of(part, placement, size, rank)
+            else:
+                first, last = rows_of(part.size(placement.dim), rank, size)
+                part = part.narrow(placement.dim, first, last - first)
         part = torch.empty_like(local(own), dtype=whole.dtype).copy_(part)
     else:
         part, placements = part.to(local(own).device, copy=True), [Replicate()] * mesh.ndim
@@ -83,8 +88,8 @@ def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
 
 
 def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
-    """Each rank of the group has brought its own rows of these tensors up to date: puts the others' into them, in
-    place, about 25 MB at a time. All ranks pass tensors of the same shapes and dtypes in the same order."""
+    """All-gathers rows, in place, about 25 MB at a time: each rank of the group has updated its own rows of these
+    tensors. All ranks pass tensors of the same shapes and dtypes in the same order."""
     size, rank = size_of(group), rank_of(group)
     if size == 1:
         return
@@ -96,7 +101,7 @@ def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
         sent = bucket[0].new_empty(width)
         starts = [sum(each[:i]) for i in range(len(each))]
         pieces = [t[slice(*rows_of(t.size(0), rank, size))] for t in bucket]
-        _copy([sent[a : a + p.numel()].view(p.shape) for a, p in zip(starts, pieces, strict=True)], pieces)
+        foreach_copy_([sent[a : a + p.numel()].view(p.shape) for a, p in zip(starts, pieces)], pieces)
         received = transport.all_gather(sent.to(device_of(group, sent.device)), group).to(sent.device).view(size, width)
         into: list[Tensor] = []
         values: list[Tensor] = []
@@ -106,9 +111,5 @@ def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
                 if other != rank and last > first:
                     into.append(t[first:last])
                     values.append(received[other, start : start + into[-1].numel()].view(into[-1].shape))
-        _copy(into, values)
-
-
-def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    if into:
-        foreach_copy_(list(into), list(values))
+        if into:
+            foreach_copy_(into, values)

@@ -1,13 +1,13 @@
-"""Forking beside gloo's threads, as every DataLoader with workers does.
+"""Makes it safe to fork beside gloo's threads, as every DataLoader with workers does.
 
-Gloo's threads drop a finished collective's tensors a moment after its waiter has gone on. If nobody else holds them any
-more, the thread that drops the last reference to a tensor that Python knows must enter the interpreter, and CPython up
-to 3.11 hangs in the child when a process forks at that instant: its `PyOS_AfterFork_Child` takes the lock on the list
-of thread states, which the thread held, before it makes that lock anew (seen with gdb, once in some 2,000 forks of
-workers right after a collective on a loaded machine). Therefore:
+Gloo's threads drop a finished collective's tensors a moment after its waiter has gone on. A thread that drops the last
+reference to a tensor that Python knows must enter the interpreter. If a process forks at that instant, CPython up to
+3.11 hangs in the child: `PyOS_AfterFork_Child` takes the lock on the list of thread states, which the thread held,
+before it makes that lock anew (seen with gdb, once in some 2,000 forks right after a collective on a loaded machine).
+Therefore:
 
-1. What was sent is kept until gloo has let go of it: then its threads have no reason to enter the interpreter.
-2. Before a fork they get a moment to finish what was not sent through here.
+1. `keep` holds what was sent until gloo has dropped it: then its threads never drop the last reference.
+2. Before a fork gloo's threads get a moment to drop what was not sent through `keep`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ def _in_use(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def keep(*tensors: Tensor) -> None:
-    """Call it with what a collective was given, when that has finished and its `Work` is gone."""
+    """Call it with the tensors of a collective, when that has finished and its `Work` is gone."""
     _kept[:] = _in_use(_kept)
-    small = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.numel() <= _LARGE]
-    large = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.numel() > _LARGE]
-    _kept.extend(small)
-    _wait_for(large)
+    on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    _kept.extend(tensor for tensor in on_cpu if tensor.numel() <= _LARGE)
+    _wait_for([tensor for tensor in on_cpu if tensor.numel() > _LARGE])
 
 
 def _wait_for(tensors: list[Tensor]) -> None:
-    """At most a moment: a tensor may be held by others too, such as a view of it or a graph."""
+    """Waits until gloo has dropped them, for a moment at most: a view or a graph may hold them too."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while _in_use(tensors) and time.monotonic() < deadline:
         time.sleep(0.0001)

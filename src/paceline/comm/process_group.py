@@ -19,17 +19,17 @@ from paceline.errors import WorldError
 from paceline.world import World
 
 if not dist.is_initialized():
-    # The default arguments of its functions are the group of the whole world, if there is one when it is imported, as
-    # by the first optimizer: its threads would then live until the interpreter is taken down (see `leave`).
+    # Its functions' default arguments hold the world's group, if there is one when it is imported, as by the first
+    # optimizer. The group's threads would then live until the interpreter is taken down (see `leave`).
     import torch.distributed.nn.functional
 
-runs = 0  # that this process has joined
+runs = 0  # how many this process has joined
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
 
 def join(world: World, device: torch.device, init_method: str | None, timeout_seconds: float = 1800.0) -> None:
-    """Makes the world's process group; one that exists (an earlier run's in this process, or the script's own) is used.
+    """Makes the world's process group, or uses one that exists (of an earlier run in this process, or of the script).
 
     Gloo carries CPU tensors on every machine; the device's own backend its own. Raises WorldError where an existing
     group is of another world.
@@ -62,7 +62,7 @@ def join(world: World, device: torch.device, init_method: str | None, timeout_se
 
 
 def check_versions(world: World) -> None:
-    """Raises WorldError, on every process, where the machines of the world have different versions of what trains.
+    """Raises WorldError, on every process, where the machines of the world have different versions of the packages.
 
     One exchange, and none where the world is one machine, whose launcher starts every process with one interpreter.
     (What `start(rank=...)` is given does not say how many machines there are.)
@@ -86,7 +86,7 @@ def check_versions(world: World) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what has to be alike on all machines."""
+    """The versions that must be the same on all machines."""
     try:
         own = metadata.version("paceline")
     except metadata.PackageNotFoundError:  # a source tree that was never installed

@@ -17,7 +17,6 @@ n replicas, B bytes:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -88,7 +87,7 @@ def hierarchical(flat: Tensor, endpoint: Endpoint) -> None:
     (near,) = (machine for machine in endpoint.machines if endpoint.rank in machine)
     _reduce(flat, endpoint, near)
     if endpoint.rank == near[0]:
-        ring(flat, _Among(endpoint, [machine[0] for machine in endpoint.machines]))
+        ring(flat, _Subset(endpoint, [machine[0] for machine in endpoint.machines]))
     _spread(flat, endpoint, near)
 
 
@@ -128,24 +127,13 @@ def _spread(flat: Tensor, endpoint: Endpoint, ranks: Sequence[int]) -> None:
         step //= 2
 
 
-@dataclass(frozen=True)
-class _Among:
+class _Subset:
     """An endpoint's view of some of the replicas, numbered from 0 in the order given."""
 
-    whole: Endpoint
-    ranks: Sequence[int]
-
-    @property
-    def rank(self) -> int:
-        return self.ranks.index(self.whole.rank)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def machines(self) -> Sequence[Sequence[int]]:
-        return [range(self.size)]
+    def __init__(self, whole: Endpoint, ranks: Sequence[int]) -> None:
+        self._whole, self._ranks = whole, ranks
+        self.rank, self.size = ranks.index(whole.rank), len(ranks)
+        self.machines = [range(self.size)]
 
     def exchange(self, send: Tensor | None, to: int, into: Tensor | None, source: int) -> None:
-        self.whole.exchange(send, self.ranks[to], into, self.ranks[source])
+        self._whole.exchange(send, self._ranks[to], into, self._ranks[source])

@@ -45,4 +45,7 @@ def differentiable_sum(tensor: Tensor, replicas: Replicas) -> Tensor:
 
     A backward through it communicates: all replicas run it, or none.
     """
-    return tensor.clone() if replicas.size == 1 else collectives.differentiable(replicas.sum, tensor)
+    if replicas.size == 1:
+        return tensor.clone()
+    total: Tensor = collectives.ReplicaSum.apply(tensor, replicas.sum)
+    return total

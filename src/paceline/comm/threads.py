@@ -40,20 +40,14 @@ class ThreadReplicas(Replicas):
     """
 
     everywhere = False
+    size = rank = 0  # of each object its own
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self._meeting, self._rank = meeting, rank
-
-    @property
-    def size(self) -> int:
-        return self._meeting.size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
+    def __init__(self, meeting: Meeting, thread: int) -> None:
+        self._meeting, self._thread = meeting, thread
+        self.size, self.rank = meeting.size, thread
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._meeting.meet(self._rank, tensor.detach(), _add)
+        return self._meeting.meet(self._thread, tensor.detach(), _add)
 
 
 def _add(tensors: Sequence[Tensor]) -> Tensor:
@@ -93,7 +87,7 @@ class _AbandonedError(RuntimeError):
 class Meeting:
     """Where the threads of a team meet, and the baton. All state is guarded by one condition.
 
-    A run begins with `begin`; each replica then calls `enter`, any number of `meet`s, and `leave` or `abandon`.
+    A run begins with `begin`; each replica then calls `start`, any number of `meet`s, and `leave` or `abandon`.
     """
 
     def __init__(self, size: int, take_turns: bool, devices: Sequence[torch.device | None]) -> None:
@@ -120,7 +114,7 @@ class Meeting:
         self._deposits, self._total, self._generator_states = {}, None, []
         return error
 
-    def enter(self, rank: int) -> None:
+    def start(self, rank: int) -> None:
         with self._changed:
             self._wait(rank, self._round)
 
@@ -144,18 +138,15 @@ class Meeting:
         with self._changed:
             self._left += 1
             if self._deposits:
-                self._fail(self._out_of_step(f"replica {rank}", min(self._deposits)))
+                self.abandon(self._out_of_step(f"replica {rank}", min(self._deposits)))
             self._pass_on(rank)
 
     def abandon(self, error: BaseException) -> None:
         """Lets every replica that waits, or comes later, raise. Keeps the first error."""
         with self._changed:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if self.error is None:
-            self.error = error
-        self._changed.notify_all()
+            if self.error is None:
+                self.error = error
+            self._changed.notify_all()
 
     def _check(self, rank: int) -> None:
         if self.error is not None:
@@ -330,7 +321,7 @@ class ThreadTeam:
     ) -> None:
         try:
             with state.applied():
-                self._meeting.enter(rank)
+                self._meeting.start(rank)
                 results[rank] = function()
                 self._meeting.leave(rank)
         except BaseException as error:
@@ -340,27 +331,20 @@ class ThreadTeam:
 
     def _wait_for_all(self, done: queue.SimpleQueue[None]) -> BaseException | None:
         """None, or what interrupted the wait (Ctrl-C): the replicas then stop at their next sum."""
-        left = self.size
-        try:
-            while left:
+        left, interruption = self.size, None
+        while left:
+            try:
                 done.get()
                 left -= 1
-        except BaseException as interruption:
-            self._meeting.abandon(interruption)
-            while left:
-                done.get()
-                left -= 1
-            return interruption
-        return None
+            except BaseException as error:
+                if interruption is not None:
+                    raise
+                interruption = error
+                self._meeting.abandon(error)
+        return interruption
 
     def close(self) -> None:
         """Ends the threads and waits for them. May be called again."""
         self._finalizer()
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> ThreadTeam:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -3,20 +3,19 @@
 The order is a binary tree over [0, V): the sum over [lo, hi) is the sum over [lo, mid) plus that over [mid, hi), mid
 the lower middle. IEEE addition of two numbers is commutative, so that the tree says all.
 
-Phase 1, in a process: a shard that has come is a leaf; two siblings become their parent at once, as in a binary counter
-  (so that about log2 of the shards of a process wait at a time). What is left is the process's range in the fewest
-  subtrees.
+Phase 1, in a process: each computed shard is a leaf. Two siblings become their parent at once, as in a binary counter,
+  so that partial sums of about log2 of the process's shards wait at a time. The fewest subtrees of its range remain.
 Phase 2, between processes: each of n processes adds up one n-th of the elements. It receives that piece of every
-  subtree that the others hold, and completes the tree.
+  subtree of the others, and completes the tree.
 Phase 3: the finished pieces go to all.
-  (Two processes send each other all they have, and each completes the tree: as many bytes, in one go.)
+  (Two processes send each other all subtrees, and each completes the tree: as many bytes, in one round.)
 
 A process sends s (n - 1) / n of the bytes in phase 2, s the number of its subtrees, and (n - 1) / n in phase 3. Where n
 is a power of two, or V = n, s is 1: 2 (n - 1) / n together, what a ring sends. Else s is at most 2 log2(V / n) + 2.
 
-What is missing (a shard that does not reach a parameter) is left out. On the wire it is -0.0, which no sum sees. A
-message is laid out for the parameters that had a gradient at the last time, and says which its sender has: where
-somebody has more, all see it, and send once more.
+A shard that gives a parameter no gradient is left out of its sum; on the wire it sends -0.0, which changes no sum. A
+message has room for the parameters that had a gradient in the last step, and a mask of those that its sender has. Where
+a process has others too, all processes see it in the masks, and send once more.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from paceline.torch_private.core import foreach_copy_
 
 T = TypeVar("T")
 Node = tuple[int, int]
-"""The shards from the first to before the second."""
+"""(lo, hi): the shards from lo to hi - 1."""
 
 MISSING = -0.0
-MESSAGE_BYTES = 2**25  # of a subtree, that travel at once
+MESSAGE_BYTES = 2**25  # of each subtree in a message
 
 
 def middle(lo: int, hi: int) -> int:
@@ -68,22 +67,22 @@ def subtrees(owned: Node, node: Node) -> list[Node]:
     return subtrees(owned, (lo, mid)) + subtrees(owned, (mid, hi))
 
 
-def complete(node: Node, held: dict[Node, T], add: Callable[[T, T], T]) -> T:
-    """The sum over a node, of sums over nodes below it that make it up."""
-    if node in held:
-        return held[node]
+def complete(node: Node, sums: dict[Node, T], add: Callable[[T, T], T]) -> T:
+    """The sum over a node, from sums over nodes below it that make it up."""
+    if node in sums:
+        return sums[node]
     lo, hi = node
     mid = middle(lo, hi)
-    return add(complete((lo, mid), held, add), complete((mid, hi), held, add))
+    return add(complete((lo, mid), sums, add), complete((mid, hi), sums, add))
 
 
 class Tree:
-    """Phase 1 for lists of tensors, which come shard by shard in order. Tensors that are put in are the tree's own."""
+    """Phase 1, for lists of tensors that come shard by shard, in order. `put` may change tensors that it was given."""
 
     def __init__(self, shards: int) -> None:
         self._siblings: dict[tuple[Node, Node], Node] = {}
         self._note((0, shards))
-        self.held: list[tuple[Node, list[Tensor | None]]] = []
+        self.partial: list[tuple[Node, list[Tensor | None]]] = []  # the subtrees so far, in order
 
     def _note(self, node: Node) -> None:
         lo, hi = node
@@ -95,13 +94,13 @@ class Tree:
 
     def put(self, shard: int, tensors: list[Tensor | None]) -> None:
         """The next shard's."""
-        self.held.append(((shard, shard + 1), tensors))
-        while len(self.held) > 1:
-            (left, sums), (right, addends) = self.held[-2:]
+        self.partial.append(((shard, shard + 1), tensors))
+        while len(self.partial) > 1:
+            (left, sums), (right, addends) = self.partial[-2:]
             parent = self._siblings.get((left, right))
             if parent is None:
                 return
-            self.held[-2:] = [(parent, add_lists(sums, addends))]
+            self.partial[-2:] = [(parent, add_lists(sums, addends))]
 
 
 @torch.no_grad()
@@ -119,27 +118,27 @@ def add_lists(sums: list[Tensor | None], addends: list[Tensor | None]) -> list[T
 
 
 class TreeSums:
-    """Sums over `shards` shards, computed by the processes of the world as `ranges` says. All processes make it
-    together, and call it alike."""
+    """Sums over `shards` shards, which the processes of the world compute as `ranges` says. Its constructor and methods
+    are collective."""
 
     def __init__(self, shards: int) -> None:
         self.shards, self.size, self.rank = shards, collectives.size_of(), collectives.rank_of()
         self.ranges = ranges(shards, self.size)
         self.mine = tuple(range(*self.ranges[self.rank]))
         self._native = NativeSums() if self.size > 1 else None
-        self._known: dict[Hashable, list[bool]] = {}  # what was there at the last time
+        self._known: dict[Hashable, list[bool]] = {}  # name of a sum -> which tensors any process had in the last step
 
     def tree(self) -> Tree:
         return Tree(self.shards)
 
     @torch.no_grad()
     def gradients(self, tree: Tree, like: Sequence[Tensor], name: Hashable) -> list[Tensor | None]:
-        """The sum over all shards, of what is like these tensors; None where no shard has it. name: of this sum, in
-        every step."""
+        """The sums over all shards; None for a tensor that no shard has. like: tensors of the same form. name:
+        identifies this sum in every step."""
         if self.size == 1:
-            ((_, sums),) = tree.held
+            ((_, sums),) = tree.partial
             return [None if a is None else _laid_out(a, p) for a, p in zip(sums, like, strict=True)]
-        mine = [any(held[i] is not None for _, held in tree.held) for i in range(len(like))]
+        mine = [any(sums[i] is not None for _, sums in tree.partial) for i in range(len(like))]
         layout = self._known.get(name, [])
         if len(layout) != len(like) or not any(layout):
             layout = list(map(bool, collectives.all_reduce(torch.tensor(mine, dtype=torch.int32), op="max").tolist()))
@@ -152,16 +151,16 @@ class TreeSums:
     def _travel(
         self, tree: Tree, like: Sequence[Tensor], layout: Sequence[bool], mine: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[bool]]:
-        """The sums of what is in the layout, and what there is on any process."""
+        """The sums of the tensors in the layout; and which tensors any process has."""
         found: list[Tensor | None] = [None] * len(like)
         union = list(mine)
         sent = [place for place, there in enumerate(layout) if there]
         for number, bucket in enumerate(collectives.buckets([like[place] for place in sent], MESSAGE_BYTES)):
             places = [sent[position] for position in bucket]
             some = like[places[0]]
-            flats = {node: _flat([held[i] for i in places], [like[i] for i in places]) for node, held in tree.held}
-            said = torch.tensor([] if number else mine, dtype=some.dtype, device=some.device)
-            whole, everyone = self.add(flats, said)
+            flats = {node: _flat([sums[i] for i in places], [like[i] for i in places]) for node, sums in tree.partial}
+            mask = torch.tensor([] if number else mine, dtype=some.dtype, device=some.device)
+            whole, everyone = self.add(flats, mask)
             if not number:
                 union = [any(column) for column in zip(*(row.tolist() for row in everyone), strict=True)]
             parts = whole.split([like[i].numel() for i in places])
@@ -171,30 +170,30 @@ class TreeSums:
                 found[place] = total
         return found, union
 
-    def add(self, flats: dict[Node, Tensor], said: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Phases 2 and 3 for this process's subtrees: flat tensors, as long on all processes. Returns the sum, and
-        what all processes `said`, which is as long on all."""
-        n, root, length, words = self.size, (0, self.shards), next(iter(flats.values())).numel(), said.numel()
+    def add(self, flats: dict[Node, Tensor], mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Phases 2 and 3 for this process's subtrees: flat tensors, of one length on all processes. Returns the sum,
+        and the masks of all processes."""
+        n, root, length, words = self.size, (0, self.shards), next(iter(flats.values())).numel(), mask.numel()
         if n == 2:
             (mine,) = flats.values()  # a whole half of the tree
-            arrived = self._to_others([torch.cat([mine, said])] * n, [length + words] * n)[1 - self.rank]
+            arrived = self._to_others([torch.cat([mine, mask])] * n, [length + words] * n)[1 - self.rank]
             total = mine + arrived[:length]
-            return total, [said, arrived[length:]]
+            return total, [mask, arrived[length:]]
 
         # Phase 2. Pieces are equally long; of a short tensor the last ones have less, or nothing.
         piece = -(-length // n)
         bounds = [(min(i * piece, length), min((i + 1) * piece, length)) for i in range(n)]
         sizes = [hi - lo for lo, hi in bounds]
         own = sizes[self.rank]
-        sent = [torch.cat([*(flat[lo:hi] for flat in flats.values()), said]) for lo, hi in bounds]
+        sent = [torch.cat([*(flat[lo:hi] for flat in flats.values()), mask]) for lo, hi in bounds]
         theirs = [subtrees(owned, root) for owned in self.ranges]
-        held = {node: flat[slice(*bounds[self.rank])] for node, flat in flats.items()}
-        everyone = [said] * n
+        sums = {node: flat[slice(*bounds[self.rank])] for node, flat in flats.items()}
+        everyone = [mask] * n
         for source, message in enumerate(self._to_others(sent, [len(nodes) * own + words for nodes in theirs])):
             if source != self.rank:
                 *parts, everyone[source] = message.split([own] * len(theirs[source]) + [words])
-                held.update(zip(theirs[source], parts, strict=True))
-        total = complete(root, held, torch.add)
+                sums.update(zip(theirs[source], parts, strict=True))
+        total = complete(root, sums, torch.add)
 
         # Phase 3.
         pieces = self._to_others([total] * n, sizes)
@@ -202,16 +201,16 @@ class TreeSums:
         return torch.cat(pieces), everyone
 
     def _to_others(self, messages: list[Tensor], lengths: list[int]) -> list[Tensor]:
-        """Message i to process i, from each its message for this one, of so many elements; nothing to itself. (Gloo's
-        all-gather takes three times as long for as many bytes.)"""
+        """All-to-all: sends message i to process i, and receives from it `lengths[i]` elements; nothing to itself.
+        (Gloo's all-gather takes three times as long for as many bytes.)"""
         assert self._native is not None
         messages, lengths = list(messages), list(lengths)
         messages[self.rank], lengths[self.rank] = messages[self.rank][:0], 0
         return self._native.to_each(messages, lengths)
 
     def numbers(self, rows: dict[int, Tensor], columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The sum (columns,) of a few numbers that each shard has: rows of this process's shards, by their number.
-        They are gathered, and added by every process."""
+        """(columns,): the sum of all shards' rows. rows: of this process's shards, by their number. The rows are
+        gathered, and every process adds them."""
         leaves = {(i, i + 1): row for i, row in enumerate(self.table(rows, columns, device, dtype).unbind())}
         return complete((0, self.shards), leaves, torch.add)
 
@@ -226,25 +225,19 @@ class TreeSums:
 
 
 class ShardReplicas(ThreadReplicas):
-    """The shard of one thread of this process, among all V. All processes' threads call `sum` and `rows` alike."""
+    """The replica of one shard, which a thread of this process computes; its replicas are all V shards. The threads of
+    all processes call `sum` and `rows` equally often and in the same order."""
 
-    def __init__(self, meeting: Meeting, place: int, sums: TreeSums) -> None:
-        super().__init__(meeting, place)
-        self._place, self._sums = place, sums
-
-    @property
-    def size(self) -> int:
-        return self._sums.shards
-
-    @property
-    def rank(self) -> int:
-        return self._sums.mine[self._place]
+    def __init__(self, meeting: Meeting, thread: int, sums: TreeSums) -> None:
+        super().__init__(meeting, thread)
+        self._sums = sums
+        self.size, self.rank = sums.shards, sums.mine[thread]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._meeting.meet(self._place, tensor.detach(), self._added)
+        return self._meeting.meet(self._thread, tensor.detach(), self._added)
 
     def rows(self, row: Tensor) -> Tensor:
-        return self._meeting.meet(self._place, row.detach(), self._gathered)
+        return self._meeting.meet(self._thread, row.detach(), self._gathered)
 
     def _added(self, tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0]
@@ -260,7 +253,7 @@ class ShardReplicas(ThreadReplicas):
 
 
 def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Joined in the logical order of their elements, whatever their strides."""
+    """Joins tensors in the logical order of their elements, whatever their strides."""
     parts = [
         torch.full((p.numel(),), MISSING, dtype=p.dtype, device=p.device) if t is None else t.reshape(-1)
         for t, p in zip(tensors, like, strict=True)
@@ -269,8 +262,8 @@ def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """On its device, and laid out as one that has travelled, since a norm adds in the order of memory, in blocks from
-    where it is aligned."""
+    """The tensor in the memory layout, and on the device, of one that has travelled: a norm adds in the order of
+    memory, in aligned blocks."""
     if tensor.stride() == like.stride() and not tensor.storage_offset() and tensor.device == like.device:
         return tensor
     return torch.empty_like(like, requires_grad=False).copy_(tensor)

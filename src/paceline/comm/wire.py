@@ -1,8 +1,8 @@
-"""Named tensors as messages: a JSON header and raw frames of about 1 MB. Nothing is pickled.
+"""Named tensors as messages: a JSON header, and raw frames of 1 MB at most. Nothing is pickled.
 
-In the header a tensor is [name, dtype, shape], and its bytes follow, in row-major order, in as many frames as they
-take; a sparse one is [name, dtype, shape, sparse dimensions, entries], and its indices and values follow. Frames of
-1 MB let the encryption of one overlap with the sending of the one before.
+The header describes a tensor as [name, dtype, shape]; its bytes follow, in row-major order, in as many frames as they
+need. A sparse tensor is [name, dtype, shape, sparse dimensions, entries]; its indices and values follow. While one
+frame is sent the next is encrypted.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _frames(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Those of an accelerator come over in one copy, since each would wait for the device."""
+    """Tensors on the CPU. Those of an accelerator are copied at once, since each copy would wait for the device."""
     away = [t for t in tensors if t.device.type != "cpu"]
     if len(away) < 2 or len({t.device for t in away}) > 1:
         return tensors

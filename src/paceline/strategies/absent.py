@@ -1,9 +1,9 @@
-"""Tensors that stand for what another process computes: they have a shape, a dtype and a device, and no values.
+"""Absent tensors stand for what another process computes: they have a shape, a dtype and a device, and no values.
 
-A process of a pipeline runs the user's whole forward, in which the layers of other stages are not computed. What such a
-layer returns is `Absent`. An operation on it gives an Absent too, whose form torch's fake tensors find; one that asks
-for values is refused. When the value arrives from the stage before, the Absent is filled, and from then on every
-operation on it is done on the value.
+A process of a pipeline runs the user's whole forward, without computing the layers of other stages. Such a layer
+returns `Absent` tensors. An operation on one returns an Absent too, whose form torch's fake tensors infer; an operation
+that needs values is refused. When the value arrives from the stage before, the Absent is filled, and from then on
+operations use the value.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FORM = frozenset(
         "__hash__",
     ]
 )
-"""Functions that ask for the form of a tensor, or change nothing that is in it."""
+"""Functions that return the form of a tensor, or change no values."""
 _VALUES = frozenset(
     [
         "__bool__",
@@ -73,7 +73,7 @@ _VALUES = frozenset(
         "untyped_storage",
     ]
 )
-"""Functions that ask for what is in a tensor."""
+"""Functions that need a tensor's values."""
 _IN_PLACE = frozenset(
     [
         "__setitem__",
@@ -88,17 +88,17 @@ _IN_PLACE = frozenset(
         "__ixor__",
     ]
 )
-_CHOOSING = frozenset(["__getitem__", "masked_select"])
-"""Functions that choose from a tensor by the values of another."""
-_PARTS = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
-"""Attributes of a tensor that are tensors with what is in it; all others ask for its form."""
+_SELECTING = frozenset(["__getitem__", "masked_select"])
+"""Functions that select from a tensor by the values of another."""
+_TENSORS = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+"""Attributes that are tensors with its values; all others are about the form."""
 
 
 class Absent(Tensor):
-    """fake: a fake tensor of its form. value: what it stands for, once that is here."""
+    """A tensor without values."""
 
-    fake: Tensor
-    value: Tensor | None
+    fake: Tensor  # a fake tensor of its form
+    value: Tensor | None  # what it stands for, once that has arrived
 
     @staticmethod
     def __new__(cls, fake: Tensor) -> Absent:
@@ -117,8 +117,8 @@ class Absent(Tensor):
         super().__init__()
 
     def fill(self, value: Tensor) -> None:
-        """It stands for this value from here on. Gradients go to the value, and never here: a torch.autograd.Function
-        of one's own, which takes tensors without asking their class, would send its gradient here."""
+        """From here on it stands for this value, which gets the gradients. A gradient that comes here would be lost: a
+        user's torch.autograd.Function, which ignores tensor subclasses, would send one."""
         self.value = value
         if self.dtype.is_floating_point:
             with DisableTorchFunctionSubclass():
@@ -146,12 +146,12 @@ def form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 Listener = Callable[[Sequence["Absent"], Sequence["Absent"]], None]
-"""Is told of an operation's absent inputs and outputs."""
+"""Called with the absent inputs and the absent outputs of each operation."""
 _listeners: list[Listener] = []
 
 
 def call(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What torch's function gives where some of its arguments are Absent."""
+    """Calls torch's function, some of whose arguments are Absent."""
     leaves, tree = tree_flatten((args, kwargs))
     leaves = [leaf.value if type(leaf) is Absent and leaf.value is not None else leaf for leaf in leaves]
     missing = [leaf for leaf in leaves if type(leaf) is Absent]
@@ -159,14 +159,14 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if not missing:
         return func(*args, **kwargs)
     name = getattr(func, "__name__", "").partition(".")[0]  # an operation of aten has its overload in the name
-    if name in _FORM or (name == "__get__" and func.__self__.__name__ not in _PARTS):
+    if name in _FORM or (name == "__get__" and func.__self__.__name__ not in _TENSORS):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in ("__repr__", "__format__", "__str__"):
         return repr(missing[0])
     if name == "__iter__":
         return iter(call(Tensor.unbind, args, {}))
-    if name == "register_hook":  # whoever computes it calls the hook
+    if name == "register_hook":  # the process that computes it calls the hook
         return torch.utils.hooks.RemovableHandle({})
     if name in _VALUES:
         _refuse(name)
@@ -186,9 +186,9 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     except Exception as error:
         if "DataDependent" not in type(error).__name__ and "DynamicOutputShape" not in type(error).__name__:
             raise
-        if name not in _CHOOSING or len(missing) > 1 or not args or args[0] is not missing[0]:
+        if name not in _SELECTING or len(missing) > 1 or not args or args[0] is not missing[0]:
             _refuse(name)
-        with torch.no_grad():  # of an absent tensor a mask that is here chooses: so many it does of zeros too
+        with torch.no_grad():  # a mask that has values selects from an absent tensor: as many as from zeros
             chosen = func(torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
         result = _fakes.from_tensor(chosen)
     made: list[Absent] = []
@@ -224,14 +224,14 @@ def _lost(gradient: Tensor) -> NoReturn:
     )
 
 
-class Watching(TorchFunctionMode):
-    """While it is entered, every parameter counts as absent, so that nothing of the model is computed."""
+class AbsentParameters(TorchFunctionMode):
+    """Within it every parameter counts as absent, so that nothing of the model is computed."""
 
     def __init__(self, parameters: Mapping[int, Absent], listener: Listener) -> None:
         super().__init__()
         self._parameters, self._listener = parameters, listener
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> AbsentParameters:
         _listeners.append(self._listener)
         super().__enter__()
         return self
@@ -252,11 +252,11 @@ class Watching(TorchFunctionMode):
 
 
 @contextmanager
-def buffers_kept(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Puts buffers back that the body has written to."""
-    kept = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in buffers]
+def restoring_buffers(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Restores the buffers that the block has written to."""
+    saved = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in buffers]
     yield
     with torch.no_grad():
-        for buffer, value, before in kept:
-            if version_of(buffer) != before:
+        for buffer, value, version in saved:
+            if version_of(buffer) != version:
                 buffer.copy_(value)

@@ -14,9 +14,9 @@ Follows tf.distribute.experimental.CentralStorageStrategy, and with one device Z
 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"), without its overlap.
 
 A script may write to its model's weights between steps (an EMA swapped in, load_state_dict, p.data.clamp_()). The
-masters follow: a write that autograd counts shows in the tensor's version, any other in its norm, which is taken on the
-device when weights have come out and again when gradients go in. That travels with the gradients, whose arrival the
-CPU waits for anyway.
+masters follow. A write that autograd counts changes the tensor's version; any other changes its norm, which the device
+computes when weights have come out and again when gradients go in. Norms travel with the gradients, for which the CPU
+waits anyway.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
         self.plan = one_shard(1, 0) if self._replicas is None else self._replicas.plan
         self.store = GradientStore(replicas=() if self._replicas is None else self._replicas.copies)
         self._masters: dict[Tensor, Tensor] = {}
-        self._shelves: list[_Shelf] = []
+        self._buckets: list[_Bucket] = []
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             if optimizer not in self.optimizers:
-                _state_in_masters(optimizer, self._masters)
+                _state_of_masters(optimizer, self._masters)
         self.models, self.optimizers = list(models), list(optimizers)
         for model in models:
             model.to(self.device)
         if self._replicas is not None:
             self._replicas.setup(models)
         for optimizer in optimizers:
-            self._take_over(optimizer)
+            self._make_masters(optimizer)
 
     def backward(self, work: Backward) -> None:
         backward_here(work)
@@ -85,53 +85,53 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
 
     def finish(self) -> None:
         if self._replicas is not None:
-            self._replicas.agree()
+            self._replicas.average_statistics()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._take_over(optimizer)
+        self._make_masters(optimizer)
         step_between_hooks(optimizer, partial(self._update, optimizer))
         if self._replicas is not None:
-            self._replicas.stale(optimizer)
+            self._replicas.mark_stale(optimizer)
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        shelves = [shelf for shelf in self._shelves if any(p in own for p in shelf.parameters)]
+        buckets_of_own = [bucket for bucket in self._buckets if any(p in own for p in bucket.parameters)]
         try:
-            norms = [shelf.bring(own) for shelf in shelves]
-            for shelf, now in zip(shelves, norms, strict=True):
-                shelf.follow(shelf.written(now))  # the first of these waits until everything has come to the CPU
+            norms = [bucket.fetch(own) for bucket in buckets_of_own]
+            for bucket, now in zip(buckets_of_own, norms, strict=True):
+                bucket.follow(bucket.written(now))  # the first of these waits until everything has come to the CPU
             with torch.enable_grad(), in_place_of(optimizer, self._masters):
                 optimizer.step(*args, **kwargs)
         finally:
             for p in own:
                 self._masters[p].grad = None
-        for shelf in shelves:
-            shelf.send()
+        for bucket in buckets_of_own:
+            bucket.send()
 
     @torch.no_grad()
-    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes masters of parameters that have none, and gives state that the script has put there to them."""
+    def _make_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes masters for parameters that have none, and moves state of parameters to their masters."""
         new = [p for group in optimizer.param_groups for p in group["params"] if p not in self._masters]
         for positions in buckets(new):
-            shelf = _Shelf([new[i] for i in positions])
-            self._shelves.append(shelf)
-            self._masters.update(zip(shelf.parameters, shelf.masters, strict=True))
+            bucket = _Bucket([new[i] for i in positions])
+            self._buckets.append(bucket)
+            self._masters.update(zip(bucket.parameters, bucket.masters, strict=True))
         for p in [p for p, values in optimizer.state.items() if values and p in self._masters]:
             master = self._masters[p]
             optimizer.state[master] = _laid_out_as(carried(optimizer.state.pop(p), None, _HOST), master)
 
     def state_dict(self) -> dict[str, Any]:
         for optimizer in self.optimizers:
-            self._take_over(optimizer)
+            self._make_masters(optimizer)
         return replicated_state(self.models, self.optimizers, self._masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, state, self._masters)
-        for shelf in self._shelves:
-            shelf.follow(shelf.parameters)
+        for bucket in self._buckets:
+            bucket.follow(bucket.parameters)
         if self._replicas is not None:
-            self._replicas.stale()
+            self._replicas.mark_stale()
 
     def close(self) -> None:
         """Optimizers get their state back, which stays on the CPU."""
@@ -143,14 +143,14 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
                 vars(optimizer).pop(name, None)
         if self._replicas is not None:
             self._replicas.close()
-        self._masters, self._shelves = {}, []
+        self._masters, self._buckets = {}, []
 
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
-def _state_in_masters(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
-    """Lets a script call these two itself: they would not find the parameters whose state it is."""
+def _state_of_masters(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
+    """Lets a script call these two itself: within them the optimizer has the masters, to which its state belongs."""
 
     def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -171,8 +171,8 @@ def _laid_out_as(values: dict[str, Any], master: Tensor) -> dict[str, Any]:
     return values
 
 
-class _Shelf:
-    """Parameters of one dtype on one device, and their masters side by side on the CPU."""
+class _Bucket:
+    """Parameters of one dtype on one device, and their masters, flat on the CPU."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -183,15 +183,16 @@ class _Shelf:
         self.masters: list[Tensor] = [nn.Parameter(part) for part in unflatten(self._weights, parameters)]
         for p, master in zip(parameters, self.masters, strict=True):
             vars(master).update(vars(p))  # marks that optimizers look at
+        # When parameters and masters were last equal: stamps and norms of the parameters, versions of the masters.
         self._stamps: dict[Tensor, Stamp] = {}
-        self._fetched: set[Tensor] = set()
-        self._versions: list[int] = []
         self._norms = torch.empty(0)
+        self._versions: list[int] = []
+        self._fetched: set[Tensor] = set()  # parameters whose gradients the last `fetch` has brought
         self.follow(self.parameters)
 
-    def bring(self, own: set[Tensor]) -> Tensor:
-        """Fetches the gradients of these parameters, and returns the norms of the weights, on the device. Waits for
-        nothing (but sparse gradients)."""
+    def fetch(self, own: set[Tensor]) -> Tensor:
+        """Enqueues copies of these parameters' gradients to the CPU. Returns the norms of the weights, on the device.
+        Waits for sparse gradients only."""
         parts = unflatten(self._gradients, self.parameters)
         grads = [p.grad if p in own else None for p in self.parameters]
         self._fetched = {p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
@@ -210,12 +211,12 @@ class _Shelf:
         return norms_of(self.parameters)
 
     def written(self, norms: Tensor) -> list[Tensor]:
-        """The parameters to whose weights the script has written since they came out."""
+        """The parameters to which the script has written since `send`."""
         moved = (norms != self._norms).tolist()
         return [p for p, other in zip(self.parameters, moved, strict=True) if other or stamp_of(p) != self._stamps[p]]
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
-        """The masters of these take their parameters' values."""
+        """Copies these parameters' values into their masters."""
         chosen = set(parameters)
         for p, master in zip(self.parameters, self.masters, strict=True):
             if p in chosen:
@@ -225,8 +226,8 @@ class _Shelf:
             self._note()
 
     def send(self) -> None:
-        """The parameters take the values of masters that were updated; waits for nothing. The masters are not written
-        to meanwhile: the next update comes after gradients that are fetched in the same stream."""
+        """Copies updated masters into the parameters. Waits for nothing: the next update writes to masters only after
+        gradients have come in the same stream."""
         parts = unflatten(self._weights.to(self._device, non_blocking=True), self.parameters)
         moved = [version_of(master) != v for master, v in zip(self.masters, self._versions, strict=True)]
         chosen = [

@@ -1,8 +1,8 @@
-"""Copies of the user's models on further devices, and what is followed in them (replica_set.py).
+"""Copies of the user's models on further devices, and the changes in the models that copies follow (replica_set.py).
 
-A copy is copy.deepcopy's, with its parameters and buffers made directly on its device. Pairs are found as deepcopy goes
-along, so that tied parameters and models that share layers stay so. A copy's parameters may share the memory of those
-of another one on the same device, or of the user's: it then has gradients and buffers of its own, and no weights.
+copy.deepcopy makes a copy; its memo has parameters and buffers that were made on the device directly. So tied
+parameters and models that share layers stay so. A copy's parameters may share the memory of another copy on the same
+device, or of the user's: it then has its own gradients and buffers, and no weights of its own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def copied(
     device: torch.device,
     memory: Mapping[Tensor, Tensor] | None = None,
 ) -> tuple[dict[nn.Module, nn.Module], dict[Tensor, Tensor]]:
-    """The user's modules -> a device's, and parameters likewise. Tensors go there directly, without a second copy on
-    the first device. memory: the user's parameter -> the one on this device whose memory the copy's shares. Raises
-    ModelError for a model that copy.deepcopy does not copy whole."""
+    """(user's module -> copy, user's parameter -> copy), on this device. memory: the user's parameter -> the parameter
+    on this device whose memory the copy shares. Raises ModelError for a model that copy.deepcopy does not copy
+    whole."""
     memo: dict[int, Any] = {}
     copies = {}
     for p in parameters:
@@ -95,7 +95,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Record:
-    """A module of the user's as it was copied, its copies, and what the script or a forward has last put into it."""
+    """A module of the user's as it was when it was copied, and its copies."""
 
     def __init__(self, module: nn.Module, copies: Sequence[nn.Module]) -> None:
         self._module, self._copies, self._kind = module, copies, type(module)
@@ -107,7 +107,7 @@ class Record:
         self.note_buffers()
 
     def holds(self) -> bool:
-        """Whether the module is still built as it was."""
+        """Whether the module still has the same structure."""
         module, kept = self._module, vars(self._module)
         return (
             type(module) is self._kind
@@ -135,8 +135,9 @@ class Record:
             self._buffers = self._buffers_now()
 
     def send_buffers(self, devices: Sequence[torch.device], waiting: list[tuple[Tensor, list[Tensor]]]) -> None:
-        """Where any of them was changed by the script: all, since torch's batch norm writes to its statistics without
-        counting it, but counts its batches. Those that can be filled in place are put on the list."""
+        """Sends all buffers where the script has changed any of them: torch's batch norm writes to its statistics
+        without a new version, but its count of batches shows it. Buffers that can be filled in place go to
+        `waiting`."""
         if not self._buffer_names or all(
             b is c and i == j for (b, i), (c, j) in zip(self._buffers_now(), self._buffers, strict=True)
         ):
@@ -152,7 +153,7 @@ class Record:
         self.note_buffers()
 
     def statistics(self, number: int | None = None) -> list[Tensor]:
-        """A batch norm's running mean and variance, where torch's own forward has computed them from one shard."""
+        """A batch norm's running mean and variance, where torch's own forward computes them from one shard."""
         module = self._module if number is None else self._copies[number]
         own = (
             self._module.training
@@ -161,8 +162,8 @@ class Record:
         )
         return [b for b in (module.running_mean, module.running_var) if b is not None] if own else []  # type: ignore[misc]
 
-    def agree_on_counts(self) -> None:
-        """Of the batches that these statistics are of: a replica with an empty shard has counted one less."""
+    def raise_counts(self) -> None:
+        """Sets the counts of batches to the greatest: a replica with an empty shard has counted one less."""
         if self.statistics():
             counts: list[Any] = [module.num_batches_tracked for module in (self._module, *self._copies)]
             most = torch.stack([count.to(counts[0].device) for count in counts]).amax()

@@ -1,10 +1,11 @@
 """data_parallel: one process, several devices, parameter-server style: the first device serves.
 
-Phase 1, scatter: weights of the first device, where the user's own model lives, are copied to the others when they have
-  changed: when a global batch begins, and after an update within one.
-Phase 2, forward: each replica computes its own shard and its own loss, in a thread of its own. The first device
-  carries no outputs of the others, which is what nn.DataParallel lacks.
-Phase 3, backward: each replica's, in its thread, into its own gradients, over all micro-batches.
+Phase 1, scatter: the weights of the first device, where the user's own model is, are copied to the others: when a
+global
+  batch begins, and after an update within one.
+Phase 2, forward: each replica computes its own shard and its own loss, in a thread of its own. Unlike nn.DataParallel,
+  the first device gathers no outputs.
+Phase 3, backward: each replica's, in its thread, into its own gradients, over all micro-batches (replica_set.py).
 Phase 4, gather, in the last micro-batch: the replicas' gradients are added to the first device's.
 Phase 5, step: the update, on the first device.
 
@@ -13,8 +14,6 @@ buckets of 25 MB (comm/devices.py). Nothing waits on the host.
 Memory: parameters and gradients once per device, optimizer state once; a bucket on each side.
 Follows torch.nn.DataParallel, with the loss on the replicas (as PyTorch-Encoding's DataParallelCriterion has it), and
 with copies that are kept instead of made for each forward.
-
-What the replicas share is in replica_set.py.
 """
 
 from __future__ import annotations
@@ -61,18 +60,18 @@ class DataParallel(ClosureStrategy):
         return self._replicas.forward_backward(work, self._replicas.gather)
 
     def finish(self) -> None:
-        self._replicas.agree()
+        self._replicas.average_statistics()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
-        self._replicas.stale(optimizer)
+        self._replicas.mark_stale(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return replicated_state(self.models, self.optimizers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, state)
-        self._replicas.stale()
+        self._replicas.mark_stale()
 
     def close(self) -> None:
         self._replicas.close()

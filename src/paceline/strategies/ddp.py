@@ -9,21 +9,20 @@ Phase 3, backward of the last micro-batch: the strategy arms the reducer of the 
 Phase 4, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`.
-With another `reducer` or a `codec` a bucket is summed by ddp_hook.py in place of torch's all-reduce; the bytes of these
-stand in comm/reducers.py and comm/codecs.py.
+With another `reducer` or a `codec` ddp_hook.py sums a bucket in place of torch's all-reduce; comm/reducers.py and
+comm/codecs.py tell its bytes.
 Memory per replica: parameters, gradients and optimizer state once each, and the buckets once more (not so with
 `gradient_as_bucket_view`). A codec's residuals once more.
 
 The reducer (ddp_reducer.py) is torch.nn.parallel.DistributedDataParallel's own (Li et al. 2020, "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training"): bucketing, overlap and averaging are its. Only its forward is not
-used: it arms the reducer when `model(...)` is called, so that a second backward, a method other than forward, or a loss
-that reaches only some parameters is reduced wrongly or never. Here the backward says what it reaches, so that several
-losses, several models and frozen parameters need no flag: a reducer is kept for each set of parameters.
+Experiences on Accelerating Data Parallel Training"). DDP's forward arms it, so that a second backward, a method other
+than forward, or a loss that uses only some parameters is reduced wrongly or never. Here the backward arms it, and each
+set of parameters has a reducer: several losses, several models and frozen parameters need no flag.
 
-That set must be the same on all ranks, else they would wait for each other for ever. It is compared when a backward
+The set must be the same on all ranks, else they would wait for each other for ever. Ranks compare it when a backward
 call (the first, second, ... of a micro-batch, for all parameters or for an optimizer's) is made for the first time; a
-rank on which it changes later names the parameters. `find_unused=true` compares every time, for models whose path
-depends on the data.
+rank on which it changes later raises an error that names the parameters. With `find_unused=true` ranks compare every
+time, for models whose path depends on the data.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""deepspeed: the model trained by a DeepSpeed engine, ZeRO stage 1, 2 or 3.
+"""deepspeed: a DeepSpeed engine trains the model, by ZeRO stage 1, 2 or 3.
 
-Phase 1, forward: the script's own model computes. Stage 3 gathers a module's parameters before it does and frees them
-  after it, by hooks that DeepSpeed puts on modules.
+Phase 1, forward: the script's own model computes. In stage 3 DeepSpeed's hooks gather a module's parameters before it
+  computes, and free them after it.
 Phase 2, backward: `engine.backward` of the loss times its weight and the number of replicas, since DeepSpeed averages.
-  It reduces the gradients and leaves each rank its slice. Every micro-batch is reduced, in stage 1 too. The slices are
-  added up here, beside DeepSpeed, in tensors of their own.
-Phase 3, step: clipped and looked at by then, the slices go back to DeepSpeed, and `engine.step` updates the rank's
-  slice of the parameters and gathers them (stages 1 and 2), or leaves them in slices (stage 3).
+  It reduces the gradients of every micro-batch, in stage 1 too, and each rank keeps its shard. Paceline adds the shards
+  up, in tensors of its own.
+Phase 3, step: the shards, clipped by now, go back to DeepSpeed. `engine.step` updates the rank's shard of the
+  parameters, and all-gathers them (stages 1 and 2).
 
 With n replicas and P parameters; memory for fp32 with Adam, at its fullest within the step, beside activations,
 buckets, and the layer that stage 3 is gathering:
@@ -17,8 +17,8 @@ buckets, and the layer that stage 3 is gathering:
   3      4 P / n     4 P / n     8 P / n    8 P / n   a micro-batch the parameters twice (all-gather), the gradients
                                                       once (reduce-scatter)
 
-ZeRO updates a copy of a rank's slice, since it was made for parameters in 16 bits, and holds the slice of the gradient
-twice in the step. In a backward stages 1 and 2 have whole gradients, 4 P more.
+ZeRO was made for 16-bit parameters: it updates an fp32 copy of a rank's shard, and has the shard of the gradient twice
+in the step. In a backward stages 1 and 2 have whole gradients, 4 P more.
 
 Follows Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", by
 https://deepspeed.readthedocs.io: initialize, backward, step, GatheredParameters and the safe_get_full_* functions.
@@ -74,9 +74,9 @@ class DeepSpeed(LoopStrategy):
         self._engine: Any = None
         self._names: dict[Tensor, str] = {}
         self._trainable: list[Tensor] = []
-        self._nodes: list[Any] = []  # where autograd adds to their gradients
+        self._nodes: list[Any] = []  # autograd's node that accumulates each one's gradient
 
-    # --- taking charge
+    # --- setup
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if len(models) > 1 or len(optimizers) > 1:
@@ -106,7 +106,7 @@ class DeepSpeed(LoopStrategy):
 
         _check_optimizer(optimizer, self._names)
         self._trainable = [p for p in self._names if p.requires_grad]
-        # Before DeepSpeed empties parameters (stage 3), since a node keeps the shape that it was made for.
+        # Before DeepSpeed empties parameters (stage 3): a node keeps the shape of its parameter.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._trainable]
         before = replicated_state([model], [optimizer])["optimizers"][0]
         self._engine = Engine(model, optimizer, self._config, self._trainable, self._names)
@@ -125,7 +125,7 @@ class DeepSpeed(LoopStrategy):
         pairs = zip(work.losses, work.weights, strict=True)
         parts = [(loss * as_gradient(w * self.world.size, loss.detach())).sum().float() for loss, w in pairs]
         total = torch.stack(parts).sum()
-        total.register_hook(self._check_reached)
+        total.register_hook(self._check_used)
         self._engine.backward(total, work.retain_graph)
         for p in self._trainable:
             place, part = self.store.places[p], self._engine.gradient(p)
@@ -143,15 +143,15 @@ class DeepSpeed(LoopStrategy):
         )
 
     def _check_frozen(self) -> None:
-        thawed = [name for p, name in self._names.items() if p.requires_grad is not (p in self.store.places)]
-        if thawed:
+        changed = [name for p, name in self._names.items() if p.requires_grad is not (p in self.store.places)]
+        if changed:
             raise UsageError(
-                f"strategy deepspeed: requires_grad of {listed(thawed)} was changed after `prepare`, where "
+                f"strategy deepspeed: requires_grad of {listed(changed)} was changed after `prepare`, where "
                 "DeepSpeed has sliced what is trained. Set it before run.prepare, or take strategy='fsdp'."
             )
 
-    def _check_reached(self, _: Tensor) -> None:
-        """At the root of a backward, before any gradient and before anything travels."""
+    def _check_used(self, _: Tensor) -> None:
+        """A hook at the root of a backward, before any gradient: refuses one that does not use all parameters."""
         missed = [
             self._names[p] for p, node in zip(self._trainable, self._nodes, strict=True) if not will_execute(node)
         ]

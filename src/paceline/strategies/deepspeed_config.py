@@ -1,8 +1,8 @@
-"""What DeepSpeed is configured with: Paceline's settings, and a user's DeepSpeed JSON as far as they do not contradict.
+"""DeepSpeed's configuration: Paceline's settings, and what a user's DeepSpeed JSON may add.
 
-A script's batch, optimizer, schedule, precision and clipping are Paceline's, under every strategy; a JSON that says
-something else of them is refused, key by key. What it may say is how ZeRO works: its stage, its buckets, and so on.
-Keys: https://www.deepspeed.ai/docs/config-json/
+Batch, optimizer, schedule, precision and clipping are set in Paceline, as under every strategy; a JSON that sets them
+is refused, key by key. It may set how ZeRO works: its stage, its buckets, and so on. Keys:
+https://www.deepspeed.ai/docs/config-json/
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import SettingError, suggest
 
 STAGES = (1, 2, 3)
-_OURS = {  # top-level keys that are Paceline's -> what says it instead
+_OURS = {  # refused top-level keys -> what sets it in Paceline
     "train_batch_size": "run.loader(global_batch=...)",
     "train_micro_batch_size_per_gpu": "run.loader(micro_batch=...)",
     "gradient_accumulation_steps": "run.loader(micro_batch=...), from which it follows",
@@ -29,8 +29,8 @@ _OURS = {  # top-level keys that are Paceline's -> what says it instead
     "torch_autocast": "--precision bf16 (or precision='bf16')",
 }
 _PRECISIONS = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast")
-_SAID = ("zero_allow_untested_optimizer",)  # that Paceline says itself, and that may be said too
-_TAKEN = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
+_REDUNDANT = ("zero_allow_untested_optimizer",)  # Paceline sets it too, to the same value
+_ALLOWED = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 _ZERO = (
     "stage",
     "allgather_partitions",
@@ -48,7 +48,7 @@ _ZERO = (
     "stage3_model_persistence_threshold",
     "stage3_gather_16bit_weights_on_model_save",
 )
-_OFF = ("round_robin_gradients", "zero_quantized_gradients", "zero_quantized_weights")  # what may be said to be off
+_OFF = ("round_robin_gradients", "zero_quantized_gradients", "zero_quantized_weights")  # allowed where they are off
 
 
 def merged(path: str, stage: int) -> dict[str, Any]:
@@ -69,18 +69,18 @@ def merged(path: str, stage: int) -> dict[str, Any]:
                 f"strategy deepspeed: config={path} says {key}={json.dumps(value)}, which under Paceline is said by "
                 f"{_OURS[key]}. Remove {key!r} from the file."
             )
-        if key not in (*_OURS, *_SAID, *_TAKEN, "zero_optimization"):
+        if key not in (*_OURS, *_REDUNDANT, *_ALLOWED, "zero_optimization"):
             raise SettingError(
                 f"strategy deepspeed: config={path}: {key!r} is not taken: it is not known to leave the model the same "
-                f"under Paceline. Remove it. {suggest(key, [*_TAKEN, 'zero_optimization'])}"
+                f"under Paceline. Remove it. {suggest(key, [*_ALLOWED, 'zero_optimization'])}"
             )
     zero = {"stage": stage or 2, "overlap_comm": False, "memory_efficient_linear": False}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # of examples DeepSpeed knows nothing: losses come weighed, and every
-        "gradient_accumulation_steps": 1,  # backward is reduced
+        "train_micro_batch_size_per_gpu": 1,  # losses are weighted already
+        "gradient_accumulation_steps": 1,  # every backward is reduced
         "gradient_clipping": 0.0,  # its own default is 1.0
         "zero_allow_untested_optimizer": True,
-        **{key: value for key, value in given.items() if key in _TAKEN},
+        **{key: value for key, value in given.items() if key in _ALLOWED},
         "zero_optimization": zero | _zero(given.get("zero_optimization", {}), path, stage),
     }
 
@@ -132,7 +132,7 @@ def _without_auto(config: Any) -> Any:
 
 
 def _means_nothing(key: str, value: Any) -> bool:
-    """Whether it says what holds anyway: a precision that is off (as it is unless "enabled"), or no clipping."""
+    """Whether a refused key sets nothing: a precision that is off (as it is unless "enabled"), or no clipping."""
     if isinstance(value, Mapping):
         return not value or (key in _PRECISIONS and not value.get("enabled", False))
     return key == "gradient_clipping" and value == 0

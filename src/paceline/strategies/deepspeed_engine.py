@@ -1,10 +1,10 @@
-"""A DeepSpeed engine as a strategy needs it: gradients out and in by slices, and whole state by name.
+"""A DeepSpeed engine as the strategy needs it: gradients out and in by shards, and whole state by name.
 
-A slice here is what ZeRO keeps of a parameter on this rank: a stretch of its elements, perhaps none (stages 1 and 2 cut
-the flat tensor of a parameter group into equal stretches), or a chunk of it, padded at its end (stage 3). Everything
-that is asked of DeepSpeed is in this file. What its documentation does not name: `engine.optimizer`, the flat tensors
-there (`single_partition_of_fp32_groups`, `fp32_partitioned_groups_flat`) with the parameters of each, and `_hp_mapping`
-of a parameter in stages 1 and 2. A new version of DeepSpeed needs `make deepspeed`.
+A shard here is what ZeRO keeps of a parameter on this rank. In stages 1 and 2 it is a run of the parameter's elements,
+perhaps none, since the flat tensor of a parameter group is cut evenly. In stage 3 it is a chunk of the parameter,
+padded at its end. This file has all calls of DeepSpeed. Its documentation does not name: `engine.optimizer`, the flat
+tensors there (`single_partition_of_fp32_groups`, `fp32_partitioned_groups_flat`) with the parameters of each, and a
+parameter's `_hp_mapping` in stages 1 and 2. A new version of DeepSpeed needs `make deepspeed`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.strategies.replicated import check_same_model, check_same_optimizer, listed
+from paceline.strategies.pickling import refuse_deepcopy
+from paceline.strategies.replicated import check_same_model, check_same_optimizer, listed, named_optimizer
 from paceline.torch_private.core import version_of
 
 
 class Engine:
-    """An engine around a model that goes on belonging to the script, and around the script's own optimizer."""
+    """An engine around the script's own model and optimizer."""
 
     def __init__(
         self,
@@ -40,12 +41,12 @@ class Engine:
         self.model, self.optimizer, self.names = model, optimizer, names
         self.device = trainable[0].device
         self.rank = dist.get_rank()
-        self._busy = 0  # within DeepSpeed, or what goes through it
+        self._busy = 0  # how many `_inside` blocks are open
         self._shapes = {p: p.shape for p in names}
         self._own = [list(group["params"]) for group in optimizer.param_groups]
         self.partitioned = config["zero_optimization"]["stage"] == 3
         zero = {"reduce_bucket_size": max(sum(p.numel() for p in trainable) // 4, 2**20)} | config["zero_optimization"]
-        self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._came) for p in trainable]
+        self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._refuse_direct_backward) for p in trainable]
         os.environ.setdefault("DS_ACCELERATOR", self.device.type)  # read when it is loaded
         with _quietly():
             import deepspeed
@@ -67,7 +68,7 @@ class Engine:
         self._refuse()
         for p in trainable:
             if type(p) is nn.Parameter:
-                p.__class__ = _InPieces
+                p.__class__ = _ShardedGradient
 
     def _put(self, groups: Sequence[list[Tensor]]) -> None:
         for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
@@ -75,25 +76,25 @@ class Engine:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """While DeepSpeed works: nothing is refused, and the optimizer holds the flat tensors in place of its own."""
+        """Within the block DeepSpeed works: nothing is refused, and the optimizer has DeepSpeed's flat tensors."""
         if not self._busy:
             self._check_untouched()
         self._busy += 1
-        _InPieces.busy += 1
+        _ShardedGradient.busy += 1
         self._put(self._flat_groups)
         try:
             yield
         finally:
             self._put(self._own)
             self._busy -= 1
-            _InPieces.busy -= 1
+            _ShardedGradient.busy -= 1
             self._versions = {p: version_of(p) for p in self.names}
 
     # --- computing
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
-        """Gradients of it, averaged over the ranks, in slices. A loss was computed by the model, and perhaps by more:
-        the engine's own forward, which it needs before a backward, is led past the model."""
+        """Gradients of the loss, averaged over the ranks, as shards. The engine needs a forward of its own before a
+        backward; it gets one of an identity, since the loss was computed already."""
         with self._inside():
             self._drop_gradients()
             self._engine.module = nn.Identity()
@@ -104,25 +105,25 @@ class Engine:
             self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def _drop_gradients(self) -> None:
-        if not self.partitioned:  # else they were set to zero when they were taken
+        if not self.partitioned:  # else `gradient` has set them to zero
             for group in self._zero.averaged_gradients:
                 self._zero.averaged_gradients[group] = None
 
     def place(self, p: Tensor) -> Tensor:
-        """(elements of the slice,): a tensor to hold this rank's slice of the gradient, as its `.grad`."""
+        """(elements of the shard,): the place of this rank's shard of the gradient, which is to be its `.grad`."""
         if self.partitioned:
             each = p.ds_tensor.numel()  # type: ignore[attr-defined]
             size = min(max(self._shapes[p].numel() - each * self.rank, 0), each)
         else:
             mapping = p._hp_mapping  # type: ignore[attr-defined]
             size = 0 if mapping is None else mapping.lp_fragment_address.numel
-        # Of its values nobody asks; it is one number repeated.
+        # Nobody reads its values: one number, expanded.
         place = torch.zeros((), dtype=torch.float32, device=self.device).expand(size)
         p._gradient_of = place  # type: ignore[attr-defined]
         return place
 
     def _slot(self, p: Tensor) -> Tensor:
-        """Where DeepSpeed holds this rank's slice of the gradient."""
+        """The memory in which DeepSpeed has this rank's shard of the gradient."""
         if self.partitioned:
             found: Tensor = self._utils.safe_get_local_grad(p)
             return found[: p._gradient_of.numel()]  # type: ignore[attr-defined]
@@ -133,12 +134,12 @@ class Engine:
         return part.view(-1)
 
     def gradient(self, p: Tensor) -> Tensor:
-        """This rank's slice of the gradient that the last backward made."""
+        """This rank's shard of the gradient of the last backward."""
         slot = self._slot(p).detach()
         if not self.partitioned:
             return slot
         part = slot.clone()
-        slot.zero_()  # it would add the next one
+        slot.zero_()  # DeepSpeed would add the next gradient
         return part
 
     def step(self, gradients: Mapping[Tensor, Tensor | None]) -> None:
@@ -190,11 +191,7 @@ class Engine:
                         else _copied(value)
                         for key, value in self.optimizer.state[flat].items()
                     }
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [self.names[p] for p in group["params"]]}
-            for group in self.optimizer.param_groups
-        ]
-        return {"class": type(self.optimizer).__qualname__, "groups": groups, "state": state}
+        return named_optimizer(self.optimizer, self.names, state)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """A whole state, the same on every rank. Stage 3 has the whole model on each for as long as this lasts."""
@@ -220,7 +217,7 @@ class Engine:
             yield
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Takes options and state by name."""
+        """Loads options and state by name."""
         by_name = {name: group for group in saved["groups"] for name in group["params"]}
         for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
             group.update({k: v for k, v in by_name[self.names[own[0]]].items() if k != "params"})
@@ -243,15 +240,15 @@ class Engine:
                         self._write(p, key, values[key].to(self.device, torch.float32))
 
     def _link(self) -> None:
-        """Lets DeepSpeed find parameters' state in stages 1 and 2. It does so itself once, after the first group's
-        first update, when others have no state yet."""
+        """Links parameters to their state in stages 1 and 2. DeepSpeed does so once, after the first group's first
+        update, when others have no state yet."""
         if not self.partitioned and any(self.optimizer.state.get(flat) for flat, _ in self._flats()):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _by_element(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[str]:
-        """Which entries of these parameters' states have a value for each element. What is a single number, of
-        parameters that are single numbers, is taken for one unless it is the count of steps."""
+        """The keys of these parameters' states that have a value for each element. Where a parameter is a single number
+        all keys but "step" count."""
         return [
             key
             for key in next(iter(states.values()))
@@ -271,7 +268,7 @@ class Engine:
         part[: own.numel()] = own
         self._utils.safe_set_local_optimizer_state(p, part, key)
 
-    # --- what would do nothing, or harm, in silence
+    # --- errors for what would silently do nothing, or harm
 
     def _check_untouched(self) -> None:
         if len(self.optimizer.param_groups) != len(self._own):
@@ -289,8 +286,8 @@ class Engine:
                 "it before run.prepare."
             )
 
-    def _came(self, _: Tensor) -> None:
-        """A gradient has come to a parameter; before DeepSpeed's own hook."""
+    def _refuse_direct_backward(self, _: Tensor) -> None:
+        """A hook on parameters, before DeepSpeed's own: refuses gradients of the script's own backward."""
         if not self._busy:
             raise UsageError(
                 "strategy deepspeed: loss.backward() was called directly: its gradients are neither weighed by their "
@@ -303,7 +300,7 @@ class Engine:
                 raise UsageError(_IN_SLICES)
 
         if self.partitioned:
-            vars(self.model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+            refuse_deepcopy(self.model, UsageError(_NO_COPY))
         kinds: list[Any] = [self.optimizer, *([self.model] if self.partitioned else [])]
         for one in kinds:
             self._hooks.append(one.register_state_dict_pre_hook(refuse))
@@ -319,11 +316,10 @@ class Engine:
         groups.extend(added)
 
 
-def _no_copy(_: Any) -> Any:
-    raise UsageError(
-        "strategy deepspeed: a model whose parameters are in slices (stage 3) cannot be copied with copy.deepcopy, as "
-        "for an average of the weights (EMA). Use strategy='deepspeed:stage=2', where parameters are whole."
-    )
+_NO_COPY = (
+    "strategy deepspeed: a model whose parameters are in slices (stage 3) cannot be copied with copy.deepcopy, as "
+    "for an average of the weights (EMA). Use strategy='deepspeed:stage=2', where parameters are whole."
+)
 
 
 _IN_SLICES = (
@@ -336,15 +332,15 @@ _IN_SLICES = (
 _GRAD: Any = torch.Tensor.grad
 
 
-class _InPieces(nn.Parameter):
-    """A parameter whose gradient is in slices outside of it: to look at `.grad` would find nothing, in silence."""
+class _ShardedGradient(nn.Parameter):
+    """A parameter whose gradient is sharded, outside of it. Reading `.grad` would silently find nothing; it raises."""
 
     busy = 0
 
     @property
     def grad(self) -> Tensor | None:
         place = self.__dict__.get("_gradient_of")
-        if place is not None and place.grad is not None and not _InPieces.busy:
+        if place is not None and place.grad is not None and not _ShardedGradient.busy:
             raise UsageError(
                 "strategy deepspeed: a parameter's gradient is in slices, and `.grad` is not there. Clip with "
                 "run.step(optimizer, max_grad_norm=...); for all else that looks at gradients take strategy='fsdp'."
@@ -372,15 +368,11 @@ def _copied(value: Any) -> Any:
 def _check_alike(states: Mapping[str, Mapping[str, Any]], together: Sequence[Sequence[str]]) -> None:
     """Raises CheckpointError where parameters that share a flat tensor have made different numbers of steps."""
     for names in together:
-        numbers = {
-            name: {k: float(v) for k, v in states.get(name, {}).items() if isinstance(v, Tensor) and not v.dim()}
-            | {"keys": sorted(states.get(name, {}))}
-            for name in names
-        }
         first = names[0]
         for name in names:
-            mine, other = numbers[name], numbers[first]
-            if mine["keys"] != other["keys"] or ("step" in mine and mine["step"] != other.get("step", mine["step"])):
+            own, other = states.get(name, {}), states.get(first, {})
+            steps = {float(state["step"]) for state in (own, other) if isinstance(state.get("step"), Tensor)}
+            if sorted(own) != sorted(other) or len(steps) > 1:
                 raise CheckpointError(
                     f"strategy deepspeed: in the checkpoint {name} and {first} have made different numbers of updates, "
                     "but DeepSpeed counts once for all parameters of a group. Restore it under another strategy "
@@ -390,8 +382,8 @@ def _check_alike(states: Mapping[str, Mapping[str, Any]], together: Sequence[Seq
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """DeepSpeed writes of its set-up to the standard output, warns of optimizers that are checked here, and calls
-    collectives by names that newer versions of torch have deprecated. What goes wrong there raises."""
+    """Within the block DeepSpeed is quiet. It prints its set-up to the standard output, warns of optimizers that are
+    checked here, and calls collectives that newer versions of torch have deprecated. Its errors still raise."""
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logger, before = logging.getLogger("DeepSpeed"), logging.WARNING
     with redirect_stdout(sys.stderr):

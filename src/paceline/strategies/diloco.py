@@ -1,15 +1,15 @@
-"""diloco: replicas train apart for many steps; an outer optimizer moves the shared weights by what they have learned.
+"""diloco: independent replicas train for many steps; an outer optimizer updates the shared weights by their mean
+change.
 
 Phase 1, inner steps: as local_sgd. Each replica updates its own weights by its own shards; nothing travels.
 Phase 2, every `every` steps of an optimizer, the outer step. The outer gradient is (shared weights - local weights),
-  averaged over the replicas in one all-reduce; each counts by the examples (or tokens) that it has seen since. With it
-  torch.optim.SGD(outer_lr, outer_momentum, nesterov=True) moves the shared weights, alike on all replicas, and they
-  become the local ones. Buffers become their mean.
+  averaged over the replicas in one all-reduce, weighted by their examples (or tokens) since the last. With it
+  torch.optim.SGD(outer_lr, outer_momentum, nesterov=True) updates the shared weights, the same on all replicas, and
+  they become the local ones. Buffers become their mean.
 With `fragments=P` the parameters are cut into P runs, about equally large, and the p-th (from 1) has its outer step at
   step p / P of each round: a P-th of the bytes at a time. Buffers go with the last.
-Whenever the model is looked at in mid-round, as by an evaluation loader, the local weights become their mean, without
-an outer step: the round goes on from there, and its outer gradient is that of the whole round. For a checkpoint
-(`state_dict`) the inner optimizers' state does too.
+Before an evaluation in mid-round the local weights become their mean, without an outer step: the round goes on from
+there, and its outer gradient is that of the whole round. Before a checkpoint the inner optimizers' state does too.
 
 Between replicas: parameters and buffers, 2 (n - 1) / n of their bytes sent by each of n replicas, every `every` steps.
 Memory per replica: parameters, gradients and optimizer state once each; the shared weights and the outer momentum in
@@ -18,9 +18,9 @@ float32 or wider; while averaging, what is sent twice more.
 This changes the mathematics on purpose.
 
 Follows Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv 2311.08105),
-algorithm 1, which leaves the inner optimizers' state on its replica, with its outer learning rate and momentum; and for
-fragments Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (arXiv 2501.18512). Of that its
-overlap of communication with later inner steps, and its 4-bit outer gradients, are not here.
+algorithm 1, in which the inner optimizers' state stays on its replica; and for fragments Douillard et al. 2025,
+"Streaming DiLoCo with overlapping communication" (arXiv 2501.18512), without its overlap with later inner steps and
+without its 4-bit outer gradients.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DiLoCo(PeriodicAveraging):
                 self._outer_step(fragment, [optimizer] if last and self.average_state else [], buffers=last)
 
     def _share(self, shared: dict[Tensor, Tensor]) -> None:
-        """Adds shared weights to those that the outer optimizer moves."""
+        """Adds shared weights to those that the outer optimizer updates."""
         if shared:
             self._shared |= shared
             if self._outer is None:

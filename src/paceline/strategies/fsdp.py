@@ -1,7 +1,7 @@
-"""fsdp: what ddp keeps whole on every replica, in slices: optimizer state; gradients too; parameters too.
+"""fsdp: shards what ddp replicates: optimizer state (stage 1), gradients too (stage 2), parameters too (stage 3).
 
-Stage 1 (zero1.py): ddp whose optimizer updates a slice of each parameter; the slices are then put together.
-Stage 2, 3 (fsdp2.py): a layer's parameters are gathered before it computes, its gradients reduced and sliced as soon
+Stage 1 (zero1.py): ddp whose optimizer updates a shard of each parameter; parameters are then all-gathered.
+Stage 2, 3 (fsdp2.py): a layer's parameters are all-gathered before it computes, its gradients reduce-scattered as soon
   as they are there. Stage 2 gathers a layer once for forward and backward, stage 3 once for each.
 
 With n replicas and P parameters; memory for fp32 with Adam, at its fullest within the step, beside activations and the
@@ -71,13 +71,6 @@ def check(
             "strategy fsdp needs at least two processes to slice over: paceline run --nproc 2 --strategy fsdp ... With "
             "one, leave the strategy out."
         )
-    if replicate != 1:
-        check_replicas(replicate, size, strategy)
-
-
-def check_replicas(replicate: int, size: int | None, strategy: str) -> None:
-    """Raises SettingError where so many processes (None: not known) cannot be `replicate` replicas, each in slices over
-    at least two processes."""
     if replicate >= 1 and (size is None or (size % replicate == 0 and size // replicate >= 2)):
         return
     where = f"strategy {strategy}: replicate={replicate}"
@@ -108,11 +101,11 @@ def fsdp(
     wrap: the layers that travel together, and that checkpointing recomputes: "auto" (entries of lists of layers),
     "none", or names of classes joined by "+". min_params: smaller layers travel with what surrounds them.
     checkpointing: layers are computed again in the backward, instead of keeping their activations.
-    mixed: "bf16" or "fp16": stages 2 and 3 gather parameters and compute in it; what is updated stays as it is, and
-    gradients are summed in fp32. offload: stages 2 and 3 keep slices on the CPU, and update them there.
+    mixed: "bf16" or "fp16": stages 2 and 3 gather parameters and compute in it; the updated weights keep their dtype,
+    and gradients are summed in fp32. offload: stages 2 and 3 keep shards on the CPU, and update them there.
     find_unused: the parameters that a loss reaches may differ between steps; in stage 1 between ranks too.
-    replicate: how many replicas there are, each in slices over the other processes (HSDP): with a replica on each
-    machine, what is gathered and scattered stays on it, and between machines only gradients travel.
+    replicate: the number of replicas, each sharded over the other processes (HSDP). With a replica on each machine only
+    gradients travel between machines.
     """
     check(world.size, stage=stage, min_params=min_params, mixed=mixed, offload=offload, replicate=replicate)
     if mixed != "none" and world.rank == 0:

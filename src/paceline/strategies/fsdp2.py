@@ -33,7 +33,14 @@ from paceline.strategies.fsdp_wrapping import Sharding, gather_on_any_call, reco
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.pickling import PickleGuard
 from paceline.strategies.replicated import listed, parameter_names
-from paceline.strategies.sharded_state import Masters, check_dense, full_state, load_full_state
+from paceline.strategies.sharded_state import (
+    Masters,
+    check_dense,
+    full_state,
+    load_full_state,
+    replace_parameters,
+    shard_loaded,
+)
 from paceline.torch_private import fully_shard as internals
 from paceline.torch_private.core import will_execute
 from paceline.world import World
@@ -78,11 +85,11 @@ class FSDP2(LoopStrategy):
         self._free()
         moved: dict[Tensor, Tensor] = {}
         for model in models:
-            if not any(model is own for own in self.models):
+            if model not in self.models:
                 moved |= self._shard(model)
         for optimizer in optimizers:
-            self._hand_over(optimizer, moved)
-            if not any(optimizer is known for known in self.optimizers):
+            replace_parameters(optimizer, moved)
+            if optimizer not in self.optimizers:
                 self._masters.register(optimizer)
         self.models, self.optimizers = list(models), list(optimizers)
         self._names = parameter_names(models)
@@ -135,7 +142,7 @@ class FSDP2(LoopStrategy):
         for group in internals.groups_under(state):
             self._params += group.fsdp_params
             group.reshard = partial(self._reshard, group, group.reshard)
-        model.register_load_state_dict_pre_hook(_slice_loaded)
+        model.register_load_state_dict_pre_hook(shard_loaded)
         return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False) if names[name] is not p}
 
     def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
@@ -157,12 +164,6 @@ class FSDP2(LoopStrategy):
         for state in self._states:
             with torch.no_grad():
                 internals.finish_backward(state)
-
-    def _hand_over(self, optimizer: torch.optim.Optimizer, moved: dict[Tensor, Tensor]) -> None:
-        for group in optimizer.param_groups:
-            group["params"] = [moved.get(p, p) for p in group["params"]]
-        for p in [p for p in optimizer.state if p in moved]:
-            optimizer.state[moved[p]] = optimizer.state.pop(p)
 
     # --- computing
 
@@ -259,16 +260,6 @@ class FSDP2(LoopStrategy):
         self._masters.close()
         self._pickle_guard.close()
         self._nodes, self._shard_nodes, self._trainable, self._flags = [], [], [], ()
-
-
-def _slice_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets a script load a state with whole tensors: shards them first."""
-    for name, own in module.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        if not isinstance(value, Tensor) or dtensor.is_sharded(value) or not dtensor.is_sharded(own):
-            continue
-        if value.shape == own.shape:  # else torch says which is wrong
-            state[prefix + name] = dtensor.sharded_like(own, value)
 
 
 class _Retired(nn.Parameter):

@@ -1,23 +1,21 @@
-"""fsdp+tensor: layers in parts over `tensor`, and each part in slices over `shard`.
+"""fsdp+tensor: layers cut over `tensor`, and each part sharded over `shard`.
 
     4 processes, size=2        tensor 0                     tensor 1
                   shard 0:     rank 0: half of a half       rank 1: half of the other half     } the same examples
                   shard 1:     rank 2: the rest of it       rank 3: the rest of it             } other examples
 
-Phase 1, forward: a layer's parts are gathered over `shard` (fsdp2.py) before it computes; it computes its part, and
-  what the parts give is put together over `tensor` (tensor_cut.py).
-Phase 2, backward: the same the other way round; gradients are reduced over `shard`, and sliced, as soon as they are
-  there.
-Phase 3, finish: gradients of parameters that are whole along `tensor` are equal there, up to what a device's kernels
-  leave open; their mean over `tensor` is taken, so that the copies cannot drift apart.
-Phase 4, step: each process updates its slices.
+Phase 1, forward: before a layer computes, its part of the parameters is all-gathered over `shard` (fsdp2.py). It
+  computes its part, and the parts' outputs are put together over `tensor` (tensor_cut.py).
+Phase 2, backward: the same the other way round; gradients are reduce-scattered over `shard` as soon as they are there.
+Phase 3, finish: gradients of parameters that are whole along `tensor` are averaged over `tensor`, where they are equal
+  up to what a device's kernels leave open. So the copies cannot drift apart.
+Phase 4, step: each process updates its shards.
 
 Between processes: what fsdp sends over `shard`, of parts 1/size as large; what tensor sends over `tensor`; and the
 gradients of whole parameters once over `tensor`. Memory: of cut layers 1/n of parameters, gradients and optimizer state
 over all n processes; of the others 1/(n/size).
 
-Follows torch's composition of fully_shard over tensor parallelism (torch.distributed.fsdp, two dimensions of one
-DeviceMesh): the inner dimension cuts first, and what it has cut is sliced.
+Follows torch's composition of fully_shard over tensor parallelism: the inner dimension of the DeviceMesh cuts first.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ from paceline.strategies import fsdp, tensor
 from paceline.strategies.base import Backward
 from paceline.strategies.fsdp2 import FSDP2
 from paceline.strategies.fsdp_wrapping import Sharding
-from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut, replace
+from paceline.strategies.sharded_state import replace_parameters
+from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut
 from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
 
@@ -113,7 +112,7 @@ class FSDPTensor(FSDP2):
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         replaced = self._cuts.cut(models)
         for optimizer in optimizers:
-            replace(optimizer, replaced)
+            replace_parameters(optimizer, replaced)
         super().setup(models, optimizers)
 
     def backward(self, work: Backward) -> None:

@@ -1,8 +1,8 @@
 """FSDP wrapping: which layers fsdp shards one by one, and every way in which user code can call into a sharded model.
 
-FSDP2 gathers the parameters of a module when the forward of that module is called. Scripts also call other methods of a
-model, or a layer of it directly (`model.features(x)`, `model.head(x)`): each such call, unless it comes from within a
-forward of the module whose parameters it needs, is treated as that module's forward.
+FSDP2 gathers the parameters of a module when its forward is called. Scripts also call other methods of a model, or a
+layer of it (`model.features(x)`, `model.head(x)`). Such a call is treated as the forward of the module whose parameters
+it needs, unless it comes from within that forward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from paceline.errors import ModelError, SettingError
+from paceline.strategies.pickling import refuse_deepcopy
 from paceline.torch_private import fully_shard
 from paceline.torch_private.core import BatchNormBase, parameters_of
 
@@ -66,8 +67,8 @@ def layers_of(model: nn.Module, wrap: str, min_params: int) -> list[nn.Module]:
 
 
 def _untied(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Without layers that share a parameter with others, or with what is in none: it travels with what surrounds them
-    all."""
+    """Without layers that share a parameter with other layers, or with modules outside of layers: shared parameters
+    travel with the module that surrounds all users."""
     within = {layer: set(layer.modules()) for layer in [*layers, model]}
     users: dict[Tensor, set[nn.Module]] = {}
     for layer, modules in within.items():
@@ -77,8 +78,8 @@ def _untied(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
                 if p is not None and p.dim():
                     users.setdefault(p, set()).add(layer)
     sharing = set().union(*(used for used in users.values() if len(used) > 1))
-    kept = [layer for layer in layers if layer not in sharing]
-    return kept if len(kept) == len(layers) else _untied(model, kept)
+    untied = [layer for layer in layers if layer not in sharing]
+    return untied if len(untied) == len(layers) else _untied(model, untied)
 
 
 def _entries(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
@@ -92,8 +93,8 @@ def _entries(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:
-    """Activation checkpointing: in the backward these layers compute their forward once more. Raises ModelError where
-    that would change more than memory."""
+    """Activation checkpointing: in the backward these layers run their forward again. Raises ModelError where that
+    would change results."""
     if not layers:
         raise ModelError(
             "strategy fsdp: checkpointing=true found no layer to recompute. Name the classes of layers "
@@ -119,7 +120,7 @@ def gather_on_any_call(model: nn.Module) -> None:
 def _wrap_calls(module: nn.Module, state: Any) -> None:
     if isinstance(module, FSDPModule):
         state = fully_shard.state_of(module)
-        vars(module)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+        refuse_deepcopy(module, ModelError(_NO_COPY))
         for name in _public_methods(type(module)):
             setattr(module, name, _as_forward(module, state, getattr(module, name)))
     elif type(module).forward is not nn.Module.forward and any(True for _ in module.parameters()):
@@ -138,15 +139,14 @@ def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any]) -> Ca
     return gathering
 
 
-def _no_copy(_: Any) -> Any:
-    raise ModelError(
-        "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy, "
-        "as for an average of the weights (EMA). Use strategy='fsdp:stage=1', where parameters are whole."
-    )
+_NO_COPY = (
+    "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy, "
+    "as for an average of the weights (EMA). Use strategy='fsdp:stage=1', where parameters are whole."
+)
 
 
 def _public_methods(cls: type) -> set[str]:
-    """Those that a script's own classes define, beside forward and what every nn.Module has."""
+    """Methods that a script's own classes define, except for those of every nn.Module."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base is object:

@@ -13,8 +13,8 @@ from paceline.errors import SettingError
 def check_devices(
     strategy: str, size: int | None, given: str | Sequence[str], least: int, shards: int | None = None
 ) -> None:
-    """Raises SettingError where there are several processes, or the devices that `given` names cannot be used together,
-    or are more than the shards of a reproducible run. Asks for no device of this machine."""
+    """Raises SettingError for several processes, for devices that cannot be used together, and for more devices than a
+    reproducible run has shards. Does not look at this machine's devices."""
     if size not in (1, None):
         raise SettingError(
             f"strategy {strategy} runs in one process, but there are {size}. Start one (--nproc 1), or use "
@@ -30,7 +30,7 @@ def check_devices(
 
 
 def check_shards(strategy: str, devices: Sequence[Any], shards: int | None) -> None:
-    """Raises SettingError where a reproducible run (None: it is none) has fewer shards than devices."""
+    """Raises SettingError where a reproducible run (None: it is no such run) has fewer shards than devices."""
     if shards is not None and shards < len(devices):
         raise SettingError(
             f"reproducible={shards}: a global batch is cut into {shards} shards, which the {len(devices)} devices of "
@@ -51,8 +51,8 @@ def devices_of(
 ) -> list[torch.device]:
     """The devices that `given` names ("cuda:0,cuda:1", "cpu+cpu", a list), or all accelerators where it names none.
 
-    first: the run's own device, on which the script's own model is and evaluates. least: how many are needed.
-    otherwise: the strategy to take with fewer. Raises SettingError for what cannot be.
+    first: the run's own device, where the script's own model is and evaluates. least: how many are needed. otherwise:
+    the strategy to suggest for fewer. Raises SettingError.
     """
     names = _names(strategy, given)
     text = ",".join(names)
@@ -109,7 +109,7 @@ def _read(where: str, name: str) -> torch.device:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """`cuda` is the current one."""
+    """With its index: `cuda` is the current device."""
     if device.type == "cpu":
         return torch.device("cpu")
     index: int | None = device.index

@@ -3,10 +3,9 @@
 Phase 1, forward and backward: as on one device. The gradient is the mean over the replica's own shard of the global
   batch; nothing travels.
 Phase 2, step: each replica updates its own weights. An empty shard makes no update.
-Phase 3, every `every` steps of an optimizer: its parameters, and the buffers of the models, become their mean over the
-  replicas, in one all-reduce. A replica counts by the examples (or tokens) that it has seen since the last one.
-Whenever the model is looked at, as by an evaluation loader, phase 3 is made before it; for a checkpoint (`state_dict`)
-of the optimizers' state too.
+Phase 3, every `every` steps of an optimizer: its parameters, and the models' buffers, become their mean over the
+  replicas, in one all-reduce. A replica's weight is its number of examples (or tokens) since the last one.
+Phase 3 also comes before an evaluation, and before a checkpoint (`state_dict`), then with the optimizers' state.
 
 With `warmup=N`, post-local SGD, the first N steps of an optimizer average gradients before the update instead, as ddp
 does, and weights only afterwards.
@@ -15,8 +14,8 @@ Between replicas: parameters and buffers, 2 (n - 1) / n of their bytes sent by e
 with `average_state` the optimizer's state too. Memory per replica: parameters, gradients and optimizer state once each;
 while averaging, what is sent once more, in float32 or wider.
 
-This changes the mathematics on purpose. What stays exact is `every=1` with an optimizer that is linear in its gradients
-and whose state is averaged too: SGD without momentum; or with it, and average_state.
+This changes the mathematics on purpose. `every=1` is exact with an optimizer that is linear in its gradients and whose
+state is averaged too: SGD without momentum; or with it, and average_state.
 
 Follows Stich 2018, "Local SGD Converges Fast and Communicates Little" (arXiv 1805.09767), and for the warm-up Lin et
 al. 2018, "Don't Use Large Mini-Batches, Use Local SGD" (arXiv 1808.07217, post-local SGD). Momentum stays local unless

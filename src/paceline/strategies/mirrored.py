@@ -18,16 +18,16 @@ Memory: parameters, gradients and optimizer state once per device, and a bucket.
 Follows tf.distribute.MirroredStrategy and its cross-device ops (NcclAllReduce, HierarchicalCopyAllReduce,
 ReductionToOneDevice).
 
-The script sees the first replica. What it writes to its weights or gradients travels to the others, as far as autograd
-counts the write. A write past it (`p.data.clamp_()`) would let the replicas drift apart: their weights' norms are
-compared at every update, on an accelerator one update late, so that nothing waits; parameters that differ are named.
+The script has the first replica. What it writes to weights or gradients travels to the others, where autograd counts
+the write. Another write (`p.data.clamp_()`) would let the replicas drift apart. So the norms of their weights are
+compared at every update, on an accelerator one update late; an error names parameters that differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from paceline.errors import ModelError, SettingError, suggest
 from paceline.strategies.base import ClosureStrategy, Term, Work
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_devices import check_devices, check_shards, devices_of
-from paceline.strategies.optimizer_hooks import Draws, follow_groups, optimizer_like, step_between_hooks
+from paceline.strategies.optimizer_hooks import GeneratorStates, follow_groups, optimizer_like, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, norms_of, on_device
 from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state
 from paceline.torch_private.core import foreach_copy_, version_of
@@ -88,15 +88,15 @@ class Mirrored(ClosureStrategy):
         self.device, self.plan = device, self._replicas.plan
         self.mesh = Mesh(device, world.rank)
         self.store = GradientStore(replicas=self._replicas.copies, sums=sums)
-        self._mirrored = self._replicas.holders
+        self._mirrored = self._replicas.owners
         self._reduction = reduction
-        # Replicas on CPUs take turns in the replicas' team; where they hand tensors to each other they must not.
-        apart = self.devices[0].type == "cpu" and sums is None
-        self._team = ThreadTeam(len(self.devices)) if apart else self._replicas.team
+        # The replicas' team takes turns on CPUs, where a reducer's exchanges would wait for ever.
+        own_team = self.devices[0].type == "cpu" and sums is None
+        self._team = ThreadTeam(len(self.devices)) if own_team else self._replicas.team
         self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}
         self._hooks: list[Any] = []
-        self._reduced = _Noted()
-        self._drift = _Drift()
+        self._equal = _EqualGradients()
+        self._drift = _DriftCheck()
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
@@ -111,14 +111,14 @@ class Mirrored(ClosureStrategy):
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
         if self._replicas.ended:
-            self._reduced.send_changes(self._mirrored)
+            self._equal.send_changes(self._mirrored)
         if self._replicas.follow(work.call):
-            self._drift.look(self._mirrored)
+            self._drift.check(self._mirrored)
         terms = self._replicas.forward_backward(work, self._all_reduce)
         if work.final and self.store.sums is None:
-            self._reduced.note(self._replicas.copies[0])
+            self._equal.note(self._replicas.copies[0])
         elif work.final:
-            self._reduced.note_none(self._replicas.copies[0])
+            self._equal.note_none(self._replicas.copies[0])
         return terms
 
     # --- phase 2
@@ -128,10 +128,10 @@ class Mirrored(ClosureStrategy):
         dense = []
         for p in self._replicas.copies[0]:
             everywhere = [p, *(copies[p] for copies in self._replicas.copies)]
-            reached = [q.grad for q in everywhere if q.grad is not None]
-            if any(grad.is_sparse for grad in reached):
+            graded = [q.grad for q in everywhere if q.grad is not None]
+            if any(grad.is_sparse for grad in graded):
                 _add_up(everywhere)
-            elif reached:
+            elif graded:
                 dense.append(everywhere)
         grads = [[_grad(of_one[number]) for of_one in dense] for number in range(len(self.devices))]
         if not dense:
@@ -157,35 +157,37 @@ class Mirrored(ClosureStrategy):
     # --- phase 3
 
     def finish(self) -> None:
-        self._replicas.agree()
-        self._reduced.send_changes(self._mirrored)
+        self._replicas.average_statistics()
+        self._equal.send_changes(self._mirrored)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._replicas.copies[0]]
-        self._reduced.note(parameters)  # clipped by now, on all replicas
+        self._equal.note(parameters)  # clipped by now, on all replicas
         step_between_hooks(optimizer, partial(self._update, optimizer, parameters))
-        self._reduced.forget(parameters)
+        self._equal.forget(parameters)
 
     def _update(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        self._reduced.send_changes(self._mirrored)
+        self._equal.send_changes(self._mirrored)
         self._replicas.send_written()
         mirrors = self._mirrors_of(optimizer)
-        draws = Draws(self.devices[0])
+        before = GeneratorStates(self.devices[0])
         optimizer.step(*args, **kwargs)
-        after = Draws(self.devices[0])
+        after = GeneratorStates(self.devices[0])
         for mirror in mirrors:
-            draws.repeat_on(mirror.device)
+            before.restore_on(mirror.device)
             with on_device(mirror.device):
                 mirror.optimizer.step(*args, **kwargs)
-        after.repeat_on(self.devices[0])
-        self._replicas.remember(parameters)
+        after.restore_on(self.devices[0])
+        self._replicas.note_equal(parameters)
 
     def _mirrors_of(self, optimizer: torch.optim.Optimizer) -> list[_Mirror]:
         """The optimizers of the further replicas, with the options that the script's has now."""
         found = self._mirrors.get(optimizer)
         pairs = list(zip(self._mirrored, self.devices[1:], strict=True))
         if found is None or any(mirror.copies is not its for mirror, (its, _) in zip(found, pairs, strict=True)):
-            found = self._mirrors[optimizer] = [_Mirror(optimizer, its, device) for its, device in pairs]
+            found = self._mirrors[optimizer] = [
+                _Mirror(optimizer_like(optimizer, its, device), its, device) for its, device in pairs
+            ]
         for mirror in found:
             follow_groups(mirror.optimizer, optimizer, mirror.copies, mirror.device)
         return found
@@ -194,7 +196,7 @@ class Mirrored(ClosureStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         self._replicas.send_written()
-        self._drift.look(self._mirrored, now=True)
+        self._drift.check(self._mirrored, now=True)
         return replicated_state(self.models, self.optimizers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,28 +209,28 @@ class Mirrored(ClosureStrategy):
         self._team.close()
         self._replicas.close()
         self._mirrors, self._hooks = {}, []
-        self._reduced, self._drift = _Noted(), _Drift()
+        self._equal, self._drift = _EqualGradients(), _DriftCheck()
 
 
-class _Mirror:
+class _Mirror(NamedTuple):
     """A further replica's optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], device: torch.device) -> None:
-        self.copies, self.device = copies, device
-        self.optimizer = optimizer_like(optimizer, copies, device)
+    optimizer: torch.optim.Optimizer
+    copies: Mapping[Tensor, Tensor]  # the user's parameter -> the replica's
+    device: torch.device
 
 
-class _Noted:
-    """Gradients of the first replica as they were when all replicas had the same."""
+class _EqualGradients:
+    """The first replica's gradients, and their versions, when all replicas had the same."""
 
     def __init__(self) -> None:
-        self._known: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._known: dict[Tensor, tuple[Tensor | None, int]] = {}  # parameter -> its gradient, version
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        self._known.update((p, _seen(p.grad)) for p in parameters)
+        self._known.update((p, _versioned(p.grad)) for p in parameters)
 
     def note_none(self, parameters: Iterable[Tensor]) -> None:
-        """The first replica alone has gradients: all are to travel."""
+        """The first replica alone has gradients: all of them must travel."""
         self._known.update((p, (None, -1)) for p in parameters)
 
     def forget(self, parameters: Sequence[Tensor]) -> None:
@@ -237,10 +239,10 @@ class _Noted:
 
     @torch.no_grad()
     def send_changes(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> None:
-        """What the script has done to them since is done to the others': written to, replaced, removed."""
+        """Sends gradients that the script has written to or replaced since, and removes those that it has removed."""
         changed = []
-        for p, (grad, version) in list(self._known.items()):
-            now, counted = _seen(p.grad)
+        for p, (grad, version) in self._known.items():
+            now, counted = _versioned(p.grad)
             if now is not grad or counted != version:
                 changed.append(p)
         for of_one in copies:
@@ -257,21 +259,22 @@ class _Noted:
         self.note(changed)
 
 
-class _Drift:
-    """Compares the replicas' weights: at once on a CPU; on an accelerator the result is looked at the next time."""
+class _DriftCheck:
+    """Compares the replicas' weights. On an accelerator `check` raises one call later, so that nothing waits."""
 
     def __init__(self) -> None:
         self.names: dict[Tensor, str] = {}
+        # On an accelerator: for each of the parameters whether replicas differ, when that has arrived on the host.
         self._pending: tuple[Tensor, torch.Event, Iterable[Tensor]] | None = None
 
     @torch.no_grad()
-    def look(self, copies: Sequence[Mapping[Tensor, Tensor]], now: bool = False) -> None:
-        """Raises ModelError where those of this time (now, or on a CPU) or of the last time differ."""
+    def check(self, copies: Sequence[Mapping[Tensor, Tensor]], now: bool = False) -> None:
+        """Raises ModelError where weights differ: of this call, with `now` or on a CPU; of the last call, elsewhere."""
         if self._pending is not None:
-            found, event, looked_at = self._pending
+            found, event, compared = self._pending
             self._pending = None
             event.synchronize()
-            self._judge(found, looked_at)
+            self._raise_for(found, compared)
         parameters = list(copies[0])
         own = norms_of(parameters)
         found = torch.zeros(len(parameters), dtype=torch.bool, device=own.device)
@@ -279,7 +282,7 @@ class _Drift:
             its = norms_of([of_one[p] for p in parameters]).to(own.device, non_blocking=own.device.type != "cpu")
             found |= ~torch.isclose(its, own, rtol=1e-12, atol=0.0, equal_nan=True)
         if now or found.device.type == "cpu":
-            self._judge(found, parameters)
+            self._raise_for(found, parameters)
             return
         host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         host.copy_(found, non_blocking=True)
@@ -287,7 +290,7 @@ class _Drift:
         event.record()
         self._pending = host, event, parameters
 
-    def _judge(self, found: Tensor, parameters: Iterable[Tensor]) -> None:
+    def _raise_for(self, found: Tensor, parameters: Iterable[Tensor]) -> None:
         names = [self.names.get(p, "?") for p, differs in zip(parameters, found.tolist(), strict=True) if differs]
         if names:
             raise ModelError(
@@ -300,7 +303,8 @@ class _Drift:
 
 
 def near(devices: Sequence[torch.device]) -> list[list[int]]:
-    """For `hierarchical`: devices that reach each other's memory directly; halves where all do, or none is known to."""
+    """For `hierarchical`: groups of devices that access each other's memory directly; two halves where all do, or
+    none."""
     groups: list[list[int]] = []
     for i, device in enumerate(devices):
         for group in groups:
@@ -316,8 +320,8 @@ def near(devices: Sequence[torch.device]) -> list[list[int]]:
 
 
 def _reduce(reduction: str, grads: list[Tensor], endpoint: ThreadEndpoint, device: torch.device) -> Exception | None:
-    """One replica's part, in its thread. Returns what went wrong: the first that fails frees the others, whose own
-    errors only say so."""
+    """One replica's part, in its thread. Returns its error: the first replica that fails stops the others, whose errors
+    are ReplicaStopped."""
     try:
         with on_device(device):
             for positions in buckets(grads):
@@ -332,7 +336,7 @@ def _reduce(reduction: str, grads: list[Tensor], endpoint: ThreadEndpoint, devic
 
 
 def _add_up(of_one: Sequence[Tensor]) -> None:
-    """A sparse gradient, on all replicas."""
+    """Sums a sparse gradient, on all replicas."""
     first, *others = of_one
     total = None
     for p in of_one:
@@ -346,11 +350,11 @@ def _add_up(of_one: Sequence[Tensor]) -> None:
 
 
 def _grad(parameter: Tensor) -> Tensor:
-    """A replica that was not reached adds zeros."""
+    """The gradient; zeros, where this replica has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
-def _seen(grad: Tensor | None) -> tuple[Tensor | None, int]:
+def _versioned(grad: Tensor | None) -> tuple[Tensor | None, int]:
     return grad, -1 if grad is None else version_of(grad)

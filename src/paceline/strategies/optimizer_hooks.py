@@ -1,4 +1,4 @@
-"""Updates that are more than `optimizer.step()`: hooks around them, and optimizers of further replicas."""
+"""Updates that are more than `optimizer.step()`: they run within the script's hooks, or on further replicas."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.torch_private.core import OPTIMIZER_HOOKS
 
 
 def step_between_hooks(optimizer: torch.optim.Optimizer, update: Callable[..., None]) -> None:
-    """update(), which calls the optimizer's step, between the hooks that a script has put around that step, and not
-    around them: hooks look at and write to the script's own parameters and gradients, so that what they do must be seen
-    before weights or gradients travel, and after they have."""
+    """Calls the script's hooks before the step, then `update`, which calls the optimizer's step without hooks, then the
+    hooks after it. Hooks read and write the script's own parameters and gradients: those before the step must run
+    before anything travels, those after it when all has arrived."""
     before, after = (getattr(optimizer, name) for name in OPTIMIZER_HOOKS[:2])
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def optimizer_like(
 def follow_groups(
     made: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], device: torch.device
 ) -> None:
-    """Takes the learning rate, which schedulers move, all other options and the parameters of each group."""
+    """Copies the groups: the learning rate, which schedulers change, all other options, and the parameters."""
     made.param_groups = [
         {
             **{
@@ -91,15 +91,15 @@ def carried(value: Any, here: torch.device | None, to: torch.device, memo: dict[
     return copy.deepcopy(value, memo)
 
 
-class Draws:
-    """The state of the random generators that an update may draw from: torch's own, and a device's."""
+class GeneratorStates:
+    """The states of the generators that an update may draw from: torch's default one, and a device's."""
 
     def __init__(self, device: torch.device) -> None:
         self._host = torch.default_generator.get_state()
         self._device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
-    def repeat_on(self, device: torch.device) -> None:
-        """What is drawn from here on, with this device, is what was drawn after this was made, on its own."""
+    def restore_on(self, device: torch.device) -> None:
+        """Sets the default generator, and this device's, to these states."""
         torch.default_generator.set_state(self._host)
         if self._device is not None:
             torch.get_device_module(device).set_rng_state(self._device, device)

@@ -1,4 +1,4 @@
-"""What a model returns, as a tree: tensors in lists, tuples, dicts, dataclasses and other plain objects."""
+"""Trees that a model returns: tensors in lists, tuples, dicts, dataclasses and other plain objects."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DEPTH = 6  # a model's output is no deeper, and an object may refer to itself
 
 
 def mapped(value: Any, kind: type[Any], function: Callable[[Any], Any], depth: int = DEPTH) -> Any:
-    """The tree with the function's result in place of each tensor of this kind. What holds none is returned as it is;
-    of what holds one a shallow copy is changed, so that the model's own object stays what it was."""
+    """The tree with the function's result in place of each leaf of this kind. A subtree without such leaves is returned
+    itself; others are shallow copies, so that the model's own objects do not change."""
     if isinstance(value, kind):
         return function(value)
     if depth == 0 or isinstance(value, (Tensor, nn.Module, str, bytes, int, float, type(None), type)):
@@ -45,7 +45,7 @@ def mapped(value: Any, kind: type[Any], function: Callable[[Any], Any], depth: i
 
 
 def holds(value: Any, kinds: tuple[type[Any], ...], depth: int = DEPTH) -> bool:
-    """Whether something of these kinds is in the tree. A bool does not count as a number."""
+    """Whether the tree has a leaf of these kinds. A bool is no number."""
     if isinstance(value, kinds):
         return not isinstance(value, bool)
     if depth == 0 or isinstance(value, (Tensor, nn.Module, str, bytes, type(None), type)):

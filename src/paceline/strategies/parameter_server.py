@@ -5,12 +5,12 @@ any other. A server runs the script up to `prepare` and serves there (servers/).
 
 mode=sync, all workers in step, a step:
 
-  1. backward of the last micro-batch: each worker pushes its shard's gradients to their owners. The workers then tell
-     each other, through server 0, that they have. If all have, each gets the sums, which servers add in rank order, and
-     `.grad` is the mean over the global batch. If one has died, all drop their gradients, and the loader yields the
-     same global batch again, cut over those that are left; likewise when one comes back (servers/rejoining.py).
-  2. step: the gradients, as clipping or the script left them, go back to the owners, each worker sending its share.
-     Once all are there, each server makes the update with the user's optimizer, and the workers get the weights.
+  1. backward of the last micro-batch: each worker pushes its shard's gradients to their owners, and all workers meet at
+     server 0. If all have come, each gets the sums, which servers add in rank order, and `.grad` is the mean over the
+     global batch. If one has died, or another joins (servers/rejoining.py), all drop their gradients, and the loader
+     yields the same global batch again, cut over the members.
+  2. step: each worker sends its share of the gradients, as clipping or the script left them, back to their owners. Then
+     each server makes the update with the user's optimizer, and the workers get the weights.
 
 mode=async, workers not in step: a global batch is cut into as many chunks as there were workers at first, and server 0
 hands them out as workers come free. A worker computes the mean over its chunk, pushes the gradient, and each server
@@ -21,8 +21,8 @@ weights were read.
 
 Between processes, a step of W workers, G bytes of gradients, P of weights: in sync, for each worker, G (1 + 1/W) up
 and G + P down; in async, for each chunk, G up and P down. Each of k servers carries 1/k of that of all workers. Memory:
-weights and gradients once in each worker; on the servers together weights and optimizer state once, and, in sync, the
-gradients of all workers until they are added.
+in each worker weights and gradients; on the servers together weights, optimizer state and, in sync, all workers'
+gradients until they are added.
 
 Tensors travel through ZeroMQ with CURVE in frames of 1 MB. Follows Li et al. 2014, "Scaling Distributed Machine
 Learning with the Parameter Server" (servers, push and pull, bounded delay) and Dean et al. 2012, "Large Scale
@@ -97,12 +97,12 @@ class ParameterServer(LoopStrategy):
         self.store = GradientStore()
         self._remote = RemoteParameters(servers)
         self._buffers: list[Tensor] = []
-        self._known: tuple[list[nn.Module], list[torch.optim.Optimizer], int] = ([], [], 0)
+        self._prepared = (0, 0, 0)  # how many models, optimizers and parameters
         # of a server
         self._listening: Listening | None = None
         self._serving: Serving | None = None
         # of a worker
-        self._meetings: Meetings | None = None
+        self._meetings: Meetings  # since its first `prepare`
         self._chunks: Chunks | None = None
         self._cut = self.workers  # the workers over which the global batch at hand is cut
         self._reductions = self._updates = 0
@@ -119,8 +119,10 @@ class ParameterServer(LoopStrategy):
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         names = {name: p for p, name in parameter_names(models).items()}
-        if self._same(models, optimizers, names):
+        counts = (len(models), len(optimizers), len(names))
+        if counts == self._prepared:  # nothing is new, as in a `prepare` of schedulers
             return
+        self._prepared = counts
         first = not self._remote.names
         self.models, self.optimizers = list(models), list(optimizers)
         for model in self.models:
@@ -135,20 +137,11 @@ class ParameterServer(LoopStrategy):
             self._serve()
             return
         self._buffers = [buffer for model in self.models for buffer in model.buffers()]
-        assert self._meetings is not None
         if self._meetings.arriving:
             return
         if not first:
             self._remote.ask_all({"op": "again"})
         self._spread()
-
-    def _same(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]
-    ) -> bool:
-        """Whether a `prepare` has added nothing, as one of schedulers."""
-        now = (list(models), list(optimizers), len(names))
-        before, self._known = self._known, now
-        return len(before[0]) == len(now[0]) and len(before[1]) == len(now[1]) and before[2] == now[2]
 
     def _connect(self) -> None:
         """Servers listen; all tell each other addresses and keys, over the process group, once."""
@@ -171,7 +164,7 @@ class ParameterServer(LoopStrategy):
         rejoining.leave_ticket([everyone[rank] for rank in self.servers], keys)
 
     def _meet_servers(self, places: Sequence[rejoining.Place], keys: Keys, joins: bool = False) -> None:
-        rank, hooks = self.world.rank, (self._at_end, lambda: self._remote.pull(self._remote.names), self._steps_of)
+        rank, remote = self.world.rank, self._remote
         self._remote.links = links = rejoining.make_lines(places, self.servers[0], keys, rank)
         self._meetings = meetings = Meetings(
             links,
@@ -182,7 +175,7 @@ class ParameterServer(LoopStrategy):
             join=(lambda: self._join(places)) if joins else None,
         )
         if self.mode == "async":
-            self._chunks = Chunks(links, *hooks)
+            self._chunks = Chunks(links, self._at_end, lambda: remote.pull(remote.names), self._steps_of)
             self.plan = WorkQueue(len(self.workers), (0,), self._chunks)
         self.mesh.channel = meetings
         tell_launcher(os.environ, MAY_DIE)
@@ -204,7 +197,6 @@ class ParameterServer(LoopStrategy):
     def _spread(self) -> None:
         """The first worker's weights and buffers become everyone's."""
         meetings = self._meetings
-        assert meetings is not None
         if meetings.rank == 0:
             self._remote.send(self._remote.names, {"op": "set"})
         collectives.broadcast_tensors(self._buffers)
@@ -224,7 +216,6 @@ class ParameterServer(LoopStrategy):
 
     def _reduce(self) -> None:
         """Phase 1 of sync."""
-        assert self._meetings is not None
         number, self._reductions = self._reductions, self._reductions + 1
         own = {name: p.grad for name, p in self._remote.names.items() if p.grad is not None}
         self._remote.ask_all({"op": "push", "number": number}, own)
@@ -241,7 +232,6 @@ class ParameterServer(LoopStrategy):
     @torch.no_grad()
     def _drop_attempt(self) -> None:
         """Workers have died or joined: drops the gradients, and cuts the global batch anew over the members."""
-        assert self._meetings is not None
         joined = set(self._meetings.joined)
         lost = set(self._cut) - set(self._meetings.members)
         for p in self._remote.names.values():
@@ -256,7 +246,6 @@ class ParameterServer(LoopStrategy):
             print(f"paceline: {what}; {len(self._cut)} go on, cut anew.", file=sys.stderr)
 
     def _cut_anew(self) -> None:
-        assert self._meetings is not None
         self._cut = self._meetings.members
         # Another object than before, also where the numbers are the same.
         self.plan = OneShard(len(self._cut), (self._meetings.rank,))
@@ -267,7 +256,6 @@ class ParameterServer(LoopStrategy):
         """Hands the run state over to admitted workers. Weights that the script has changed since the last update go to
         the servers."""
         meetings, remote = self._meetings, self._remote
-        assert meetings is not None
         assert meetings.handover is not None
         run, changed = meetings.handover.capture(), remote.changed()
 
@@ -281,7 +269,6 @@ class ParameterServer(LoopStrategy):
 
     def _join(self, places: Sequence[rejoining.Place]) -> None:
         meetings, remote = self._meetings, self._remote
-        assert meetings is not None
         assert remote.links is not None
         rejoining.wait_for_admission(remote.links, places, meetings)
         found = rejoining.hand_over(meetings, self.world.rank, None)
@@ -318,7 +305,6 @@ class ParameterServer(LoopStrategy):
         self._send_together(changed, "set")
         self._send_together(gradients, "final")
         self._updates += 1
-        assert self._meetings is not None
         self._meetings.updated = True
         header = {"op": "update", "optimizer": number, "number": self._updates, **self._settings_for(optimizer)}
         graded = {server: [name for name, _ in pairs] for server, pairs in remote.by_owner(gradients).items()}
@@ -331,7 +317,6 @@ class ParameterServer(LoopStrategy):
     def _send_together(self, tensors: Mapping[str, Tensor], op: str) -> None:
         """Sends tensors that are the same on all workers: each worker sends its share, and others send the share of a
         worker that dies meanwhile."""
-        assert self._meetings is not None
         waiting = sorted(tensors)
         while waiting:
             members = self._meetings.members
@@ -379,7 +364,6 @@ class ParameterServer(LoopStrategy):
     def _at_end(self, begins: bool) -> None:
         """One end of a pass in async, where all workers meet. All get the same weights; at the end of the pass also the
         same buffers, the mean of the workers'."""
-        assert self._meetings is not None
         if begins:
             self._send_together(self._remote.changed(), "set")
             return
@@ -399,7 +383,6 @@ class ParameterServer(LoopStrategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, state)
-        assert self._meetings is not None
         if self._meetings.rank == 0:
             self._remote.send(self._remote.names, {"op": "set"})
             for number, optimizer in enumerate(self.optimizers):
@@ -416,6 +399,6 @@ class ParameterServer(LoopStrategy):
             self._listening = None
         links, self._remote.links = self._remote.links, None
         if links is not None:
-            links.tell({"op": "bye"})
+            links.send_all({"op": "bye"})
             links.close()
         self.mesh.channel = None

@@ -18,6 +18,16 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import UsageError
 
 
+def refuse_deepcopy(module: nn.Module, error: Exception) -> None:
+    """copy.deepcopy(module), as for an average of the weights, raises this error. It asks the object for
+    __deepcopy__."""
+
+    def refuse(_: Any) -> Any:
+        raise error
+
+    vars(module)["__deepcopy__"] = refuse
+
+
 class PickleGuard:
     """Refuses to pickle DTensors, and modules of the classes that torch makes of sharded ones, until `close`."""
 

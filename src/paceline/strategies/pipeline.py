@@ -44,14 +44,14 @@ from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import ClosureStrategy, Term, Weight, Work, kind_of
 from paceline.strategies.batch_plan import AllMicroBatches
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.pickling import refuse_deepcopy
 from paceline.strategies.pipeline_calls import check_names
 from paceline.strategies.pipeline_cut import (
     Units,
     UnseenError,
     boundaries,
-    parameters_in,
+    has_optional_tensors,
     seconds,
-    takes_more,
     units_of,
 )
 from paceline.strategies.pipeline_loss import Losses, Share, called_with, input_of, padded, terms_from, with_zeros
@@ -138,11 +138,11 @@ class Pipeline(ClosureStrategy):
         """Refuses a model that cannot be cut, before anything is moved, and cuts one where no micro-batch is needed."""
         self._hook = model.register_forward_pre_hook(self._before_forward)
         model.register_state_dict_pre_hook(_refuse_one_stage)
-        vars(model)["__deepcopy__"] = _no_copy  # copy.deepcopy asks the object for it
+        refuse_deepcopy(model, ModelError(_NO_COPY))
         units: Units | None = None
         with suppress(UnseenError):
             units = units_of(model)
-        if units is None or takes_more(model):
+        if units is None or has_optional_tensors(model):
             check_names(model, self.cut, self.mesh.size("stage"), units.names if units is not None else ())
             self._uncut = UncutModel(model, units)  # the closure's call of the model decides how it is cut
         else:
@@ -150,7 +150,7 @@ class Pipeline(ClosureStrategy):
 
     def _cut_units(self, model: nn.Module, units: Units) -> None:
         self._units = units
-        sizes = [parameters_in(unit) for unit in self._units.modules]
+        sizes = [sum(p.numel() for p in unit.parameters()) + 1 for unit in self._units.modules]
         where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
         _check_buffers(model, self._stages_of(where))
         if self.balance == "cost" and not self.cut:  # the first micro-batch is needed
@@ -372,11 +372,10 @@ def _refuse_one_stage(model: nn.Module, prefix: str, keep_vars: bool) -> None:
         )
 
 
-def _no_copy(_: Any) -> Any:
-    raise ModelError(
-        "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy, as for an "
-        "average of the weights (EMA). Use strategy='ddp', where each process has a whole one."
-    )
+_NO_COPY = (
+    "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy, as for an "
+    "average of the weights (EMA). Use strategy='ddp', where each process has a whole one."
+)
 
 
 def _form(value: Any) -> tuple[torch.Size, torch.dtype]:

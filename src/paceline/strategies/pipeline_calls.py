@@ -1,22 +1,21 @@
 """A pipeline's stages as stretches of the user's own closure and forward, from one call of a layer to another.
 
 torch.fx can take a model apart whose forward it understands (`pipeline_cut.py`). Models that people bring often have
-another forward: keyword arguments, masks that are made by values, outputs as objects, one layer that is called many
-times. Here nothing is taken apart. Each process runs the closure on the same examples, and the model's own code with
-it, but computes only its stage:
+keyword arguments, masks that are made by values, outputs as objects, or one layer that is called many times. Here
+nothing is taken apart. Each process runs the closure on the same examples, with the model's own code, and computes only
+its stage:
 
-    stage 0     computes up to the call with which stage 1 begins, whose input it sends; there the run ends
-    stage 1     does not compute the layers before (they return Absent tensors: absent.py), fills the absent input of
-                this call with what it receives, and computes from there on
+    stage 0     computes up to the call with which stage 1 begins, and sends the input of this call; there the run ends
+    stage 1     skips the layers before (they return Absent tensors: absent.py), fills the absent input of this call
+                with what it receives, and computes from there on
     the last    computes to the end of the closure, and so the loss
 
-What stands between layers (masks, positions, labels) every stage makes itself, from the examples. Only one tensor
-travels at a cut.
+Every stage computes what stands between layers (masks, positions, labels) from the examples. One tensor travels at a
+cut.
 
 Phase 1, once for each form of the examples: the closure runs with every parameter absent, so that nothing is computed.
-  It is recorded which layer is called when, what it returns, which parameters are used when, and what is used later of
-  what was made before. A cut is possible at the call of a layer where a single tensor is all that is needed later, and
-  the layer is called with it.
+  A record has which layer is called when and what it returns, which parameters are used when, and which tensors are
+  used later. A cut is possible at the call of a layer where a single tensor is used later, and it is the layer's input.
 Phase 2, the cut: by names of layers, or so that the largest stretch has as few parameters as can be (a layer that is
   called many times counts each time).
 Phase 3, the stages' runs. A parameter that several stages use (tied weights, a layer that is called on both sides of a
@@ -38,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, SettingError, UsageError, suggest
-from paceline.strategies.absent import Absent, Watching, absent, buffers_kept, form
+from paceline.strategies.absent import Absent, AbsentParameters, absent, form, restoring_buffers
 from paceline.strategies.base import Term
 from paceline.strategies.outputs import holds, mapped
 from paceline.strategies.pipeline_cut import Units
@@ -50,17 +49,17 @@ END = float("inf")
 
 
 class Span(NamedTuple):
-    """A recorded call of a module. Time is counted in operations with absent tensors."""
+    """A recorded call of a module. Time is the number of operations with absent tensors so far."""
 
-    start: float  # operations before it
-    end: float  # operations before its end
-    inner: Counter[int]  # calls of modules within it, itself included: module -> how many
+    start: float  # time of its begin
+    end: float  # time of its end
+    inner: Counter[int]  # module -> its calls within this call, itself included
     given: list[tuple[tuple[int, ...], torch.dtype]]  # forms of its absent arguments
-    output: Any  # what it returned, with a form in the place of each absent tensor; None: not to be left out
+    output: Any  # what it returned, with a form in the place of each absent tensor; None: it cannot be skipped
 
 
 class _Form:
-    """In the place of a tensor. argument: which of the call's absent arguments it is itself (-1: none)."""
+    """In the place of a tensor. argument: the index of the call's absent argument that it is (-1: none)."""
 
     __slots__ = ("argument", "device", "dtype", "shape")
 
@@ -72,25 +71,25 @@ class Cut(NamedTuple):
     """A call at which a stage can begin."""
 
     call: Call
-    name: str
-    at: float  # operations before it
-    where: int | str  # which argument of the call travels: its position, or its keyword
-    shape: tuple[int, ...]
+    name: str  # of the layer; with #n where it is called several times
+    at: float  # time of the call
+    where: int | str  # the argument that travels: its position, or its keyword
+    shape: tuple[int, ...]  # of this argument
     dtype: torch.dtype
 
 
 class Record(NamedTuple):
-    """What phase 1 found."""
+    """The result of phase 1."""
 
     spans: dict[Call, Span]
-    cuts: list[Cut]
-    uses: list[tuple[float, Tensor, bool]]  # when, which parameter, whether by the code of a module that has layers
+    cuts: list[Cut]  # the possible ones, in order
+    uses: list[tuple[float, Tensor, bool]]  # time, parameter, whether the code of a module that has layers uses it
     written: set[Tensor]  # buffers that were written to
     loss_dtype: torch.dtype
 
 
 class _Ended(BaseException):
-    """A stage has computed what it is to send. Not an Exception, which the user's code may catch."""
+    """Ends a run where the stage has computed its output. Not an Exception, which the user's code may catch."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class _Run:
 
 
 class Calls:
-    """A model whose calls can be recorded, left out, and begun or ended with."""
+    """A model whose calls of modules can be recorded and skipped, and at which a run can begin or end."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
@@ -124,7 +123,7 @@ class Calls:
         return self._run is not None
 
     def release(self) -> None:
-        """The modules are called as before."""
+        """Removes the interception of calls."""
         for module in self._modules.values():
             vars(module).pop(COMPILED_CALL, None)
 
@@ -146,11 +145,11 @@ class Calls:
     # --- phase 1
 
     def record(self, compute: Callable[[], Any]) -> Record:
-        """Runs the closure with all parameters absent. Raises ModelError where it asks for values."""
+        """Runs the closure with all parameters absent. Raises ModelError where it needs values."""
         clock = [0.0]
-        born: dict[int, float] = {}
-        kept: list[Absent] = []  # so that no identity is used twice
-        used: dict[int, float] = {}
+        created: dict[int, float] = {}  # identity of an absent tensor -> time
+        used: dict[int, float] = {}  # and the time of its last use
+        alive: list[Absent] = []  # all, so that no identity is used twice
         uses: list[tuple[float, Tensor, bool]] = []
         spans: dict[Call, Span] = {}
         entries: list[tuple[float, Call, list[tuple[int | str, Absent]]]] = []
@@ -166,8 +165,8 @@ class Calls:
                     outer = bool(open_calls) and bool(children_of(self._modules[open_calls[-1]]))
                     uses.append((clock[0], parameter, outer or not open_calls))
             for one in outputs:
-                kept.append(one)
-                born[id(one)] = clock[0]
+                alive.append(one)
+                created[id(one)] = clock[0]
 
         def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
             start, before, given = clock[0], run.counts.copy(), _absent_in(args, kwargs)
@@ -184,14 +183,14 @@ class Calls:
 
         versions = {buffer: version_of(buffer) for buffer in self.model.buffers()}
         norms = [m for m in self._modules.values() if isinstance(m, NormBase) and m.training]
-        for norm in norms:  # in training one would talk to other replicas
+        for norm in norms:  # in training one would communicate with other replicas
             norm.training = False
         try:
             with (
                 torch.random.fork_rng(devices=[]),
-                buffers_kept(list(versions)),
+                restoring_buffers(list(versions)),
                 torch.no_grad(),
-                Watching(self._absent, operation),
+                AbsentParameters(self._absent, operation),
                 self._running(called) as run,
             ):
                 terms = compute()
@@ -204,10 +203,10 @@ class Calls:
         for term in terms:
             if type(term.value) is Absent:
                 used[id(term.value)] = END
-        alive = sorted((moment, used[key], key) for key, moment in born.items() if key in used)
+        lives = sorted((moment, used[key], key) for key, moment in created.items() if key in used)
         cuts: list[Cut] = []
         for start, (number, count), given in entries:
-            needed = [key for moment, last, key in alive if moment <= start < last]
+            needed = [key for moment, last, key in lives if moment <= start < last]
             found = [(where, one) for where, one in given if needed == [id(one)] and one.dtype.is_floating_point]
             first = next(iter(self._modules[number].parameters()), None)
             if not found or first is None or (cuts and cuts[-1].at == start):
@@ -228,8 +227,9 @@ class Calls:
         begin: Callable[[], None],
         compute: Callable[[], Any],
     ) -> Any:
-        """Runs the closure from one call (None: from its begin), whose input was received, to the call `exit` (None:
-        to its end). Returns what is to be sent, or what the closure returned. begin: called at the first of these."""
+        """Runs the closure from the call `entry` (None: from its begin), with the input that was received, to the call
+        `exit` (None: to its end). Returns the input of `exit`, or what the closure returns. begin(): called at
+        `entry`."""
         begun = entry is None
 
         def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ class Calls:
             span = record.spans.get(call)
             if span is None or span.output is None or span.start <= cut.at < span.end:
                 return plain_call(module)(*args, **kwargs)
-            return self._left_out(run, call, span, args, kwargs)
+            return self._skip(run, call, span, args, kwargs)
 
         try:
             with self._running(called) as run:
@@ -271,7 +271,7 @@ class Calls:
             )
         return result
 
-    def _left_out(self, run: _Run, call: Call, span: Span, args: Any, kwargs: Any) -> Any:
+    def _skip(self, run: _Run, call: Call, span: Span, args: Any, kwargs: Any) -> Any:
         given = [one for _, one in _absent_in(args, kwargs)]
         if [form(one) for one in given] != span.given:
             raise UsageError(
@@ -284,7 +284,7 @@ class Calls:
         return _from_forms(span.output, given, lambda one: absent(one.shape, one.dtype, one.device))
 
     def zeros(self, record: Record, compute: Callable[[], Any]) -> Any:
-        """Runs the closure with zeros in place of what the model gives it: what it counts."""
+        """Runs the closure with zeros in place of the model's output, for what it counts."""
         within = False
 
         def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -292,7 +292,7 @@ class Calls:
             span = record.spans.get(call)
             outermost, within = not within, True
             if span is not None and span.output is not None:
-                output = self._left_out(run, call, span, args, kwargs)
+                output = self._skip(run, call, span, args, kwargs)
             else:
                 output = plain_call(module)(*args, **kwargs)
             if outermost:
@@ -305,8 +305,8 @@ class Calls:
 
     @contextmanager
     def seconds(self, cuts: Sequence[Cut]) -> Iterator[list[float]]:
-        """Within it a closure that runs to its end tells how long it took from cut to cut."""
-        told: list[float] = []
+        """Measures a run of the closure within the block: the seconds from cut to cut, complete at its end."""
+        found: list[float] = []
         latest = time.perf_counter()
         places = {cut.call for cut in cuts}
 
@@ -314,15 +314,15 @@ class Calls:
             nonlocal latest
             if call in places:
                 now = time.perf_counter()
-                told.append(now - latest)
+                found.append(now - latest)
                 latest = now
             return plain_call(module)(*args, **kwargs)
 
         with self._running(called):
-            yield told
-        told.append(time.perf_counter() - latest)
+            yield found
+        found.append(time.perf_counter() - latest)
 
-    # --- who has what
+    # --- parameters of the stretches
 
     def units(self, record: Record) -> Units:
         """The stretches between possible cuts, by name."""
@@ -341,7 +341,7 @@ class Calls:
         return sizes
 
     def holdings(self, record: Record, chosen: Sequence[Cut]) -> list[nn.Module]:
-        """For each stage a module that has the parameters that it uses, and the buffers of its layers."""
+        """For each stage a module with the parameters that it uses, and the buffers of its layers."""
         bounds = [0.0, *(cut.at for cut in chosen), END]
         parts = []
         for start, end in pairwise(bounds):
@@ -359,27 +359,27 @@ class Calls:
         return parts
 
     def lacking(self, record: Record, start: Cut | None, end: Cut | None, kept: Collection[Tensor]) -> list[str]:
-        """Names of the parameters that the stretch from one cut to the other uses, and that are not kept."""
+        """Names of the parameters that the stretch between two cuts uses and that are not in `kept`."""
         begin, until = 0.0 if start is None else start.at, END if end is None else end.at
         missing = {id(p) for at, p, _ in record.uses if begin < at <= until and p not in kept}
         return [name for name, p in self.model.named_parameters() if id(p) in missing]
 
     @contextmanager
     def absent_parameters(self, record: Record, kept: Collection[Tensor]) -> Iterator[None]:
-        """Within it the parameters that the code between layers uses, and this process has not, are absent."""
+        """Within the block parameters that code between layers uses, and that are not in `kept`, are absent."""
         wanted = {p for _, p, outer in record.uses if outer and p not in kept}
-        swapped = [
+        replaced = [
             (module, name, p)
             for module in (self._modules.values() if wanted else ())
             for name, p in parameters_of(module).items()
             if p is not None and p in wanted
         ]
-        for module, name, p in swapped:
-            parameters_of(module)[name] = self._absent[id(p)]
+        for module, name, p in replaced:
+            parameters_of(module)[name] = self._absent[id(p)]  # type: ignore[assignment]
         try:
             yield
         finally:
-            for module, name, p in swapped:
+            for module, name, p in replaced:
                 parameters_of(module)[name] = p
 
 
@@ -404,7 +404,7 @@ def _intercept(module: nn.Module, called: Callable[..., Any]) -> None:
             "strategy pipeline: a layer was compiled (module.compile()), and a pipeline cannot look at its calls. "
             "Leave that out, or use strategy='ddp'."
         )
-    vars(module)[COMPILED_CALL] = called
+    vars(module)[COMPILED_CALL] = called  # nn.Module.__call__ calls it, in place of hooks and forward
 
 
 def _zeros(one: Absent) -> Tensor:
@@ -437,8 +437,8 @@ def _argument(cut: Cut, args: Any, kwargs: Any, name: str) -> Tensor:
 
 
 def _as_forms(output: Any, given: Sequence[Absent]) -> Any:
-    """None where something in it is of these examples, and has to be made anew for others: a tensor that is there, or a
-    number."""
+    """The output with forms in place of absent tensors. None where it has values of these examples, which others need
+    anew: a tensor that is not absent, or a number."""
     places = {id(one): number for number, one in enumerate(given)}
     forms = 0
 
@@ -459,7 +459,7 @@ def _from_forms(output: Any, given: Sequence[Tensor], make: Callable[[_Form], Te
 
 
 def form_of(batch: Any) -> Any:
-    """The form of examples: what they are made of, with tensors' shapes in place of the tensors."""
+    """The form of examples: their structure, with shape and dtype in place of each tensor."""
     if isinstance(batch, Tensor):
         return form(batch)
     if isinstance(batch, Mapping):
@@ -472,8 +472,8 @@ def form_of(batch: Any) -> Any:
 
 
 def check_names(model: nn.Module, cut: str, stages: int, known: Collection[str] = ()) -> None:
-    """Raises SettingError or ModelError for what can be known to be wrong before the examples are seen. known: names of
-    units that torch.fx found."""
+    """Raises SettingError or ModelError for a cut that is wrong for any examples. known: names of units that torch.fx
+    has found."""
     layers = [
         name for name, module in model.named_modules() if name and next(iter(module.parameters()), None) is not None
     ]

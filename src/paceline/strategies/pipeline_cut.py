@@ -1,9 +1,9 @@
-"""Where a pipeline can cut a model, and where it does.
+"""The units of a model between which a pipeline can cut it, and the choice of the cuts.
 
-A model is taken apart into units that are called one after the other, each with what the one before returned. Of an
-nn.Sequential these are its layers. Of another model torch.fx traces the forward, with every sub-module as one call
-(layers of a ModuleList, functions and additions are seen): a cut is possible wherever a single value is alive, that is
-needed later. So a residual connection stays within its unit. What cannot be traced, or has no such place, is refused.
+Units are called one after the other, each with what the one before returned. Those of an nn.Sequential are its layers.
+Of another model torch.fx traces the forward, with every sub-module as one call: a cut is possible wherever a single
+value is used later. So a residual connection stays within its unit. A model that cannot be traced, or has no such
+place, is refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from paceline.torch_private.core import children_of
 
 
 class UnseenError(ModelError):
-    """torch.fx does not see how the forward calls its layers, or it takes or gives something else than one tensor."""
+    """torch.fx cannot trace the forward, or its input or output is not one tensor."""
 
 
 class Units:
-    """The units of a model, in order. mode: the model's `training` for which alone they hold; None: for both."""
+    """The units of a model, in order. mode: the value of the model's `training` for which they are right; None:
+    both."""
 
     def __init__(self, modules: Sequence[nn.Module], names: Sequence[str], mode: bool | None = None) -> None:
         self.modules, self.names, self.mode = list(modules), list(names), mode
@@ -36,7 +37,7 @@ class Units:
 
 
 def units_of(model: nn.Module) -> Units:
-    """Raises ModelError, with what to do, for a model that cannot be taken apart."""
+    """Raises ModelError for a model that cannot be taken apart."""
     kind = own_class(model)
     if kind.forward is nn.Sequential.forward:
         # By their registration: children() names a layer that stands twice only once.
@@ -55,14 +56,14 @@ def units_of(model: nn.Module) -> Units:
     return Units([module for module, _ in parts], [name for _, name in parts], None if alike else model.training)
 
 
-def takes_more(model: nn.Module) -> bool:
+def has_optional_tensors(model: nn.Module) -> bool:
     """Whether the forward has optional arguments that may be tensors, such as a mask."""
     parameters = list(inspect.signature(own_class(model).forward).parameters.values())[1:]
     return any(p.default is None for p in parameters)
 
 
 def own_class(model: nn.Module) -> type[nn.Module]:
-    """The user's class: the one that precision makes bears the name of its base."""
+    """The user's class. Precision may have made a subclass, of the same name."""
     cls = type(model)
     while "forward" in vars(cls) and cls.__qualname__ == cls.__bases__[0].__qualname__:
         cls = cls.__bases__[0]
@@ -105,8 +106,8 @@ def _traced(model: nn.Module, kind: type[nn.Module], training: bool) -> fx.Graph
 
 
 def _segments(model: nn.Module, graph: fx.Graph) -> list[tuple[nn.Module, str]] | None:
-    """The graph in pieces, each a module of one argument and one result, with a name. None where a tuple, a dict or
-    another object comes out."""
+    """The graph in segments: modules of one argument and one result, with names. None where the output is no single
+    value."""
     nodes = [node for node in graph.nodes if node.op not in ("output", "get_attr") and node.users]
     place = {node: number for number, node in enumerate(graph.nodes)}
     (output,) = [node for node in graph.nodes if node.op == "output"]
@@ -162,14 +163,10 @@ def boundaries(units: Units, stages: int, cut: str, sizes: Sequence[float] | Non
 
 
 def _number(units: Units, text: str) -> int:
-    if text in units.names and not (text.isdigit() and own_numbers(units)):
+    by_number = units.names == [str(number) for number in range(len(units))]  # as an nn.Sequential's are named
+    if text in units.names and not (text.isdigit() and by_number):
         return units.names.index(text)
     return int(text) if text.isdigit() else -1
-
-
-def own_numbers(units: Units) -> bool:
-    """Whether the units are named by their numbers, as an nn.Sequential's are."""
-    return units.names == [str(number) for number in range(len(units))]
 
 
 def balanced(sizes: Sequence[float], stages: int) -> list[int]:
@@ -189,13 +186,9 @@ def balanced(sizes: Sequence[float], stages: int) -> list[int]:
     return [*best[count][1], count]
 
 
-def parameters_in(unit: nn.Module) -> int:
-    return sum(p.numel() for p in unit.parameters()) + 1
-
-
 def seconds(units: Sequence[nn.Module], value: Tensor, repeats: int = 3) -> list[float]:
-    """What forward and backward of each unit take on this input, the least of a few trials; in evaluation mode, so that
-    nothing is drawn and no running statistic moves."""
+    """Seconds of each unit's forward and backward on this input, the least of a few trials; in evaluation mode, so that
+    nothing is drawn and no running statistic changes."""
     wait: Callable[[], Any] = lambda: None  # noqa: E731
     if value.device.type != "cpu":
         wait = torch.get_device_module(value.device).synchronize

@@ -13,8 +13,8 @@ from torch import Tensor
 
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on `device`: through tuples, named tuples, lists, mappings, dataclasses, and
-    objects that have `.to(device)` themselves. What is there already is not copied; anything else passes unchanged.
-    Copies from pinned memory do not wait."""
+    objects that have `.to(device)` themselves. Tensors that are on the device already are not copied; other values pass
+    unchanged. Copies from pinned memory do not wait."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, (str, bytes, int, float)) or batch is None:
@@ -35,8 +35,8 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the original's kind with other values: made from them, or else a copy that takes them (a
-    defaultdict); a dict where it is neither."""
+    """A mapping of the original's class with these items: constructed from them, or else an updated copy (a
+    defaultdict); a dict where neither works."""
     if type(original) is dict:
         return items
     kind: Callable[[dict[Any, Any]], Mapping[Any, Any]] = type(original)

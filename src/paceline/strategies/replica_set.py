@@ -1,24 +1,21 @@
-"""Several replicas in one process: what data_parallel, mirrored, central_storage and a reproducible run with batch norm
-share.
+"""Several replicas in one process, for data_parallel, mirrored, central_storage and reproducible runs with batch norm.
 
-The user's own models are the first replica's; each further device has a copy of them. A global batch goes through four
-phases here:
+The user's own models are the first replica; each further device has a copy of them. The phases of a global batch:
 
-1. Follow: whatever the script has changed in its models since the last time travels to the copies: weights and buffers
-   that were written to, `requires_grad`, numbers such as `training` or a temperature, hooks on parameters. Where a
-   model is built otherwise than when it was copied, it is copied anew.
-2. Forward: the closure on every replica, in a thread of its own, with its own shard. What the replicas of a batch norm
-   tell each other passes between the threads (comm/threads.py).
+1. Follow: what the script has changed in its models goes to the copies: weights and buffers that were written to,
+   `requires_grad`, numbers such as `training` or a temperature, hooks on parameters. A model whose structure has
+   changed is copied anew.
+2. Forward: each replica runs the closure on its own shard, in its own thread. Batch norms of several replicas exchange
+   their sums between the threads (comm/threads.py).
 3. Backward: each replica's, in its thread, into its own parameters' `.grad`, over all micro-batches.
-4. Combine, in the last micro-batch: what a strategy makes of these gradients. The rest is the strategy's.
+4. Combine, in the last micro-batch: the strategy combines these gradients.
 
-Buffers that a forward moves stay each replica's own, as they stay each rank's own under ddp. Only the statistics of
-batch norms that were computed by shard become their mean over the replicas, before an update.
+Buffers that a forward changes stay each replica's own, as under ddp each rank's. But running statistics of batch norms
+by shard become their mean over the replicas, before an update.
 
-Replicas on CPUs share one random generator and so take turns: they compute what as many devices would, no faster. So do
-the shards of a reproducible run (reproducible.py), of which each device computes a range, as each process does there.
-The parameters of those on one device are the same memory, seen by several leaves of autograd, each with a gradient of
-its own.
+Replicas on CPUs share one random generator, so they take turns: they compute what as many devices would, no faster. So
+do the shards of a reproducible run (reproducible.py), of which each device computes a range. Shards on one device have
+parameters of their own that share one memory, so that each shard has its own gradients.
 """
 
 from __future__ import annotations
@@ -45,78 +42,76 @@ from paceline.strategies.replicated import parameter_names
 from paceline.torch_private.core import foreach_div_, foreach_norm, version_of
 
 Stamp = tuple[int, int]
-"""Of a parameter's weights: another one after a write that autograd counts, and after `p.data = ...`."""
+"""(version, address) of a parameter: changes with a write that autograd counts, and with `p.data = ...`."""
 
 
 class ReplicaSet:
-    """The replicas of one process. The first device's are the user's own models.
+    """The replicas of one process. The first has the user's own models.
 
-    copies: for each further replica, the user's parameter -> its own; holders: those of further devices, which have
-    weights of their own. The same lists always. ended: whether the last backward call was one of a last micro-batch.
-    keep_weights: whether each holder updates its own weights, so that they travel only where the script has written to
-    them. Else they are sent when `stale` was called, and when a global batch begins. sums: the replicas are this
-    process's shards of a reproducible run, spread over the devices, of which there are no more than shards.
+    keep_weights: whether each device updates its own weights. They then travel only where the script has written to
+    them; else when `mark_stale` was called, and when a global batch begins. sums: the replicas are this process's
+    shards of a reproducible run, spread over the devices, of which there are no more than shards.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], *, keep_weights: bool = False, sums: TreeSums | None = None
     ) -> None:
         self.models: list[nn.Module] = []
+        # For each further replica: the user's parameter -> its own. Mutated in place, never rebound.
         self.copies: list[dict[Tensor, Tensor]] = []
+        # Those of `copies` that have weights in memory of their own: one for each further device. Mutated in place.
+        self.owners: list[dict[Tensor, Tensor]] = self.copies
         self._sums = sums
         if sums is None:
             self.devices, self._places = list(devices), list(range(len(devices)))
-            self.holders = self.copies
             self.plan = AllShards(len(devices), tuple(self._places))
             self.team = ThreadTeam(len(devices), take_turns=devices[0].type == "cpu")
         else:
             spread = enumerate(ranges(len(sums.mine), len(devices)))
             self._places = [place for place, (lo, hi) in spread for _ in range(lo, hi)]
             self.devices = [devices[place] for place in self._places]
-            self.holders = []
+            self.owners = []
             self.plan = AllShards(sums.shards, sums.mine)
             member = partial(ShardReplicas, sums=sums)
             self.team = ThreadTeam(len(self.devices), take_turns=True, devices=self.devices, member=member)
-        self._memories: list[Mapping[Tensor, Tensor] | None] = []  # of each copy, whose its parameters share
-        self._moved = False  # whether there was a forward since the replicas last agreed
+        # For each of `copies`: the parameters whose memory it shares, or None.
+        self._memories: list[Mapping[Tensor, Tensor] | None] = []
+        self._computed = False  # whether there was a forward since the last `average_statistics`
         self._keep_weights, self._all_stale = keep_weights, True
-        self._stale: set[Tensor] = set()
-        self._modules: list[dict[nn.Module, nn.Module]] = []
-        self._records: list[Record] = []
-        self._stamps: dict[Tensor, Stamp] = {}
+        self._stale: set[Tensor] = set()  # the user's parameters whose copies are out of date
+        self._modules: list[dict[nn.Module, nn.Module]] = []  # for each further replica: the user's module -> its own
+        self._records: list[Record] = []  # of all modules
+        self._stamps: dict[Tensor, Stamp] = {}  # of parameters when all replicas had the same weights
         self._guards: list[Any] = []  # handles of hooks on parameters
-        self._watches: list[Any] = []  # and on modules
-        self._call, self.ended = -1, True  # of the last backward call: its number, whether it was a last micro-batch's
+        self._buffer_guards: list[Any] = []  # handles of hooks on modules
+        # Of the last backward call: its number, and whether it was one of a last micro-batch.
+        self._call, self.ended = -1, True
 
     def setup(self, models: Sequence[nn.Module]) -> None:
         self.models = list(models)
         for model in models:
             model.to(self.devices[0])
-        self._remove(self._watches)
+        self._remove(self._buffer_guards)
         if self._sums is not None:
-            self._watches = refuse_changes(models)
+            self._buffer_guards = refuse_changes(models)
         self._copy()
 
-    def stale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The first replica's weights have changed: those of this optimizer, or all. Others are not written to in the
-        middle of a global batch, since graphs that wait for their backward may hold them."""
+    def mark_stale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """The first replica's weights have changed: those of this optimizer, or all. In the middle of a global batch no
+        others are sent, since graphs that wait for their backward may hold them."""
         if optimizer is None:
             self._all_stale = True
         else:
             self._stale.update(p for group in optimizer.param_groups for p in group["params"])
 
-    def remember(self, parameters: Sequence[Tensor]) -> None:
-        """All replicas' weights of these are alike now."""
+    def note_equal(self, parameters: Sequence[Tensor]) -> None:
+        """All replicas now have the same weights of these."""
         self._stamps.update((p, stamp_of(p)) for p in parameters)
-
-    def changed(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Those that have been written to since the replicas were alike."""
-        return [p for p in parameters if self._stamps.get(p) != stamp_of(p)]
 
     def close(self) -> None:
         self.team.close()
         self._remove(self._guards)
-        self._remove(self._watches)
+        self._remove(self._buffer_guards)
         self.copies.clear()
         self._modules, self._records, self._stamps, self.models = [], [], {}, []
 
@@ -124,7 +119,7 @@ class ReplicaSet:
 
     @torch.no_grad()
     def follow(self, call: int) -> bool:
-        """Makes the copies what the user's models are. Returns whether a global batch begins. call: see Work."""
+        """Updates the copies from the user's models. Returns whether a global batch begins. call: see Work."""
         begins = self.ended and call <= self._call
         if not all(record.holds() for record in self._records):
             self._copy()
@@ -132,7 +127,7 @@ class ReplicaSet:
         everything = not self._keep_weights and (begins or self._all_stale)
         parameters = list(self._stamps)
         sent = [p for p in parameters if everything or p in self._stale or self._stamps[p] != stamp_of(p)]
-        if not all(self._alike(p) for p in (sent if self._sums is None else parameters)):
+        if not all(self._can_follow(p) for p in (sent if self._sums is None else parameters)):
             self._copy()
             return begins
         self._send(sent)
@@ -151,16 +146,16 @@ class ReplicaSet:
 
     @torch.no_grad()
     def send_written(self) -> None:
-        """What the script has written to weights, before an update of all replicas."""
-        self._send(self.changed(list(self._stamps)))
+        """Sends weights that the script has written to, before an update of all replicas."""
+        self._send([p for p, stamp in self._stamps.items() if stamp != stamp_of(p)])
 
     def _send(self, parameters: Sequence[Tensor]) -> None:
-        for copies in self.holders:
+        for copies in self.owners:
             copy_tensors([p.detach() for p in parameters], [copies[p].detach() for p in parameters])
-        self.remember(parameters)
+        self.note_equal(parameters)
 
-    def _alike(self, own: Tensor) -> bool:
-        """Whether the copies of a parameter can take its values; or, where memory is shared, still share it."""
+    def _can_follow(self, own: Tensor) -> bool:
+        """Whether the copies of a parameter can hold its values; or, where memory is shared, still share it."""
         return all(
             own.shape == copies[own].shape
             and own.dtype == copies[own].dtype
@@ -169,18 +164,19 @@ class ReplicaSet:
         )
 
     def _copy(self) -> None:
-        """Copies all models anew. What they share they go on sharing, and gradients of a global batch stay."""
+        """Copies all models anew. Parameters and modules that they share stay shared; gradients of the open global
+        batch are kept."""
         before = list(self.copies)
         parameters = list(parameter_names(self.models))
         self._remove(self._guards)
-        holders: dict[int, dict[Tensor, Tensor]] = {}
+        owners: dict[int, dict[Tensor, Tensor]] = {}  # device number -> the parameters that have its memory
         if self._sums is not None:
-            own = _OnlyInItsThread(parameters, self.team.replicas[0])
+            own = _OwnThreadOnly(parameters, self.team.replicas[0])
             self._guards += [p.register_post_accumulate_grad_hook(own) for p in parameters if p.requires_grad]
-            holders[0] = {p: p for p in parameters}
+            owners[0] = {p: p for p in parameters}
         self._modules, self._memories, made = [], [], []
         for number, (device, place) in enumerate(zip(self.devices[1:], self._places[1:], strict=True)):
-            memory = holders.get(place)
+            memory = owners.get(place)
             counterparts, copies = copied(self.models, parameters, device, memory)
             for p, its in copies.items():
                 if before and p in before[number] and before[number][p].shape == its.shape:
@@ -188,13 +184,13 @@ class ReplicaSet:
             self._modules.append(counterparts)
             self._memories.append(memory)
             made.append(copies)
-            holders.setdefault(place, copies)
+            owners.setdefault(place, copies)
         self.copies[:] = made
-        self.holders[:] = [copies for place, copies in holders.items() if place]
+        self.owners[:] = [copies for place, copies in owners.items() if place]
         modules = {module for model in self.models for module in model.modules()}
         self._records = [Record(m, [copies[m] for copies in self._modules]) for m in modules]
         self._stamps = {}
-        self.remember(parameters)
+        self.note_equal(parameters)
         self._all_stale = False
         self._stale.clear()
 
@@ -205,9 +201,9 @@ class ReplicaSet:
     # --- phases 2 to 4
 
     def forward_backward(self, work: Work, combine: Callable[[], None]) -> list[list[Term]]:
-        """What ClosureStrategy.forward_backward does, after `follow`. combine() is called after a last micro-batch's
-        backward; not in a reproducible run, where gradients are added up elsewhere (train/tree_accounts.py)."""
-        self._call, self.ended, self._moved = work.call, work.final, True
+        """ClosureStrategy.forward_backward, after `follow`. combine(): called after the backward of a last micro-batch;
+        not in a reproducible run, where train/tree_accounts.py adds gradients up."""
+        self._call, self.ended, self._computed = work.call, work.final, True
         shared = self._sums is not None
         streams = [_stream(device) for device in self.devices]
         trees = [self._swapped(work.model, number) for number in range(len(self.devices))]
@@ -234,7 +230,7 @@ class ReplicaSet:
         return [[term.detached() for term in of_one] for of_one in terms]
 
     def _swapped(self, tree: Any, number: int) -> Any:
-        """The user's model (or tuple, list, dict of models, or list of parameters) with a replica's in their places."""
+        """A tree of the user's models or parameters, with a replica's in their places."""
         if number == 0 or tree is None:
             return tree
         if isinstance(tree, (tuple, list)):
@@ -264,13 +260,14 @@ class ReplicaSet:
             add_tensors(sources, targets)
 
     @torch.no_grad()
-    def agree(self) -> None:
+    def average_statistics(self) -> None:
         """Before an update: running statistics of batch norms by shard become their mean over the replicas."""
         own = [b for record in self._records for b in record.statistics()]
-        if not own or not self._moved:
+        if not own or not self._computed:
             return
-        self._moved = False
-        others = [[b for record in self._records for b in record.statistics(number)] for number in self._numbers()]
+        self._computed = False
+        numbers = range(len(self.copies))
+        others = [[b for record in self._records for b in record.statistics(number)] for number in numbers]
         if self._sums is None:
             for theirs in others:
                 add_tensors(theirs, own)
@@ -283,7 +280,7 @@ class ReplicaSet:
             record.note_buffers()
 
     def _add_in_order(self, sums: TreeSums, own: list[Tensor], others: list[list[Tensor]]) -> None:
-        """The sum of all shards' statistics, in the first replica's; and to all the most batches that one has seen."""
+        """Sums all shards' statistics, into the first replica's; and gives all the greatest count of batches."""
         tree = sums.tree()
         for shard, its in zip(sums.mine, (own, *others), strict=True):
             tree.put(shard, [b.clone() for b in its])
@@ -291,10 +288,7 @@ class ReplicaSet:
             assert total is not None
             b.copy_(total)
         for record in self._records:
-            record.agree_on_counts()
-
-    def _numbers(self) -> range:
-        return range(len(self.copies))
+            record.raise_counts()
 
 
 def stamp_of(parameter: Tensor) -> Stamp:
@@ -303,8 +297,8 @@ def stamp_of(parameter: Tensor) -> Stamp:
 
 @torch.no_grad()
 def norms_of(parameters: Sequence[Tensor]) -> Tensor:
-    """(how many,): the 2-norm of each, in float64, where they lie. One pass over weights: they tell of writes that
-    autograd does not count, as by `p.data.clamp_()`."""
+    """(len(parameters),): the 2-norm of each, in float64, on their device. Norms show writes that autograd does not
+    count, as by `p.data.clamp_()`."""
     plain = [torch.view_as_real(p) if p.is_complex() else p for p in parameters]
     return torch.stack(foreach_norm(plain, 2, dtype=torch.float64))
 
@@ -312,9 +306,9 @@ def norms_of(parameters: Sequence[Tensor]) -> Tensor:
 # --- in a replica's thread
 
 
-class _OnlyInItsThread:
-    """Refuses gradients of other shards that arrive at the first one's parameters, which are the user's own. Copies
-    have this hook too."""
+class _OwnThreadOnly:
+    """A hook on the user's own parameters, which are the first shard's: refuses gradients of other shards. The copies
+    have the hook too, where it does nothing."""
 
     def __init__(self, parameters: Sequence[Tensor], replica: Replicas) -> None:
         self._parameters, self._replica = set(parameters), replica
@@ -335,7 +329,7 @@ _At = tuple[torch.device, Any]
 
 
 def _stream(device: torch.device) -> Any:
-    """The stream that the caller's thread uses on a device, so that its threads do too."""
+    """The stream of the caller's thread on a device, which the replicas' threads are to use."""
     return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
 
 
@@ -346,7 +340,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _on(number: int, at: _At) -> Iterator[None]:
-    """On the replica's device and stream. An error says whose it is."""
+    """Within the block the replica's device and stream are current. Notes the replica on an error."""
     device, stream = at
     try:
         with on_device(device), nullcontext() if stream is None else torch.get_device_module(device).stream(stream):
@@ -358,10 +352,10 @@ def _on(number: int, at: _At) -> Iterator[None]:
 
 
 def _forward(work: Work, model: Any, piece: Piece, number: int, at: _At, shared: bool) -> list[Term]:
-    if shared:  # the cache is the process's: whoever ends first empties it, and a weight used again is cast again
+    if shared:  # the cache is the process's: the first shard that ends would empty it for the others
         torch.set_autocast_cache_enabled(False)
     with _on(number, at):
-        piece.batch = move(piece.batch, at[0])  # once: what a closure leaves in it is there for the next closure
+        piece.batch = move(piece.batch, at[0])  # kept: a closure may leave something in it for the next closure
         return work.compute(model, piece, at[0])
 
 
@@ -374,8 +368,8 @@ def _backward(
     retain_graph: bool,
     alone: bool,
 ) -> None:
-    """alone: within this thread, and not in one that autograd has for all replicas of a GPU, where they would wait for
-    each other for ever. The order of additions is then that of the shard's own graph."""
+    """alone: run the backward in this thread, and not in the one that autograd has for all replicas of a GPU, where
+    they would wait for each other for ever. The order of additions is then that of the shard's own graph."""
     pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
     with _on(number, at), torch.autograd.set_multithreading_enabled(False) if alone else nullcontext():
         torch.autograd.backward(
@@ -387,7 +381,7 @@ def _backward(
 
 
 def _counted_on(term: Term, device: torch.device) -> Term:
-    """The term with its count, if that is a tensor, on the device where counts are added up."""
+    """The term, with a count that is a tensor on this device, where counts are added up."""
     count = term.count
     if not isinstance(count, Tensor) or count.device == device:
         return term

@@ -111,6 +111,11 @@ def _with_masters(
     """Until the stack is closed the optimizers hold the masters. Returns the names of parameters and masters."""
     for optimizer in optimizers if masters else ():
         stack.enter_context(in_place_of(optimizer, masters))
+    return names_with(names, masters)
+
+
+def names_with(names: dict[Tensor, str], masters: Mapping[Tensor, Tensor]) -> dict[Tensor, str]:
+    """The names of parameters, and of their masters."""
     return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 
@@ -133,14 +138,14 @@ def check_known(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> dict[str, Any]:
     check_known(optimizer, names)
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [names[p] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    state = {names[p]: dict(values) for p, values in optimizer.state.items()}
+    return named_optimizer(optimizer, names, {names[p]: dict(values) for p, values in optimizer.state.items()})
+
+
+def named_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: dict[str, Any]
+) -> dict[str, Any]:
+    """An optimizer as checkpoints hold it, with this state by name."""
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     return {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 

@@ -1,13 +1,13 @@
-"""reproducible=V: the same bits on any number of processes from 1 to V. What `single` and `ddp` become by it;
-`data_parallel` and `mirrored` do the same with the devices of one process (replica_set.py).
+"""reproducible=V: the same bits on any number of processes from 1 to V. It replaces `single` and `ddp`; `data_parallel`
+and `mirrored` do the same with the devices of one process (replica_set.py).
 
-Phase 1, forward and backward: each global batch is cut into V shards. A process computes its own one after the other,
-  with the randomness of the shard; nothing travels.
-  Batch norm over the global batch needs the statistics of all shards in the middle of a forward, and sums over them in
-  the backward. The shards of a process are then replicas on one device (replica_set.py), which take turns from one
-  batch norm to the next; between processes a row for each shard travels there, in both directions.
-Phase 2: the gradient of each shard is a leaf of a binary tree over the V shards, which says in which order they are
-  added, wherever they were computed (comm/tree_sums.py). After the last shard the processes complete the tree.
+Phase 1, forward and backward: each global batch is cut into V shards. A process computes its shards in sequence, each
+  with the random numbers of the shard; nothing travels.
+  Batch norm over the global batch needs sums over all shards in the middle of forward and backward. The shards of a
+  process are then replicas on one device (replica_set.py), which take turns from one batch norm to the next. Between
+  processes a row for each shard travels there, in both directions.
+Phase 2: the gradient of each shard is a leaf of a binary tree over the V shards. The tree determines the order of
+  additions, wherever shards were computed (comm/tree_sums.py). After the last shard the processes complete it.
 Phase 3, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n a step where n is a power of two or n = V,
@@ -17,8 +17,8 @@ Memory per replica: parameters and optimizer state once; gradients twice, before
 for each level of the tree that waits (about log2(V / n)); and a few messages of 32 MB. With batch norm over the global
 batch the activations of all V / n shards, as of one large batch, and V / n gradients and copies of the buffers.
 
-It follows torch.nn.parallel.DistributedDataParallel in what it computes, and not in its order of additions. The tree is
-pairwise summation (Higham 1993, "The accuracy of floating point summation").
+Computes what torch.nn.parallel.DistributedDataParallel does, in another order of additions: pairwise summation (Higham
+1993, "The accuracy of floating point summation").
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Reproducible(DDP, ClosureStrategy):
         super().__init__(world, device)
         owned = ranges(shards, world.size)
         self._sums = TreeSums(shards)
-        turns = max(stop - start for start, stop in owned)
-        self.plan = one_shard(1, 0) if shards == 1 else ShardsInSequence(shards, self._sums.mine, turns)
-        self._replicas: ReplicaSet | None = None  # where the shards of this process meet in the middle of a forward
+        most = max(stop - start for start, stop in owned)
+        self.plan = one_shard(1, 0) if shards == 1 else ShardsInSequence(shards, self._sums.mine, most)
+        self._replicas: ReplicaSet | None = None  # where this process's shards need sums in the middle of a forward
         self._copies: list[dict[Tensor, Tensor]] = []
         self.store = GradientStore(replicas=self._copies, sums=self._sums)
         self._hooks: list[Any] = []

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from paceline.comm import dtensor
 from paceline.comm.mesh import DATA, Mesh
 from paceline.errors import ModelError, UsageError
-from paceline.strategies.replicated import in_place_of, load_replicated, parameter_names, replicated_state
+from paceline.strategies.replicated import in_place_of, load_replicated, names_with, parameter_names, replicated_state
 from paceline.torch_private.distributed_tensor import set_local
 
 
@@ -140,6 +140,25 @@ def shard_optimizer_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> No
                 state[key] = dtensor.sharded_like(p, value)
 
 
+def shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before `load_state_dict`: lets a script load whole tensors into sharded parameters."""
+    for name, own in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor) or dtensor.is_sharded(value) or not dtensor.is_sharded(own):
+            continue
+        if value.shape == own.shape:  # else torch says which is wrong
+            state[prefix + name] = dtensor.sharded_like(own, value)
+
+
+def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
+    """Puts sharded parameters in the place of the whole ones that they replace, and shards their state."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for old in [p for p in optimizer.state if p in replaced]:
+        optimizer.state[replaced[old]] = optimizer.state.pop(old)
+    shard_optimizer_state([(p, state) for p, state in optimizer.state.items() if dtensor.is_sharded(p)])
+
+
 def full_state(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[Tensor, Tensor]
 ) -> dict[str, Any]:
@@ -166,7 +185,7 @@ def load_full_state(
     state: dict[str, Any],
 ) -> None:
     """Loads a whole state, the same on every rank, of which this process keeps its shards."""
-    names = _names(models, masters)
+    names = names_with(parameter_names(models), masters)
     owns = {name: p for p, name in names.items() if dtensor.is_sharded(p)}
     optimizer_states = []
     for saved in state["optimizers"]:  # sharded first, so that no optimizer's state lies whole on the device
@@ -175,11 +194,6 @@ def load_full_state(
         optimizer_states.append({**saved, "state": copied})
     whole = {**state, "optimizers": optimizer_states}
     load_replicated(models, optimizers, whole, masters)
-
-
-def _names(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[Tensor, str]:
-    names = parameter_names(models)
-    return names | {masters[p]: name for p, name in names.items() if p in masters}
 
 
 def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:

@@ -8,7 +8,7 @@ their owners; a process then holds the whole model until the next step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,12 +123,13 @@ class StageParameters:
         found: dict[str, dict[str, Any]] = {}
         for part in range(self._mesh.size("stage")):
             mine = part == self._mesh.coordinate("stage")
-            form = {n: {k: _Slot.of(v) for k, v in values.items()} for n, values in own.items()} if mine else {}
-            form = collectives.broadcast_object(form, src=self._mesh.at(stage=part), group=self._mesh.group("stage"))
-            values = own if mine else {n: {k: _Slot.made(v) for k, v in vs.items()} for n, vs in form.items()}
-            tensors = [v for n, vs in form.items() for k in vs if isinstance(v := values[n][k], Tensor)]
-            collectives.broadcast_tensors(tensors, src=self._mesh.at(stage=part), group=self._mesh.group("stage"))
-            found |= values
+            source, group = self._mesh.at(stage=part), self._mesh.group("stage")
+            forms = _with_tensors(own, lambda tensor: tensor.to("meta")) if mine else {}
+            forms = collectives.broadcast_object(forms, src=source, group=group)
+            state = own if mine else _with_tensors(forms, lambda form: torch.empty(form.shape, dtype=form.dtype))
+            tensors = [v for values in state.values() for v in values.values() if isinstance(v, Tensor)]
+            collectives.broadcast_tensors(tensors, src=source, group=group)
+            found |= state
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,16 +137,9 @@ class StageParameters:
         load_replicated([self._model], self.optimizers, state)
 
 
-class _Slot:
-    """In place of a tensor, in a tree whose tensors travel by themselves."""
-
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        return _Slot(value.shape, value.dtype) if isinstance(value, Tensor) else value
-
-    @staticmethod
-    def made(value: Any) -> Any:
-        return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Slot) else value
+def _with_tensors(state: dict[str, dict[str, Any]], function: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Any]]:
+    """The optimizer state with the function's result in place of each tensor."""
+    return {
+        name: {key: function(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        for name, values in state.items()
+    }

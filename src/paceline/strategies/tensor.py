@@ -1,4 +1,4 @@
-"""tensor: every device of a group gets the same examples and computes another part of the same layers.
+"""tensor: the devices of a model-parallel group get the same examples, and each computes another part of the layers.
 
     4 processes, size=2                 up (column)        down (row)
       shard 0:  rank 0                  rows 0..k/2        columns 0..k/2      } the same examples, another
@@ -9,9 +9,9 @@ Phase 1, forward: a layer cut by columns takes whole activations and gives the p
   stands between works on that part; a layer cut by rows multiplies it with its columns, and the parts are added by an
   all-reduce. Layers that are not cut compute the same on each device of the group.
 Phase 2, backward: the same the other way round: the gradient of a column layer's input is all-reduced over the group.
-Phase 3, reduce, in the last micro-batch: gradients of cut parameters are summed over the groups; of the others over all
-  processes and divided by the group's size (they are equal within a group, up to what a device's kernels leave open;
-  so the copies cannot drift apart).
+Phase 3, reduce, in the last micro-batch: gradients of cut parameters are summed over the data-parallel group. Those of
+  the others are summed over all processes and divided by the group's size: within a group they are equal up to what a
+  device's kernels leave open, and so the copies cannot drift apart.
 Phase 4, step: the user's optimizer, whose parameters are DTensors where they are cut.
 
 Between devices of a group, for each pair of column and row layers: one all-reduce of the row layer's output in the
@@ -21,11 +21,7 @@ optimizer state and inner activations; of everything else all.
 
 Follows Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
 section 3, on torch.distributed.tensor.parallel.parallelize_module; AlexNet's two GPUs (Krizhevsky et al. 2012) before.
-
-What is between a column and a row layer is a DTensor, that knows that it is cut: torch computes each operation on it as
-on the whole (a view into heads, a softmax over them, a norm over the cut features) or raises for one that it does not
-know. So a plan can be slow, or refused, but not wrong. Whole tensors that meet a cut one (masks, other parameters) are
-the same on all devices of the group: they count as such while a run with this strategy is open.
+Why a plan cannot be wrong: tensor_cut.py.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh, check_size
@@ -46,13 +42,12 @@ from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.pickling import PickleGuard
 from paceline.strategies.replicated import (
-    load_replicated,
     named_state,
     parameter_names,
     send_models,
 )
-from paceline.strategies.sharded_state import full_state
-from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut, replace
+from paceline.strategies.sharded_state import full_state, load_full_state, replace_parameters
+from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut
 from paceline.strategies.unused_parameters import UsedParameters, check_copies
 from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
@@ -95,7 +90,7 @@ class TensorParallel(LoopStrategy):
         replaced = self._cuts.cut(models)
         self._sent = send_models(models, self.device, self._sent | set(replaced.values()))
         for optimizer in optimizers:
-            replace(optimizer, replaced)
+            replace_parameters(optimizer, replaced)
         self._names = parameter_names(models)
         self._used.clear()
 
@@ -148,33 +143,7 @@ class TensorParallel(LoopStrategy):
         return full_state(self.models, self.optimizers, {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_replicated(self.models, self.optimizers, self._placed(state))
-
-    def _placed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with what belongs to cut parameters cut as they are."""
-
-        def cut(value: Any, like: Tensor | None) -> Any:
-            if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
-                return value
-            value = value.to(self.device)
-            return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
-
-        models = []
-        for model, saved in zip(self.models, state["models"], strict=False):
-            own = model.state_dict()
-            models.append({name: cut(value, own.get(name)) for name, value in saved.items()})
-        by_name = {name: p for p, name in self._names.items()}
-        optimizers = [
-            {
-                **saved,
-                "state": {
-                    name: {key: cut(value, by_name.get(name)) for key, value in values.items()}
-                    for name, values in saved["state"].items()
-                },
-            }
-            for saved in state["optimizers"]
-        ]
-        return {"models": [*models, *state["models"][len(models) :]], "optimizers": optimizers}
+        load_full_state(self.models, self.optimizers, {}, state)
 
     def close(self) -> None:
         self._pickle_guard.close()

@@ -1,8 +1,8 @@
-"""Layers that torch's own tensor parallelism does not cut: linear layers with a transposed weight (GPT-2's Conv1D), one
-layer that computes q, k and v together, and convolutions.
+"""Cuts layers that torch's own tensor parallelism does not: linear layers with a transposed weight (GPT-2's Conv1D),
+layers that compute q, k and v together, and convolutions.
 
-Such a layer computes on its part of the weight with plain tensors; what goes in and comes out are whole tensors or
-DTensors, as with torch's ColwiseParallel and RowwiseParallel:
+Such a layer computes with its local weight, a plain tensor. Its inputs and outputs are whole tensors or DTensors, as
+with torch's ColwiseParallel and RowwiseParallel:
 
     kind     weight                    input               output
     column   its outputs are cut       whole, on each      cut along the features (of a convolution, the channels)
@@ -11,8 +11,8 @@ DTensors, as with torch's ColwiseParallel and RowwiseParallel:
     qkv      each third of its         whole, on each      three tensors side by side (`Thirds`), each cut along the
              outputs is cut                                features
 
-A grouped convolution computes each group of channels from the same group of inputs. Whole groups are shared out: column
-and gather cut its input too.
+A grouped convolution computes each group of channels from the same group of inputs. It is cut by whole groups, so that
+column and gather cut its input too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether the module computes x @ weight + bias, as GPT-2's Conv1D does. What it computes decides, not its name:
-    its forward is tried on a copy with numbers of our own, alike on all processes, whatever the weights are there."""
+    """Whether the module computes x @ weight + bias, as GPT-2's Conv1D does. Not its name decides: a copy with fixed
+    numbers as weights, the same on all processes, runs the forward."""
     own = parameters_of(module)
     weight, bias = own.get("weight"), own.get("bias")
     if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or len(own) != 2:
@@ -79,7 +79,7 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def placements_of(module: nn.Module, kind: str) -> dict[str, Placement]:
-    """How each parameter of such a layer is cut."""
+    """The placement of each parameter of such a layer."""
     if isinstance(module, CONVOLUTIONS):
         out, inner = 0, 1
     else:
@@ -92,7 +92,7 @@ def placements_of(module: nn.Module, kind: str) -> dict[str, Placement]:
 
 
 def cut(module: nn.Module, kind: str, mesh: Any) -> None:
-    """Cuts a layer's parameters in place. From here on its forward computes on its own part of them."""
+    """Cuts a layer's parameters in place, and replaces its forward by one that uses the local ones."""
     for name, placement in placements_of(module, kind).items():
         parameter = parameters_of(module).get(name)
         if parameter is not None and not isinstance(parameter, DTensor):
@@ -115,7 +115,7 @@ def _compute(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def _axis(module: Any, x: Tensor) -> int:
-    """Which dimension of the input has its features; the output has them in the same one."""
+    """The dimension of the features, in input and output."""
     return x.dim() - module.weight.dim() + 1 if isinstance(module, CONVOLUTIONS) else x.dim() - 1
 
 
@@ -131,7 +131,7 @@ def _here(parameter: Any) -> Any:
 
 
 def _outputs(module: Any, x: Tensor) -> Tensor:
-    """This process's part of the outputs."""
+    """The local outputs."""
     mesh, weight = _mesh(module), _here(module.weight)
     if isinstance(module, CONVOLUTIONS) and module.groups > 1:
         given = _placed(x, mesh, Shard(_axis(module, x))).to_local()  # the channels of its own groups
@@ -141,12 +141,7 @@ def _outputs(module: Any, x: Tensor) -> Tensor:
 
 
 def _column(module: Any, x: Tensor) -> DTensor:
-    return DTensor.from_local(
-        _outputs(module, x),
-        _mesh(module),
-        [Shard(_axis(module, x))],
-        run_check=False,
-    )
+    return DTensor.from_local(_outputs(module, x), _mesh(module), [Shard(_axis(module, x))], run_check=False)
 
 
 def _gather(module: Any, x: Tensor) -> Tensor:
@@ -169,7 +164,7 @@ def _row(module: Any, x: Tensor) -> Tensor:
 def _qkv(module: Any, x: Tensor) -> Tensor:
     mesh = _mesh(module)
     output = _outputs(module, x)
-    if not output.numel():  # of no examples: whole, and on the way of the gradient
+    if not output.numel():  # of no examples: whole, and part of the graph
         return output.new_zeros((*output.shape[:-1], output.shape[-1] * mesh.size())) + output.sum()
     last = [Shard(output.dim() - 1)]
     return Thirds([DTensor.from_local(part, mesh, last, run_check=False) for part in output.chunk(3, -1)])
@@ -184,10 +179,10 @@ _FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 class Thirds(Tensor):
-    """Three tensors of one shape that stand side by side in the last dimension: q, k and v of one layer.
+    """Three tensors of one shape, side by side in the last dimension: q, k and v of one layer.
 
-    `split`, `chunk` and `tensor_split` into the thirds give these tensors, and a `view` that gives the thirds a
-    dimension of their own stacks them: nothing is communicated. Any other operation is done on the whole, joined first.
+    `split`, `chunk` and `tensor_split` into the thirds return these tensors, and a `view` that gives the thirds their
+    own dimension stacks them: nothing is communicated. Any other operation joins them first.
     """
 
     thirds: list[Tensor]
@@ -217,10 +212,10 @@ class Thirds(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and type(args[0]) is cls:
-            taken = _taken_apart(args[0], getattr(func, "__name__", ""), args[1:], kwargs)
-            if taken is not None:
-                return taken
-        if getattr(func, "__name__", "") in _QUESTIONS:
+            found = _split_thirds(args[0], getattr(func, "__name__", ""), args[1:], kwargs)
+            if found is not None:
+                return found
+        if getattr(func, "__name__", "") in _FORM_QUERIES:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         args, kwargs = tree_map_only(Thirds, Thirds.joined, (args, kwargs))
@@ -233,8 +228,8 @@ class Thirds(Tensor):
 
 
 def _lost(gradient: Tensor) -> NoReturn:
-    """Gradients go to the thirds. A torch.autograd.Function of one's own, which takes tensors without asking their
-    class, would send one to what stands for them."""
+    """A hook: gradients must go to the thirds. A user's torch.autograd.Function, which ignores tensor subclasses, would
+    send one to the wrapper."""
     raise ModelError(
         "strategy tensor: the output of a layer that computes q, k and v together is handed to a "
         "torch.autograd.Function, and its gradient would be lost. Leave the layer out of the plan, or give it as "
@@ -242,12 +237,12 @@ def _lost(gradient: Tensor) -> NoReturn:
     )
 
 
-_QUESTIONS = ("size", "dim", "ndimension", "numel", "__len__", "is_floating_point", "__get__", "get_device")
-"""Functions that ask for the form of a tensor, and not for what is in it. `__get__`: shape, dtype, device, ndim."""
+_FORM_QUERIES = ("size", "dim", "ndimension", "numel", "__len__", "is_floating_point", "__get__", "get_device")
+"""Functions that return the form of a tensor, not its values. `__get__`: shape, dtype, device, ndim."""
 
 
-def _taken_apart(whole: Thirds, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What this call gives where it takes the thirds apart; else None."""
+def _split_thirds(whole: Thirds, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call that splits the tensor into its thirds; None for other calls."""
     first = whole.thirds[0]
     last, width = first.dim() - 1, first.shape[-1]
     if name in ("split", "split_with_sizes", "chunk", "tensor_split"):

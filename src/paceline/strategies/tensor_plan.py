@@ -1,18 +1,17 @@
-"""Which layers `tensor` cuts, and how: as a plan says, or found where a model has MLP and attention blocks, or grouped
-convolutions.
+"""Which layers `tensor` cuts, and how: by the user's plan, or by one that is found for MLP and attention blocks and
+grouped convolutions.
 
-    column   a Linear's outputs are shared out: part r of n computes rows r/n of its weight. The output stays cut.
-    row      a Linear's inputs are shared out: part r has columns r/n of its weight; the parts' outputs are added.
-    gather   as column, and the output is joined again (a classifier's head over many classes).
-    qkv      of a Linear that computes q, k and v side by side: the outputs of each third are shared out.
+    column   cuts a Linear's outputs: part r of n has rows r/n of its weight. The output stays cut.
+    row      cuts a Linear's inputs: part r of n has columns r/n of its weight. The parts' outputs are added.
+    gather   as column, and the output is gathered (a classifier's head over many classes).
+    qkv      of a Linear that computes q, k and v side by side: cuts the outputs of each third.
 
 An Embedding is cut along its features by column and gather, along its vocabulary by row. A layer that computes
-x @ weight + bias, as GPT-2's Conv1D does, is a Linear whose weight is transposed. Of a convolution the channels are
-shared out, of a grouped one whole groups of channels.
+x @ weight + bias, as GPT-2's Conv1D does, is a Linear whose weight is transposed. A convolution is cut along its
+channels, a grouped one by whole groups.
 
-Blocks are found by the names that models give their layers, and where these say nothing by the layers' shapes: an MLP
-widens and comes back, with nothing that has parameters in between; q, k and v stand side by side, and the next Linear
-takes what they give.
+Blocks are found by the names of layers, or else by their shapes: an MLP widens and narrows again, with no parameters in
+between; q, k and v stand side by side, and the next Linear has their outputs' width as its input's.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ KINDS = ("column", "row", "gather", "qkv")
 Plan = dict[str, tuple[nn.Module, str]]
 """Module's name -> the module, its kind."""
 
-# Names of the layers of a block, as models call them: those whose outputs are shared out, then the one that joins.
+# Names of a block's layers in models: those that are cut by column, then the one that is cut by row.
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -88,7 +87,7 @@ def read(plan: object) -> dict[str, str]:
 
 
 def matched(model: nn.Module, patterns: Mapping[str, str], size: int) -> tuple[Plan, set[str]]:
-    """The layers that the patterns name, and the patterns that named one. `*` stands for one part of a name. The first
+    """The layers that the patterns name, and the patterns that name one. `*` stands for one part of a name. The first
     pattern that fits a layer counts. Raises ModelError for a layer that cannot be cut so."""
     found: Plan = {}
     used: set[str] = set()
@@ -195,24 +194,24 @@ def _check_heads(model: nn.Module, plan: Plan, size: int) -> None:
 
 
 def found(model: nn.Module, size: int) -> tuple[Plan, list[str]]:
-    """The blocks of a model that can be cut, and why others that look like one were left whole."""
+    """The plan of the blocks that can be cut; and why other blocks stay whole."""
     plan: Plan = {}
-    passed: list[str] = []
-    taken: set[str] = set()  # layers of attention, of which no MLP is to be made
+    whole: list[str] = []
+    in_attention: set[str] = set()  # layers of which no MLP is made
     attentions = list(_attentions(model, size))
     for _, layers, _ in attentions:
-        taken |= layers.keys()
-    for name, layers, fault in (*attentions, *_mlps(model, taken), *_convolutions(model, size)):
+        in_attention |= layers.keys()
+    for name, layers, fault in (*attentions, *_mlps(model, in_attention), *_convolutions(model, size)):
         modules = {child: model.get_submodule(child) for child in layers}
         faults = [fault] if fault else [w for c, kind in layers.items() if (w := why_not(modules[c], kind, size))]
         if not faults and _tied(model, modules):
             faults = ["shares parameters with another layer."]
         if faults:
             short = ", ".join(child.removeprefix(f"{name}.") for child in layers)
-            passed.append(f"{name or type(model).__name__} ({short}) {faults[0]}")
+            whole.append(f"{name or type(model).__name__} ({short}) {faults[0]}")
         elif not plan.keys() & layers.keys():
             plan |= {child: (modules[child], kind) for child, kind in layers.items()}
-    return plan, passed
+    return plan, whole
 
 
 def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
@@ -222,7 +221,7 @@ def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
 
 
 Block = tuple[str, dict[str, str], str]
-"""The name of what the block is in; its layers' full names, with their kinds; why it is not taken (or nothing)."""
+"""(name of the module that has the block; its layers' full names, with their kinds; why it cannot be cut, or "")."""
 
 
 def _full(parent: str, child: str) -> str:
@@ -240,16 +239,9 @@ def _linear(parent: nn.Module, name: str) -> str | None:
 
 def _attentions(model: nn.Module, size: int) -> Iterator[Block]:
     for name, module in model.named_modules():
-        layers = _separate(model, name, module) or _fused(module)
+        layers = _separate(model, name, module) or _fused(name, module)
         if layers:
-            yield (
-                name,
-                {
-                    _full(name, child) if not child.startswith("/") else child[1:]: kind
-                    for child, kind in layers.items()
-                },
-                (_why_not_heads(module, size)),
-            )
+            yield name, layers, _why_not_heads(module, size)
 
 
 def _why_not_heads(module: nn.Module, size: int) -> str:
@@ -263,31 +255,28 @@ def _why_not_heads(module: nn.Module, size: int) -> str:
 
 
 def _separate(model: nn.Module, name: str, module: nn.Module) -> dict[str, str]:
-    """Attention with q, k and v as layers of their own: names relative to the module (with a slash before: to the
-    model) and kinds. The layer that takes what they give is in the module, or beside it."""
+    """Attention with q, k and v as layers of their own, and the output projection: full names, and kinds. The
+    projection is in the module, or beside it."""
     for names, last in _ATTENTIONS:
-        layers = [_linear(module, child) for child in (*names, last)]
-        if None not in layers:
-            *columns, out = [layer for layer in layers if layer is not None]
-            return {**dict.fromkeys(columns, "column"), out: "row"}
+        layers = [_full(name, layer) for child in (*names, last) if (layer := _linear(module, child)) is not None]
+        if len(layers) > len(names):
+            return {**dict.fromkeys(layers[:-1], "column"), layers[-1]: "row"}
     for names in dict.fromkeys(names for names, _ in _ATTENTIONS):
-        columns = [layer for child in names if (layer := _linear(module, child)) is not None]
+        columns = [_full(name, layer) for child in names if (layer := _linear(module, child)) is not None]
         if len(columns) < len(names):
             continue
-        given, taken = features(module.get_submodule(columns[-1]))[1], features(module.get_submodule(columns[0]))[0]
-        inside = [child for child in _linear_leaves(module) if child not in columns]
+        heads, width = features(model.get_submodule(columns[-1]))[1], features(model.get_submodule(columns[0]))[0]
         outer = name.rpartition(".")[0]
-        beside = [_full(outer, child) for child in _linear_leaves(model.get_submodule(outer))]
-        beside = [f"/{child}" for child in beside if not child.startswith(f"{name}.")] if name else []
-        for child in (*inside, *beside):
-            taker = model.get_submodule(child[1:]) if child.startswith("/") else module.get_submodule(child)
-            if features(taker) == (given, taken):
+        inside = [_full(name, child) for child in _linear_leaves(module)]
+        beside = [_full(outer, child) for child in _linear_leaves(model.get_submodule(outer))] if name else []
+        for child in (*inside, *(other for other in beside if not other.startswith(f"{name}."))):
+            if child not in columns and features(model.get_submodule(child)) == (heads, width):
                 return {**dict.fromkeys(columns, "column"), child: "row"}
     return {}
 
 
-def _fused(module: nn.Module) -> dict[str, str]:
-    """Attention whose q, k and v are one layer, and the layer that takes what they give."""
+def _fused(name: str, module: nn.Module) -> dict[str, str]:
+    """Attention whose q, k and v are one layer, and the output projection: full names, and kinds."""
     if not any(isinstance(getattr(module, name, None), int) for name in _HEADS):
         return {}
     leaves = [child for child in children_of(module) if is_linear(children_of(module)[child])]
@@ -295,7 +284,7 @@ def _fused(module: nn.Module) -> dict[str, str]:
     for first, last in pairwise(leaves):
         width = shapes[first][0]
         if shapes[first][1] == 3 * width and shapes[last] == (width, width):
-            return {first: "column" if first in _BY_HEAD else "qkv", last: "row"}
+            return {_full(name, first): "column" if first in _BY_HEAD else "qkv", _full(name, last): "row"}
     return {}
 
 
@@ -310,9 +299,9 @@ def _linear_leaves(module: nn.Module) -> list[str]:
     return names
 
 
-def _mlps(model: nn.Module, taken: set[str]) -> Iterator[Block]:
+def _mlps(model: nn.Module, in_attention: set[str]) -> Iterator[Block]:
     for name, module in model.named_modules():
-        blocks = list(_named_mlp(module)) or list(_sequential(module)) or list(_widening(name, module, taken))
+        blocks = list(_named_mlp(module)) or list(_sequential(module)) or list(_widening(name, module, in_attention))
         for columns, last in blocks:
             yield name, {**{_full(name, child): "column" for child in columns}, _full(name, last): "row"}, ""
 
@@ -339,7 +328,7 @@ def _sequential(parent: nn.Module) -> Iterator[tuple[Sequence[str], str]]:
                 yield [first], second
 
 
-def _widening(name: str, module: nn.Module, taken: set[str]) -> Iterator[tuple[Sequence[str], str]]:
+def _widening(name: str, module: nn.Module, in_attention: set[str]) -> Iterator[tuple[Sequence[str], str]]:
     """Two linear layers, the first of which widens and the second comes back to the width before, with nothing that has
     parameters between them."""
     if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
@@ -349,7 +338,11 @@ def _widening(name: str, module: nn.Module, taken: set[str]) -> Iterator[tuple[S
         child for child, layer in module.named_modules() if next(layer.parameters(recurse=False), None) is not None
     ]
     for first, second in pairwise(leaves):
-        if _full(name, first) in taken or _full(name, second) in taken or order.index(second) != order.index(first) + 1:
+        if (
+            _full(name, first) in in_attention
+            or _full(name, second) in in_attention
+            or order.index(second) != order.index(first) + 1
+        ):
             continue
         inputs, width = features(module.get_submodule(first))
         if width > inputs and features(module.get_submodule(second)) == (width, inputs):

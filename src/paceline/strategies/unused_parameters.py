@@ -45,7 +45,11 @@ class UsedParameters:
         mine = tuple(p.grad is not None for p in names)
         expected = self._expected.get(call)
         if expected is None:
-            self._check_dense(names)
+            for name in (name for p, name in names.items() if p.grad is not None and p.grad.is_sparse):
+                raise ModelError(
+                    f"strategy {self._strategy}: {name} has a sparse gradient. Make its Embedding with sparse=False, "
+                    "or use strategy='ddp'."
+                )
             everyone = collectives.gather_objects(mine, group)
             expected = tuple(map(any, zip(*everyone, strict=True)))
             self._expected[call] = expected if all(other == expected for other in everyone) else None
@@ -61,14 +65,6 @@ class UsedParameters:
                 "optimizer where losses take turns: run.backward(loss, optimizer=...)."
             )
         return [p.grad for p in names if p.grad is not None]
-
-    def _check_dense(self, names: Mapping[Tensor, str]) -> None:
-        for p, name in names.items():
-            if p.grad is not None and p.grad.is_sparse:
-                raise ModelError(
-                    f"strategy {self._strategy}: {name} has a sparse gradient. Make its Embedding with sparse=False, "
-                    "or use strategy='ddp'."
-                )
 
 
 def check_copies(

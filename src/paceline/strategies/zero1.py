@@ -31,22 +31,20 @@ class ZeRO1(DDP):
         self.mesh, self._sharding = mesh, sharding
         self._pickle_guard = PickleGuard("fsdp")
         self._masters = Masters(mesh)
-        self._known: list[torch.optim.Optimizer] = []
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_dense(models)
-        new = [model for model in models if not any(model is own for own in self.models)]
+        added = [optimizer for optimizer in optimizers if optimizer not in self.optimizers]
+        new = [model for model in models if model not in self.models]
         for model in new if self._sharding.checkpointing else ():
             recompute(self._sharding.layers(model))
         super().setup(models, optimizers)
         for parameter in self._names:
             self._masters.add(parameter)
-        added = [optimizer for optimizer in optimizers if not any(optimizer is known for known in self._known)]
         if any(optimizer.state for optimizer in added):
             self._check_alike("in `prepare`", "They were loaded on some")
         for optimizer in added:
             self._masters.register(optimizer)
-        self._known += added
         self._pickle_guard.install()
 
     def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:

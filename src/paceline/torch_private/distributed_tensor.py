@@ -36,6 +36,14 @@ with needed_for("tensors that are cut over devices"):
     """Fused kernels that draw for themselves, alike on each device."""
 
 require("tensors that are cut over devices", DTensor, "_local_tensor")
+require("tensors that are cut over devices", placement_types.Shard, "_split_tensor")
+require("tensors that are cut over devices", StridedShard, "_split_tensor")
+
+
+def part_of(whole: Tensor, placement: Any, size: int, place: int) -> Tensor:
+    """What the device at `place` of `size` has of a tensor that is cut by this placement: a view where that can be."""
+    parts: Sequence[Tensor] = placement._split_tensor(whole, size, with_padding=False, contiguous=False)[0]
+    return parts[place]
 
 
 def set_local(tensor: Any, local: Tensor) -> None:

@@ -164,7 +164,7 @@ class _InSequence:
         """All shards of the global batch have been computed."""
         self._end_shard()
         if self._sums is None:
-            ((_, sums),) = self._tree.held
+            ((_, sums),) = self._tree.partial
         else:
             sums = self._sums.gradients(self._tree, self._tensors, "running statistics")
         for buffer, total in zip(self._tensors, sums, strict=True):

@@ -128,7 +128,7 @@ class Serving:
     def _on_pull(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         # Copies: another worker's gradient may come before they are sent.
         weights = [(name, self.parameters.by_name[name].clone()) for name in header["names"]]
-        self._answer(worker, {"versions": self._versions_by_text(), "empty": self._empty}, weights)
+        self._answer(worker, {"versions": self._versions, "empty": self._empty}, weights)
 
     def _on_state(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         plain, tensors = self.parameters.state(header["optimizer"])
@@ -168,9 +168,6 @@ class Serving:
 
     # async: workers not in step
 
-    def _versions_by_text(self) -> dict[str, int]:
-        return {str(number): version for number, version in self._versions.items()}
-
     def _on_apply(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         number, (loader, epoch, *_) = header["optimizer"], header["chunk"]
         if self._epochs.get(loader, -1) < epoch:
@@ -183,7 +180,7 @@ class Serving:
             if not header["admitted"]:
                 self._versions[number] = self._versions.get(number, 0) + 1
         weights = [(name, parameter.clone()) for name, parameter in self.parameters.of(number)]
-        self._answer(worker, {"versions": self._versions_by_text(), "empty": self._empty}, weights)
+        self._answer(worker, {"versions": self._versions, "empty": self._empty}, weights)
 
     def _on_admit(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         number = header["optimizer"]

@@ -48,12 +48,11 @@ class Links:
         self, header: dict[str, Any], frames: Iterable[Any] = (), seconds: float = MEET_SECONDS
     ) -> list[Any]:
         """The first server's answer to a request that waits for other workers."""
-        line = self.lines[0]
-        line.send([*wire.pack(header), *frames])
+        self.lines[0].send([*wire.pack(header), *frames])
         return self._answer(0, seconds)
 
-    def tell(self, header: dict[str, Any]) -> None:
-        """All servers, without an answer."""
+    def send_all(self, header: dict[str, Any]) -> None:
+        """Sends all servers a message that has no answer."""
         for line in self.lines:
             line.send(wire.pack(header))
 
@@ -101,7 +100,7 @@ class Meetings(Channel):
         welcome: Callable[[], None],
         join: Callable[[], None] | None = None,
     ) -> None:
-        self._links, self._own, self._in_step = links, rank, in_step
+        self._links, self._own, self.in_step = links, rank, in_step
         self.members = tuple(sorted(members))  # their ranks, ascending
         self.joined: tuple[int, ...] = ()  # those that were admitted at the last meeting
         self.updated = False  # whether an update was made since the last yield of a training loader
@@ -119,13 +118,9 @@ class Meetings(Channel):
     def rank(self) -> int:
         return self.members.index(self._own)
 
-    @property
-    def in_step(self) -> bool:
-        return self._in_step
-
     def exchange(self, parts: Iterable[Any] = ()) -> list[memoryview]:
         self._check_arrived("a number over all processes was asked for (run.mean, run.sum, run.gather, run.save, ...)")
-        if not self._in_step and self._phase == "training":
+        if not self.in_step and self._phase == "training":
             raise UsageError(
                 "a number over all processes was asked for in a training batch (run.mean, run.sum, run.gather, "
                 "run.save, an evaluation, ...), but with parameter_server:mode=async the workers are not in step "
@@ -168,7 +163,7 @@ class Meetings(Channel):
                 tell_launcher(os.environ, JOINED)
         elif phase == "evaluating" or loader is not None:
             self._check_arrived(f"a loader is iterated ({phase})")
-        if phase == "evaluating" and self._phase == "training" and not self._in_step:
+        if phase == "evaluating" and self._phase == "training" and not self.in_step:
             raise UsageError(
                 "an evaluation loader is iterated in a training batch, but with parameter_server:mode=async the "
                 "workers are not in step there. Evaluate after the loop over the training loader."
@@ -178,7 +173,7 @@ class Meetings(Channel):
             if loader is not None:
                 self.open_loaders.append(loader)
         if meet:
-            self.meet(admit=loader is not None and not self._in_step)
+            self.meet(admit=loader is not None and not self.in_step)
             if self.joined:
                 self._welcome()
         self._phase = phase
@@ -260,11 +255,7 @@ class Chunks(Queue):
         self._at_end(True)
 
     def next_chunk(self, loader: str, epoch: int, wait: bool) -> Chunk | None:
-        key = (loader, epoch)
-        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "wait": wait}
-        header["empty"], self._empty = self._empty, 0
-        self._done[key], self._back[key] = [], []
-        answer = wire.header_of(self._links.wait_first({**header, "leave": False}))
+        answer = wire.header_of(self._links.wait_first(self._request((loader, epoch), wait=wait)))
         if "chunk" in answer:
             if wait:  # it may have waited for long
                 self._pull()
@@ -274,6 +265,12 @@ class Chunks(Queue):
             self.current = None
             self._at_end(False)
         return None
+
+    def _request(self, key: tuple[str, int], *, wait: bool = False, leave: bool = False) -> dict[str, Any]:
+        """A request for a chunk, with the report on earlier ones."""
+        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "empty": self._empty}
+        self._done[key], self._back[key], self._empty = [], [], 0
+        return {**header, "wait": wait, "leave": leave}
 
     def started(self, loader: str, epoch: int, chunk: Chunk) -> None:
         self.current, self.refused = (loader, epoch, *chunk), False
@@ -302,10 +299,8 @@ class Chunks(Queue):
 
     def leave(self, loader: str, epoch: int) -> None:
         """The script has left the loop: the chunks that this worker still has are free."""
-        key = (loader, epoch)
-        header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "wait": False}
         with contextlib.suppress(WorldError):  # a dead server may be why the script leaves the loop
-            self._links.ask_first({**header, "empty": self._empty, "leave": True})
+            self._links.ask_first(self._request((loader, epoch), leave=True))
 
 
 def _joined(frames: Sequence[Any]) -> memoryview:
