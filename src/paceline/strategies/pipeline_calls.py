@@ -375,7 +375,7 @@ class Calls:
             if p is not None and p in wanted
         ]
         for module, name, p in replaced:
-            parameters_of(module)[name] = self._absent[id(p)]  # type: ignore[assignment]
+            parameters_of(module)[name] = self._absent[id(p)]
         try:
             yield
         finally:

@@ -120,7 +120,7 @@ class LayerCuts:
             parallelize_module(module, self._mesh.along("tensor"), _style(kind, module), src_data_rank=None)
         else:
             tensor_layers.cut(module, kind, self._mesh.along("tensor"))
-        parameters_of(module).update(tied)  # type: ignore[arg-type]
+        parameters_of(module).update(tied)
         self._hooks.append(module.register_forward_hook(_fix_output))
         after = {name: parameters_of(module)[name] for name in before}
         return {p: new for name, p in before.items() if (new := after[name]) is not None}
