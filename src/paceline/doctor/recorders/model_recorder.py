@@ -55,9 +55,7 @@ class ModelRecorder:
         self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
         # batch norm -> (events while its weight was frozen, while it was trained)
         self._norm_counts: Any = WeakIdKeyDictionary()
-        self._eval_parts: Any = (  # module -> names of its parts in evaluation mode, as last recorded
-            WeakIdKeyDictionary()
-        )  # module -> names of its parts that are in evaluation mode, last noted
+        self._eval_parts: Any = WeakIdKeyDictionary()  # module -> last recorded names of its parts in evaluation mode
         # module -> (name, part) for the parts whose forward depends on their mode
         self._mode_parts: Any = WeakIdKeyDictionary()
         self._train_depth = 0  # calls of nn.Module.train that are under way

@@ -211,7 +211,7 @@ class _StepRecorder:
             state = machine_state() if self.replicas.is_compared(made) else None
             rescaled = self._rescaled()  # by a hook of the optimizer's, or in its own step
             self._magnitude = self._ratio_at_clip = None
-            self.log.record("step", now=True, opt=number, step=made, machine_state=state, rescaled=rescaled, **alike)
+            self.log.record("step", now=True, opt=number, step=made, machine=state, rescaled=rescaled, **alike)
 
     def _ddp_comm_seconds(self) -> dict[int, float]:
         """DDP module -> the seconds of communication that DDP itself has measured, which it does in some iterations."""
