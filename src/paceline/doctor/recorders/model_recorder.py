@@ -63,7 +63,7 @@ class ModelRecorder:
         # DDP module with find_unused_parameters -> places of the parameters that were reached
         self._reached: dict[int, set[int]] = {}
 
-    def after_init(self, module: Any, *_: Any, **__: Any) -> None:
+    def after_init(self, module: Any, /, *_: Any, **__: Any) -> None:
         """A DDP module has been constructed."""
         number = module.__dict__["_paceline_doctor"] = self.ddp_count
         self.ddp_count += 1
@@ -155,7 +155,7 @@ class ModelRecorder:
 
         return forward
 
-    def before_gradient_sync(self, module: Any, requires_gradient_sync: bool = True, **_: Any) -> None:
+    def before_gradient_sync(self, module: Any, /, requires_gradient_sync: bool = True, **_: Any) -> None:
         """FSDPModule.set_requires_gradient_sync."""
         self.sync_off = not requires_gradient_sync
         if self.sync_off:

@@ -122,7 +122,7 @@ class _StepRecorder:
         factors = [n / b for b, n in pairs]
         return factors[0] if max(factors) - min(factors) <= _SHARD_TOLERANCE * max(factors) else None
 
-    def before_zero_grad(self, thing: Any, *_: Any, **__: Any) -> None:
+    def before_zero_grad(self, thing: Any, /, *_: Any, **__: Any) -> None:
         """Record a zero_grad between a backward under no_sync and the step for which that backward was made."""
         if self._accumulating and self._drop_count < _MAX_COUNTED:
             mine = thing.parameters() if isinstance(thing, torch.nn.Module) else parameters(thing)
@@ -160,7 +160,7 @@ class _StepRecorder:
 
     # --- optimizers
 
-    def after_optimizer_init(self, optimizer: Any, *_: Any, **__: Any) -> None:
+    def after_optimizer_init(self, optimizer: Any, /, *_: Any, **__: Any) -> None:
         number = optimizer.__dict__["_paceline_doctor"] = self._optimizer_count
         self._optimizer_count += 1
         self.log.optimizers.add(optimizer)
@@ -224,7 +224,7 @@ class _StepRecorder:
                 continue
         return found
 
-    def after_load_state_dict(self, optimizer: Any, *_: Any, **__: Any) -> None:
+    def after_load_state_dict(self, optimizer: Any, /, *_: Any, **__: Any) -> None:
         self.log.record("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
 
     # --- schedulers
@@ -318,12 +318,12 @@ class _StepRecorder:
                 return float(scaler._scale)
         return None
 
-    def before_scale(self, scaler: Any, *_: Any, **__: Any) -> None:
+    def before_scale(self, scaler: Any, /, *_: Any, **__: Any) -> None:
         if all(scaler is not known for known in self._scalers):
             self._scalers.append(scaler)
         scaler._paceline_doctor_scaled = True
 
-    def before_update(self, scaler: Any, *_: Any, **__: Any) -> None:
+    def before_update(self, scaler: Any, /, *_: Any, **__: Any) -> None:
         scaler._paceline_doctor_scaled = False
 
 
