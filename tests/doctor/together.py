@@ -41,16 +41,16 @@ def child(folder: Path, number: int, args: list[str]) -> None:
     join_apart(number)
     os.chdir(folder)
     script = str(folder / "script.py")
-    book = install({"directory": str(folder), "steps": None}, "script", script)
+    log = install({"directory": str(folder), "steps": None}, "script", script)
     try:
         run_script(script, args)
     except SystemExit:
         pass
     except BaseException:  # the child ends here
-        (folder / f"error-{book.rank}").write_text(traceback.format_exc())
-        book.leave()
+        (folder / f"error-{log.rank}").write_text(traceback.format_exc())
+        log.stop()
         os._exit(1)
-    book.finish()
+    log.finish()
     os._exit(0)
 
 

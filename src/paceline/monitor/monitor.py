@@ -160,7 +160,7 @@ class Monitor:
         self._loader = loader
         now = loader.fetched_at
         if self._facts is None:
-            self._begin(loader, now)
+            self._begin(loader)
         self._sent_at = now
         self._steps = self._updates()
         self.view.begin_epoch(loader, now)
@@ -168,7 +168,7 @@ class Monitor:
         if self._display is None and self._main and self._shown:
             self._display = make_display(self._settings.progress, self.view, self.totals, self._device)
 
-    def _begin(self, loader: Loader, now: float) -> None:
+    def _begin(self, loader: Loader) -> None:
         self._facts = summary.facts(self._world, self._settings, self._device, self._stepper, self._models, loader)
         atexit.register(self._exiting)
         self._sent_steps = self._made()  # of a restored run: not 0

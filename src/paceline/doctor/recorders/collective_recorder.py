@@ -198,7 +198,7 @@ class CollectiveRecorder:
         if fields.get("of") == "grad" and hasattr(type(work), "wait"):
             self.unwaited[id(work)] = (work, self.log.caller())
 
-    def before_wait(self, work: Any, *_: Any, **__: Any) -> None:
+    def before_wait(self, work: Any, /, *_: Any, **__: Any) -> None:
         self.unwaited.pop(id(work), None)
 
     def pop_unwaited(self) -> list[Any] | None:
@@ -320,7 +320,7 @@ class CollectiveRecorder:
         self._results += 1
         return [float(v) for v in tensor.detach().reshape(-1).tolist()]
 
-    def before_point_to_point(self, op: str, *_: Any, **__: Any) -> None:
+    def before_point_to_point(self, op: str, /, *_: Any, **__: Any) -> None:
         """A send or a receive: record that there is one."""
         if not self._depth():
             self.log.record("p2p", op=op)

@@ -59,7 +59,7 @@ class _FSDPRecorder:
 
         return fully_shard
 
-    def after_init(self, module: Any, *_: Any, **__: Any) -> None:
+    def after_init(self, module: Any, /, *_: Any, **__: Any) -> None:
         """A FullyShardedDataParallel has been constructed."""
         for parameter in module.parameters():
             self.log.models.sharded[parameter] = True

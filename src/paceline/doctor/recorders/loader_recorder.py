@@ -69,10 +69,10 @@ class _LoaderRecorder:
         self._made: Counter[str] = Counter()
         self._passes = 0
 
-    def after_init(self, loader: Any, *_: Any, **__: Any) -> None:
+    def after_init(self, loader: Any, /, *_: Any, **__: Any) -> None:
         self._log.record("loader", loader=self._name(loader), **_describe(loader))
 
-    def after_construction(self, thing: Any, *_: Any, **__: Any) -> None:
+    def after_construction(self, thing: Any, /, *_: Any, **__: Any) -> None:
         """Of a sampler or a Subset: remember the line that makes it."""
         thing.__dict__[_MADE_AT] = self._log.caller(lambda frame: frame.f_code.co_name == "__init__")
 

@@ -63,9 +63,7 @@ class ModelRecorder:
         self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
         # batch norm -> (events while its weight was frozen, while it was trained)
         self._norm_counts: Any = WeakIdKeyDictionary()
-        self._eval_parts: Any = (  # module -> names of its parts in evaluation mode, as last recorded
-            WeakIdKeyDictionary()
-        )  # module -> names of its parts that are in evaluation mode, last noted
+        self._eval_parts: Any = WeakIdKeyDictionary()  # module -> last recorded names of its parts in evaluation mode
         # module -> (name, part) for the parts whose forward depends on their mode
         self._mode_parts: Any = WeakIdKeyDictionary()
         self._train_depth = 0  # calls of nn.Module.train that are under way
@@ -73,7 +71,7 @@ class ModelRecorder:
         # DDP module with find_unused_parameters -> places of the parameters that were reached
         self._reached: dict[int, set[int]] = {}
 
-    def after_init(self, module: Any, *_: Any, **__: Any) -> None:
+    def after_init(self, module: Any, /, *_: Any, **__: Any) -> None:
         """A DDP module has been constructed."""
         number = module.__dict__["_paceline_doctor"] = self.ddp_count
         self.ddp_count += 1
@@ -165,7 +163,7 @@ class ModelRecorder:
 
         return forward
 
-    def before_gradient_sync(self, module: Any, requires_gradient_sync: bool = True, **_: Any) -> None:
+    def before_gradient_sync(self, module: Any, /, requires_gradient_sync: bool = True, **_: Any) -> None:
         """FSDPModule.set_requires_gradient_sync."""
         self.sync_off = not requires_gradient_sync
         if self.sync_off:

@@ -123,7 +123,7 @@ class _StepRecorder:
         factors = [n / b for b, n in pairs]
         return factors[0] if max(factors) - min(factors) <= _SHARD_TOLERANCE * max(factors) else None
 
-    def before_zero_grad(self, thing: Any, *_: Any, **__: Any) -> None:
+    def before_zero_grad(self, thing: Any, /, *_: Any, **__: Any) -> None:
         """Record a zero_grad between a backward under no_sync and the step for which that backward was made."""
         if self._accumulating and self._drop_count < _MAX_COUNTED:
             mine = thing.parameters() if isinstance(thing, torch.nn.Module) else parameters(thing)
@@ -161,7 +161,7 @@ class _StepRecorder:
 
     # --- optimizers
 
-    def after_optimizer_init(self, optimizer: Any, *_: Any, **__: Any) -> None:
+    def after_optimizer_init(self, optimizer: Any, /, *_: Any, **__: Any) -> None:
         number = optimizer.__dict__["_paceline_doctor"] = self._optimizer_count
         self._optimizer_count += 1
         self.log.optimizers.add(optimizer)
@@ -212,7 +212,7 @@ class _StepRecorder:
             state = machine_state() if self.replicas.is_compared(made) else None
             rescaled = self._rescaled()  # by a hook of the optimizer's, or in its own step
             self._magnitude = self._ratio_at_clip = None
-            self.log.record("step", now=True, opt=number, step=made, machine_state=state, rescaled=rescaled, **alike)
+            self.log.record("step", now=True, opt=number, step=made, machine=state, rescaled=rescaled, **alike)
 
     def _ddp_comm_seconds(self) -> dict[int, float]:
         """DDP module -> the seconds of communication that DDP itself has measured, which it does in some iterations."""
@@ -225,7 +225,7 @@ class _StepRecorder:
                 continue
         return found
 
-    def after_load_state_dict(self, optimizer: Any, *_: Any, **__: Any) -> None:
+    def after_load_state_dict(self, optimizer: Any, /, *_: Any, **__: Any) -> None:
         self.log.record("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
 
     # --- schedulers
@@ -316,12 +316,12 @@ class _StepRecorder:
                 return scale
         return None
 
-    def before_scale(self, scaler: Any, *_: Any, **__: Any) -> None:
+    def before_scale(self, scaler: Any, /, *_: Any, **__: Any) -> None:
         if all(scaler is not known for known in self._scalers):
             self._scalers.append(scaler)
         scaler._paceline_doctor_scaled = True
 
-    def before_update(self, scaler: Any, *_: Any, **__: Any) -> None:
+    def before_update(self, scaler: Any, /, *_: Any, **__: Any) -> None:
         scaler._paceline_doctor_scaled = False
 
 

@@ -380,11 +380,10 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
                     f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
-                all_stay = (
-                    len({p.epoch for p in run.passes[0] if p.loader in run.training_loaders}) == 1
-                )  # or another's is
-                beside = (script_lines.attribute_use(run, "set_epoch") if all_stay else None) or about.get("sampler_at")
-                return [finding_at("no_set_epoch", same[1].at, evidence, beside)]
+                epochs = {p.epoch for p in run.passes[0] if p.loader in run.training_loaders}
+                # Where another loader's epoch moves, the call of set_epoch is that sampler's.
+                called = script_lines.attribute_use(run, "set_epoch") if len(epochs) == 1 else None
+                return [finding_at("no_set_epoch", same[1].at, evidence, called or about.get("sampler_at"))]
     return []
 
 

@@ -118,9 +118,8 @@ def _no_gradient(run: RecordedRun) -> list[Finding]:
     found: list[Finding] = []
     for opt in sorted({e["opt"] for e in run.events(0, "before")}):
         steps = [e for e in run.all_events("before") if e["opt"] == opt]
-        refused = not run.completed and any(
-            not e["find_unused"] for e in run.events(0, "ddp")
-        )  # by DDP, at its second forward
+        # DDP refuses its second forward where parameters have no gradient, unless it is told to search for them.
+        refused = not run.completed and any(not e["find_unused"] for e in run.events(0, "ddp"))
         if len(steps) < (1 if refused else MIN_STEPS) * run.processes:
             continue
         never = set(steps[0]["without"])

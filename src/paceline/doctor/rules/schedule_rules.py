@@ -75,7 +75,7 @@ def _schedulers(run: RecordedRun) -> list[Finding]:
         by[e["sched"]].append(e)
     found = _schedule_length(run, list(by.values()))
     for number, steps in by.items() if not found else ():
-        evidence = _once_per_process(run, number, steps) or _too_early(run, steps)
+        evidence = _once_per_process(run, number) or _too_early(run, steps)
         if evidence:
             made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == number), None)
             found.append(finding_at("scheduler_steps", steps[-1]["at"], evidence, made))
@@ -123,7 +123,7 @@ def _is_multiple(part: int, factor: int, whole: int) -> bool:
     return abs(part * factor - whole) <= max(factor, 0.05 * whole)
 
 
-def _once_per_process(run: RecordedRun, number: int, steps: list[Event]) -> str:
+def _once_per_process(run: RecordedRun, number: int) -> str:
     """It is stepped several times in a row, as often as there are processes."""
     rows: list[int] = []
     last, length = None, 0
@@ -147,8 +147,7 @@ def _too_early(run: RecordedRun, steps: list[Event]) -> str:
     opt = steps[-1].get("opt")
     updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
     passes = [p for p in run.passes[0] if p.loader in run.training_loaders and p.training]
-    batches = sum(len(p.yields) for p in passes)
-    often = _per_batch(run, steps, len(updates), batches, len(passes))
+    often = _per_batch(steps, len(updates), len(passes))
     if not often:
         return ""
     error = next((e for e in steps if e["k"] == "sched_error"), None)
@@ -228,7 +227,7 @@ def _meant_for_updates(steps: list[Event], updates: int) -> str:
     return f"its {last['name']} is {horizon}, for {updates} optimizer steps" if len(steps) > 1.5 * horizon else ""
 
 
-def _per_batch(run: RecordedRun, steps: list[Event], updates: int, batches: int, epochs: int) -> str:
+def _per_batch(steps: list[Event], updates: int, epochs: int) -> str:
     """How often it is stepped, where that is more than once per epoch; or else ""."""
     count = len(steps)
     if updates < MIN_REPEATS or count < 2 or (epochs and count <= epochs + 1):
