@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,15 @@ def test_required_attributes_may_be_declared_or_there() -> None:
     support.require("layers", nn.Module, "_parameters", "_call_impl")
     with pytest.raises(TorchVersionError, match=r"torch\.nn\.modules\.linear\.Linear has no '_absent'"):
         support.require("layers", nn.Linear, "weight", "_absent")
+
+
+def test_the_core_imports_nothing_that_torch_has_not() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import paceline.torch_private.core; "
+        "print(*(name for name in set(sys.modules) - before if name.startswith('torch')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert not done.stdout.strip()
 
 
 def test_the_oldest_version_is_what_the_package_asks_for() -> None:
