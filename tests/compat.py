@@ -21,7 +21,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "compat"
-TOOLS = ("hypothesis", "plotly", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "torchmetrics")
+TOOLS = (
+    "hypothesis",
+    "plotly",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "scikit-learn",
+    "tensorboard",
+    "torchmetrics",
+)
 TESTS = (
     "tests/test_torch_private.py", "tests/test_public_api.py", "tests/test_config.py", "tests/comm", "tests/strategies",
     "tests/train", "tests/fit", "tests/monitor", "tests/launcher",
@@ -33,7 +42,7 @@ MOST_SECONDS = 600.0
 
 
 def claimed(which: str) -> tuple[str, str]:
-    """(Python, torch), as 3.10 and 2.8: the oldest that the package asks for, or the newest that it says it knows."""
+    """(Python, torch), as 3.10 and 2.13: the oldest that the package asks for, or the newest that it says it knows."""
     project = (ROOT / "pyproject.toml").read_text()
     support = (ROOT / "src" / "paceline" / "torch_private" / "support.py").read_text()
     pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)

@@ -114,6 +114,8 @@ def test_an_error_of_the_disk_at_any_call_loses_nothing(
     three: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """In one save the first such call fails, in the next the second, and so on until all have had their turn."""
+    if sys.version_info < (3, 11) and call in ("mkdir", "stat"):
+        pytest.skip("pathlib of Python 3.10 has functions of its own for them, which this test does not reach")
     real, lock, newest = getattr(os, call), threading.Lock(), 3
     for fail_at in range(100):
         calls, newest = 0, newest + 1

@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import TorchVersionError
 
-OLDEST, NEWEST = "2.8", "2.15"
+OLDEST, NEWEST = "2.13", "2.15"
 """The versions of torch that the tests have run with (make compat)."""
 
 
