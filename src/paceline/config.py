@@ -157,8 +157,8 @@ def _true_or_false(setting: str, value: object) -> None:
 
 
 def file_beside(script: str | Path | None) -> Path | None:
-    """The settings file in a script's directory, if there is one; without a script (in a notebook), in the current
-    directory."""
+    """The settings file in a script's directory, or, without a script (a notebook), in the current one; None
+    without."""
     path = Path(FILE) if script is None else Path(script).parent / FILE
     return path if path.exists() else None
 

@@ -309,8 +309,7 @@ def _number(environ: Environment, name: str, *, least: int = 0, why: str = "othe
 def _master(
     environ: Environment, size: int, addr: str | None = None, port: int | None = None
 ) -> tuple[str | None, int | None]:
-    """(MASTER_ADDR, MASTER_PORT) where they are set, or else the given ones. A world of several processes needs
-    both."""
+    """(MASTER_ADDR, MASTER_PORT) where they are set, or else the given ones. Several processes need both."""
     addr = environ.get("MASTER_ADDR") or addr
     if environ.get("MASTER_PORT"):
         port = _number(environ, "MASTER_PORT", least=1)

@@ -49,8 +49,7 @@ class DoctorOptions:
 
 
 class _DoctorInterrupts(Interrupts):
-    """Signals, as the launcher handles them, and doctor's own reasons to end the run. The agent calls `check` many
-    times a second."""
+    """Signals, and doctor's own reasons to end the run. The agent calls `check` many times a second."""
 
     def __init__(self, checker: CollectiveChecker, deadline: float | None) -> None:
         super().__init__()

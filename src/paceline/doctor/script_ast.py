@@ -58,8 +58,7 @@ def called(call: ast.Call) -> str:
 
 
 def accumulates(file: str, line: int) -> bool:
-    """Does a line stand in a loop over micro-batches, by the words in the loop's head? The words in its body do not
-    count."""
+    """Does a line stand in a loop over micro-batches, by the words in the loop's head?"""
     loops = [n for n in nodes_of(file) if isinstance(n, ast.For) and holds(n, line)]
     innermost = max(loops, key=lambda n: n.lineno, default=None)
     return innermost is not None and bool(
@@ -68,8 +67,7 @@ def accumulates(file: str, line: int) -> bool:
 
 
 def world_pattern(file: str) -> re.Pattern[str]:
-    """A pattern of what stands for the number of processes in a file: the usual names, and those that one of them is
-    assigned to."""
+    """A pattern of what stands for the number of processes: the usual names, and those assigned from them."""
     names = set()
     for node in nodes_of(file):
         if not isinstance(node, ast.Assign):
@@ -95,8 +93,7 @@ def call_line(kind: str, *lines: list[Any]) -> list[Any] | None:
 
 
 def call_arguments(kind: str, *lines: list[Any]) -> str:
-    """The text of that call's arguments, followed by what is assigned to the names in it. The number of processes reads
-    `world_size`."""
+    """The text of that call's arguments and of assignments to names in it; `world_size` for any such name."""
     call = next(_calls(kind, lines), None)
     if call is None:
         return ""
@@ -118,8 +115,7 @@ def _calls(kind: str, lines: Sequence[list[Any]]) -> Iterator[tuple[str, ast.Cal
 
 
 def divided_by_world(file: str, line: int) -> bool:
-    """Is what is sent at a line divided by the number of processes, in the same function and a few lines later at
-    most?"""
+    """Is what is sent at a line divided by the number of processes within a few lines of the same function?"""
     if tree_of(file) is None:
         return False
     scope = scope_at(file, line)

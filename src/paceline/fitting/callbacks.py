@@ -30,8 +30,7 @@ class Callback:
         """`evaluate_on` was evaluated; fit.values holds the epoch's values so far."""
 
     def on_epoch_end(self, fit: Fitting) -> None:
-        """The epoch's values are in fit.history, and the best model is written. The checkpoint is written after
-        this."""
+        """The epoch's values are in fit.history, the best model is written; the checkpoint comes after this."""
 
     def on_end(self, fit: Fitting) -> None:
         """All epochs are over, or `fit` stopped early."""

@@ -168,8 +168,7 @@ class Fitting:
             self.run.save(where.directory, keep=where.keep)
 
     def end_epoch(self) -> None:
-        """Record the epoch's values, keep the best model, move a schedule that counts epochs. All processes act on the
-        numbers of rank 0."""
+        """Record the epoch's values, keep the best model, move a schedule; all processes by rank 0's numbers."""
         plan = self._plan
         self.values = collectives.broadcast_object(self.values)
         self.history.add(self.values)

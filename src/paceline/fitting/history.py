@@ -103,8 +103,7 @@ class History(Mapping[str, list[float]]):
             self._values.setdefault(name, []).append(value)
 
     def update_best(self, best: Best, monitor: str) -> bool:
-        """Record the last epoch as the best one, if it is, and return whether it is; NaN never is. Sets
-        `stopped_early`."""
+        """Is the last epoch the best one so far? NaN never is. Records it if so, and sets `stopped_early`."""
         value, last = self._values[monitor][-1], self.epochs - 1
         better = not math.isnan(value) and (
             self.best_value is None or (value < self.best_value if best.mode == "min" else value > self.best_value)

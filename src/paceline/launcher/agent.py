@@ -174,8 +174,7 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _fail(self, problem: str | None, elsewhere: Failure | None) -> RunResult:
-        """End this machine's workers and say why: a rank of this machine failed, or `problem`, or a failure
-        `elsewhere`."""
+        """End this machine's workers and say why: their own failure, or `problem`, or a failure `elsewhere`."""
         endings = list(self._endings.values())
         self.exit_code, consequence = 1, False
         ours = None if problem or not any(ending.failed for ending in endings) else report.cause(endings)
@@ -206,8 +205,7 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED, failures=failed)
 
     def _wait_for_cause(self) -> Failure | None:
-        """If only secondary failures have been reported, wait briefly for the root cause. Returns another machine's
-        failure that is one."""
+        """If only secondary failures have been reported, wait briefly for the root cause, also of other machines."""
         deadline = time.monotonic() + SETTLE_SECONDS
         elsewhere: Failure | None = self._peers.poll()
         while (

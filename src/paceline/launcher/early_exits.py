@@ -89,8 +89,7 @@ def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> di
 
 
 def _catches(pid: int, signum: int) -> bool:
-    """Does the process have a handler for the signal? One that has become another program (os.execv) has none, and the
-    signal would kill it."""
+    """Does the process handle the signal? One that has become another program (os.execv) would be killed."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         for line in status:
             if line.startswith("SigCgt:"):

@@ -60,8 +60,7 @@ class Output:
         return os.path.join(self.directory, f"rank-{rank}.log")
 
     def open(self, rank: int, first: bool) -> IO[bytes] | None:
-        """A file for the output of `rank`, which is about to start; None for the console. After a restart the file is
-        continued."""
+        """A file for the output of `rank`, which is about to start; None: the console. A restart continues it."""
         if first and self._console:
             return None
         if first:

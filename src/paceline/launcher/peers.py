@@ -85,8 +85,7 @@ class Peers:
         return int(self._call("get", "port"))
 
     def poll(self) -> Failure | None:
-        """Why another node has failed, if one has. Reads the store now and then, and tells the others that this node
-        lives."""
+        """Why another node has failed, if one has. Now and then it reads the store and shows that this node lives."""
         now = time.monotonic()
         known = self._failure is not None and not self._failure.consequence
         if self._nodes == 1 or known or now - self._polled < POLL_SECONDS:

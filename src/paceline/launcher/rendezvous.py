@@ -245,8 +245,7 @@ def _wait_for(nodes: Nodes) -> None:
 
 
 def _probe(nodes: Nodes) -> None:
-    """Raise LaunchError if what listens there is no store of torch's. In a thread, since torch waits for an answer for
-    ever."""
+    """Raise LaunchError if no store of torch's listens there. In a thread, since torch waits for ever."""
     answered = threading.Event()
 
     def ask() -> None:

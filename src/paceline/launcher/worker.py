@@ -126,8 +126,7 @@ def run_module(name: str, args: Sequence[str]) -> None:
 
 
 def run_function(path: str, args: Sequence[str]) -> None:
-    """Call the function that `paceline.launch` pickled into a file, and write what it returns into a file beside
-    that."""
+    """Call the function that `paceline.launch` pickled into a file, and write its result into one beside."""
     import pickle
 
     import cloudpickle  # type: ignore[import-untyped]  # functions of a notebook or of a function have no module to be found in
@@ -170,8 +169,7 @@ def _new_main(argv: Sequence[str], **attributes: object) -> types.ModuleType:
 
 
 def _close_process_group(pid: int) -> None:
-    """Close the script's process group. Otherwise gloo aborts the process in the interpreter's exit, about every other
-    time (torch 2.13)."""
+    """Close the script's process group: else gloo aborts the process at its exit, every other time (torch 2.13)."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and os.getpid() == pid and dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):  # of a group that is broken already

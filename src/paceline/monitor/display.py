@@ -87,8 +87,7 @@ class Display(Protocol):
 
 
 def make_display(progress: str, view: View, totals: Totals, device: torch.device) -> Display:
-    """The display for a value of the setting `progress`: "auto" is a bar where stderr is a terminal that can move its
-    cursor."""
+    """For a setting of `progress`; "auto" is a bar where stderr is a terminal that can move its cursor."""
     writer = Writer(view, totals, device)
     terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return Bar(writer) if progress == "bar" or (progress == "auto" and terminal) else Lines(writer)

@@ -110,8 +110,7 @@ class Exchange:
         return self._flight.pending is None or self._flight.pending.done()
 
     def receive(self) -> Result | None:
-        """The result of the last `send`; None where nothing was sent. Raises UsageError, on all ranks, where the keys
-        differ."""
+        """The result of the last `send`, if any. Raises UsageError, on all ranks, where the keys differ."""
         pooled, self._pooled = self._pooled, None
         if pooled is not None:
             channel = transport.channel()

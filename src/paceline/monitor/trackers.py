@@ -71,8 +71,7 @@ def cannot_track(log_dir: str | None, names: Sequence[str]) -> str | None:
 
 
 class TrackerSet:
-    """The trackers of a run, on rank 0. One that fails is left out from then on, with a warning: a curve is not worth a
-    run."""
+    """A run's trackers, on rank 0. One that fails is left out, with a warning: a curve is not worth a run."""
 
     def __init__(self, log_dir: str | None, names: Sequence[str]) -> None:
         self._log_dir, self._names = log_dir, names if log_dir is not None else ()

@@ -124,8 +124,7 @@ class CollectiveRecorder:
         return int(vars(self._local).get("depth", 0))
 
     def wrap_functional(self, op: str) -> Callable[[Any], Any]:
-        """A functional collective of torch.distributed, whose group may be a mesh's dimension or a list of
-        ranks."""
+        """A function of _functional_collectives, whose group may be a mesh's dimension or a list of ranks."""
 
         def make(original: Any) -> Any:
             signature = inspect.signature(original)
@@ -193,8 +192,7 @@ class CollectiveRecorder:
         return make
 
     def _hold_handle(self, work: Any, fields: dict[str, Any]) -> None:
-        """Keep the handle of an asynchronous reduction of gradients until the script waits for it or the optimizer
-        steps."""
+        """Keep the handle of an asynchronous reduction of gradients until a wait for it, or the next step."""
         if fields.get("of") == "grad" and hasattr(type(work), "wait"):
             self.unwaited[id(work)] = (work, self.log.caller())
 
@@ -202,8 +200,7 @@ class CollectiveRecorder:
         self.unwaited.pop(id(work), None)
 
     def pop_unwaited(self) -> list[Any] | None:
-        """[number of handles that the script has not waited for since the last step, line of the first]; None where it
-        waited for all."""
+        """[number of handles without a wait since the last step, line of the first]; None where there is none."""
         lines = [at for _, at in self.unwaited.values()]
         self.unwaited.clear()
         return [len(lines), lines[0]] if lines else None
@@ -232,8 +229,7 @@ class CollectiveRecorder:
         return tensor, must_match, fields
 
     def _identify(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Is the tensor a gradient or a weight of an optimizer, or all of them in one tensor? Returns fields of the
-        event."""
+        """Is the tensor a gradient or a weight, or all of an optimizer's? Returns fields of the event."""
         unknown = tensor.data_ptr() not in self._weights and tensor.data_ptr() not in (self._grads or ())
         growing = self._in_backward and self._digests < _MAX_DIGESTS  # gradients come one by one, each to its hook
         if self._grads is None or (unknown and (growing or not self.log.optimizers)):

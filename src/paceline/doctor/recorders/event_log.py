@@ -114,8 +114,7 @@ class EventLog:
         return next(iter(self.script_stack(1, skip) or (self.script_stack(1) if skip else [])), [])
 
     def call_stack(self) -> list[list[Any]]:
-        """[file, line] of the frames of the script and of libraries that it uses (not of torch, Python or Paceline),
-        the innermost first."""
+        """[file, line] of the frames outside torch, Python and Paceline, the innermost first."""
         found: list[list[Any]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < _MAX_CALLS:
@@ -134,8 +133,7 @@ class EventLog:
         return innermost is not None and not self._is_script(innermost[0])
 
     def script_stack(self, most: int = 6, skip: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
-        """[file, line] of the frames in the script's folder, the innermost first, without those that `skip` is true
-        of."""
+        """[file, line] of the frames in the script's folder, the innermost first, without those to `skip`."""
         found: list[list[Any]] = []
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < most:

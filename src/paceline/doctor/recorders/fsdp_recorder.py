@@ -28,8 +28,7 @@ class _FSDPRecorder:
         self._full: dict[str, list[float]] = {}  # name -> a sample of the weight before it was cut
 
     def record_cut(self, optimizer: Any, *_: Any) -> None:
-        """At the first step: samples of the full weights, for those whose shards have not changed since they were
-        cut."""
+        """At the first step: samples of the full weights whose shards are still as they were cut."""
         if not self._shards or not self.log.active:
             return
         with self.log.overhead():
@@ -84,8 +83,7 @@ def _full_samples(modules: Any) -> dict[str, list[float]]:
 
 
 def _shard_samples(modules: Any, whole: dict[str, list[float]]) -> dict[str, tuple[Any, list[float]]]:
-    """Of those parameters: this process's shard with a sample of it. A small parameter may leave some processes without
-    a shard."""
+    """This process's shards of those parameters, with samples. It may have none of a small one."""
     cut = [(name, p) for name, p in _named(modules) if name in whole and hasattr(p, "to_local")]
     return {name: (p, sample(p.to_local())) for name, p in cut if p.to_local().numel()}
 

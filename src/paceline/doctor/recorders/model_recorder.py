@@ -219,8 +219,7 @@ class ModelRecorder:
         return train
 
     def record_mode(self, module: nn.Module, number: int | None) -> None:
-        """At the start of a forward with gradients: record which parts are in evaluation mode, of those that depend on
-        their mode."""
+        """Before a forward with gradients: which of the parts that depend on their mode are in evaluation mode?"""
         with self.log.overhead():
             parts = self._mode_parts.get(module)
             if parts is None:
@@ -254,8 +253,7 @@ class ModelRecorder:
         return _post_forward
 
     def rebuilds_buckets(self, module: Any) -> bool:
-        """Does the forward that starts now communicate the order of DDP's buckets? The first one after a reduction
-        does, in C++."""
+        """Does the forward that starts now rebuild DDP's buckets? The first one after a reduction does, in C++."""
         number = module.__dict__.get("_paceline_doctor")
         static = bool(getattr(module, "static_graph", False))
         if not torch.is_grad_enabled() or (module.find_unused_parameters and not static):
@@ -272,8 +270,7 @@ class ModelRecorder:
         )
 
     def pop_reached(self, number: int) -> int | None:
-        """How many parameters of a DDP module the backward that has just ended reached on this rank; None: not
-        known."""
+        """How many of a DDP module's parameters the last backward reached on this rank; None: not known."""
         seen = self._reached.get(number)
         if seen is None:
             return None

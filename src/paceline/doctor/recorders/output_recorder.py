@@ -115,8 +115,7 @@ class _OutputRecorder:
 
 
 def _prefixed_name(value: Any, depth: int = 0) -> str:
-    """A name of a tensor that begins with DDP's `module.`, from a dictionary in which all names do; "" where there is
-    none."""
+    """The first name in a dictionary of tensors whose names all begin with DDP's `module.`; or else ""."""
     if not isinstance(value, dict) or depth > 3:
         return ""
     names = [str(name) for name, item in value.items() if isinstance(item, torch.Tensor)]

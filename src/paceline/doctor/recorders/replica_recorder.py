@@ -44,8 +44,7 @@ class ReplicaRecorder:
         return step <= _FIRST or (step & (step - 1)) == 0 or step % _EVERY == 0
 
     def after_backward(self, optimizers: Iterable[Any], made: Callable[[int], int]) -> None:
-        """Sample the gradients as the backward leaves them. made: number of an optimizer -> the steps that it has
-        made."""
+        """Sample the gradients as the backward leaves them. made: an optimizer's number -> its steps so far."""
         for optimizer in optimizers:
             number = optimizer.__dict__["_paceline_doctor"]
             if self.is_compared(made(number) + 1) and self._gradient_count < _MAX_GRADIENTS:
@@ -149,8 +148,7 @@ class ReplicaRecorder:
         return found
 
     def _outside_ddp(self, optimizer: Any) -> dict[str, Any]:
-        """Trained parameters that no DDP module reduces: name -> [line that unfroze or made it, how it comes to be
-        outside]."""
+        """name -> [line that unfroze or made it, how it comes to be outside], of what no DDP module reduces."""
         models, found = self._models, {}
         for name, p in self.named(optimizer):
             if models.ddp_count and p.requires_grad and p not in models.ddp_of:

@@ -51,8 +51,7 @@ def statement_at(tree: ast.AST | None, line: int) -> Statement:
 
 
 def _sources(loop: ast.For, line: int, used: set[str]) -> set[str]:
-    """The names from which the loop's body, before a line, assigns the `used` names: `name` in `value =
-    metrics[name].clone()`."""
+    """The names from which a loop assigns the `used` ones before a line: `name` in `value = metrics[name]`."""
     found: set[str] = set()
     assigned = (n for n in ast.walk(loop) if isinstance(n, ast.Assign) and n.lineno < line)
     for statement in sorted(assigned, key=lambda n: n.lineno, reverse=True):

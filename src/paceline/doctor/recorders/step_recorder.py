@@ -30,8 +30,7 @@ class StepLimitReached(SystemExit):
 
 
 class _StepRecorder:
-    """The state of training in this process. Optimizers and schedulers are numbered in the order of their
-    construction."""
+    """The state of training in this process. Optimizers and schedulers are numbered as they are constructed."""
 
     def __init__(self, log: EventLog, models: ModelRecorder) -> None:
         self.log, self.models = log, models
@@ -114,8 +113,7 @@ class _StepRecorder:
         return [float(g.to_local().detach().abs().sum()) for g in some] if few else []
 
     def _shard_factor(self, optimizer: Any) -> float | None:
-        """The number by which all of these shards have been multiplied since the backward; None where it is not one
-        number."""
+        """The number by which these shards have been multiplied since the backward; None: not one number."""
         before, now = self._shards.get(optimizer.__dict__["_paceline_doctor"], []), self._shard_magnitudes(optimizer)
         pairs = [(b, n) for b, n in zip(before, now) if b > 0]
         if not pairs or len(before) != len(now):
@@ -341,8 +339,7 @@ def _describe_scheduler(scheduler: Any) -> dict[str, Any]:
 
 
 def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
-    """(class, name of the length, length) of a scheduler. A SequentialLR is as long as the parts before its last one,
-    and that one, together."""
+    """(class, name of the length, length) of a scheduler; of a SequentialLR all its parts together."""
     kind = type(scheduler).__name__
     parts, start = parts_of_schedule(scheduler)
     if kind == "SequentialLR" and parts:

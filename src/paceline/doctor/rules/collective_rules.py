@@ -45,8 +45,7 @@ class _Rank:
 
 
 class CollectiveChecker:
-    """Compares what the ranks have written so far. Call `poll` at intervals while the script runs, and `finding` when
-    it has ended."""
+    """Compares what the ranks have written: call `poll` while the script runs, and `finding` at its end."""
 
     def __init__(self, directory: str, processes: int) -> None:
         self._ranks = [
@@ -87,8 +86,7 @@ class CollectiveChecker:
         return False
 
     def _waits_in_vain(self, rank: _Rank) -> bool:
-        """Does the rank wait in a collective that some rank of the group has not reached? One that all have reached is
-        under way and may be slow."""
+        """Has some rank of the group not come to this rank's collective? One that all have come to may be slow."""
         assert rank.open is not None
         members = rank.open["ranks"]
         if rank.open.get("loose") or any(m >= len(self._ranks) for m in members):
@@ -260,8 +258,7 @@ def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
 
 
 def _cycle(pairs: list[tuple[Entry, Entry]], near: list[int], last: int, way: str) -> list[int]:
-    """The fewest places, `last` among them, at which both ranks have the same values in another order; [] where there
-    are none."""
+    """The fewest places, with `last`, where both ranks have the same values in another order; [] without."""
     a, b = pairs[last]
     leading: dict[tuple[Any, Any], int] = {}  # (one rank's value, the other's) -> the first place with these
     for one in near:

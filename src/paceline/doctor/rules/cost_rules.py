@@ -57,8 +57,7 @@ def _steps(run: RecordedRun, rank: int = 0) -> list[tuple[float, list[Event]]]:
 
 
 def _share(run: RecordedRun, seconds: Callable[[Event], float], rank: int = 0) -> tuple[float, float] | None:
-    """(median share of a step, median seconds of a step) that events took, as `seconds` tells for each event; None
-    where there are too few steps."""
+    """(median share of a step, median seconds) of events, by `seconds` of each; None: too few steps."""
     steps = [(whole, sum(map(seconds, events))) for whole, events in _steps(run, rank) if whole > 0]
     if len(steps) < MIN_STEPS:
         return None

@@ -40,8 +40,7 @@ def _training(run: RecordedRun, rank: int, loader: str) -> list[Pass]:
 
 
 def _same_examples(run: RecordedRun) -> list[Finding]:
-    """same_examples: two ranks read the same examples of a loader, give the model the same inputs, or have the same
-    gradients."""
+    """same_examples: two ranks read the same examples, feed the model the same, or have the same gradients."""
     if not run.reduces_gradients or run.model_parallel:
         return []
     for loader in sorted(run.training_loaders):
@@ -56,8 +55,7 @@ def _same_examples(run: RecordedRun) -> list[Finding]:
 
 
 def _sharding_line(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
-    """Where the examples of two ranks that share some were dealt: the Subset, if theirs differ; the line that strides a
-    stream; or else the sampler."""
+    """Where shared examples were dealt: the Subsets, if they differ; the stride over a stream; or the sampler."""
     about = [run.loaders[rank].get(loader, {}) for rank in ranks]
     if about[0].get("cut") != about[1].get("cut"):
         return about[0].get("cut_at")
@@ -222,8 +220,7 @@ def _same_inputs(run: RecordedRun) -> list[Finding]:
 
 
 def _same_gradients(run: RecordedRun) -> list[Finding]:
-    """same_examples, by the first reduction of each step that the script makes itself: equal gradients come from equal
-    data."""
+    """same_examples, by the first reduction of each step by hand: equal gradients come from equal data."""
     per_rank = [_first_gradients(run.ranks[rank]) for rank in range(run.processes)]
     steps = min(map(len, per_rank))
     if steps < MIN_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
@@ -315,8 +312,7 @@ def _same_in_workers(run: RecordedRun) -> list[Finding]:
 
 
 def _same_numbers(run: RecordedRun) -> list[Finding]:
-    """same_random_numbers: a random generator of a training loader's workers is used, and begins each pass in the same
-    state."""
+    """same_random_numbers: a random generator that workers use begins each pass in the same state."""
     workers = [
         {(e["n"], e["worker"], name): state for e in run.events(rank, "worker") for name, state in e["begun"].items()}
         for rank in range(run.processes)

@@ -61,8 +61,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _evaluations(run: RecordedRun, loader: str) -> list[_Evaluation]:
-    """The evaluations with a loader; [] where only some ranks evaluate, on all the data or without sharding by this
-    loader."""
+    """The evaluations with a loader; [] where only some ranks evaluate: on all data, or sharded elsewhere."""
     per_rank = [
         [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
         for passes in run.passes
@@ -156,8 +155,7 @@ def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
 
 
 def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
-    """mean_of_means: the ranks' numbers are added and divided by the number of ranks, where their shards are
-    unequal."""
+    """mean_of_means: numbers of unequal shards are added and divided by the number of ranks."""
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
     shared = (_sharded(one) and _same_data(one)) or _disjoint(run, loader, one)
     if not shared or not all(p.complete for p in one.passes) or len(set(sizes)) == 1:
@@ -242,8 +240,7 @@ def _until_next_evaluation(loader: str, events: list[Event]) -> list[Event]:
 
 
 def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
-    """local_metric: rank 0 alone logs a number after all ranks evaluated their shards, and nothing was exchanged in
-    between."""
+    """local_metric: rank 0 alone logs a number after all evaluated their shards, and nothing was exchanged."""
     if not (_sharded(one) and _same_data(one)) and not _disjoint(run, loader, one):
         return []
     for events in one.after:

@@ -62,8 +62,7 @@ def _steps_differ(run: RecordedRun) -> list[Finding]:
 
 
 def _fsdp_sync_off(run: RecordedRun) -> list[Finding]:
-    """sync_off, with FSDP: the last backward before nearly every step reduces no gradients. (FSDP's weights cannot be
-    compared.)"""
+    """sync_off, with FSDP (whose weights cannot be compared): the last backward before a step does not reduce."""
     if not any(run.events(0, "fsdp")):
         return []
     steps = kept = 0
@@ -196,8 +195,7 @@ def _names(differing: list[tuple[str, float]]) -> str:
 
 
 def _differing(ranks: list[Samples]) -> list[tuple[str, float]]:
-    """(name, largest difference by mean magnitude) of the tensors that differ. Tensors of different shapes are parts of
-    one model, and do not count."""
+    """(name, largest difference by mean magnitude) of tensors of one shape that differ."""
     found = []
     for name, first in ranks[0].items():
         others = [o for tensors in ranks[1:] if (o := tensors.get(name)) is not None and o[0] == first[0]]
@@ -219,8 +217,7 @@ def _distance(a: float, b: float) -> float:
 
 
 def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, words: str) -> list[Finding]:
-    """written_outside: the weights were equal after one step and not before a later one, and a rank saw its weights
-    change between two steps."""
+    """written_outside: equal after one step, unequal before a later one, and a rank saw its weights change."""
     if alike is None:
         return []
     moved = [
@@ -269,8 +266,7 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
 
 
 def _averaged_copy_line(run: RecordedRun, before: Event) -> Any:
-    """The line where the script, after its first step, reduces something of the size of a weight or of all weights: a
-    copy."""
+    """The line that reduces, after the first step, something of the size of a weight or of all: a copy."""
     sizes = {int(values[0]) for values in before["weights"].values()}
     sizes.add(sum(sizes))
     stepped = False

@@ -142,8 +142,7 @@ def _once_per_process(run: RecordedRun, number: int) -> str:
 
 
 def _too_early(run: RecordedRun, steps: list[Event]) -> str:
-    """It is stepped per batch, where its length counts epochs, or per micro-batch, and is over while training goes
-    on."""
+    """It is stepped per batch, where its length counts epochs, or per micro-batch, and is over too early."""
     opt = steps[-1].get("opt")
     updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
     passes = [p for p in run.passes[0] if p.loader in run.training_loaders and p.training]
@@ -218,8 +217,7 @@ def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
 
 
 def _meant_for_updates(steps: list[Event], updates: int) -> str:
-    """Why its length must count optimizer steps: a cosine of just that length was stepped far more often. "" where it
-    was not."""
+    """Why its length must count optimizer steps: a cosine of that length was stepped far more often. Or ""."""
     last = steps[-1]
     horizon = last["horizon"]
     if last["type"] != "CosineAnnealingLR" or not horizon or abs(horizon - updates) > 0.1 * updates:
