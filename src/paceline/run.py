@@ -241,8 +241,8 @@ class Run:
             options=options,
         )
         source = make_source(dataset, given, seed=self.seed, plan=plan)
-        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end, "noise": self._noise}
-        loader = Loader(source, name=name, train=train, device=self.device, **hooks)
+        hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
+        loader = Loader(source, device=self.device, noise=self._noise, **hooks)
         if train:
             self._state.add_loader(loader)
         return loader

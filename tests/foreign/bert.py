@@ -45,7 +45,7 @@ def masks_of(loader: Loader, batch: Any) -> dict[str, Any]:
 def whole(collate: Any, dataset: Any) -> Loader:
     given = LoaderArguments(global_batch=BATCH, shuffle=True, options={"collate_fn": collate})
     source = make_source(dataset, given, seed=SEED, plan=partial(one_shard, 1, 0))
-    return Loader(source, name="train", train=True, device=torch.device("cpu"), on_yield=lambda _: None)
+    return Loader(source, device=torch.device("cpu"), on_yield=lambda _: None)
 
 
 def trained(strategy: str | None, micro_batch: str, seed: str = "") -> dict[str, Any]:

@@ -33,7 +33,7 @@ def whole(fn: Callable[[Rows], Any], global_batch: int, steps: int | None) -> Lo
     """A loader of one process, for the plain original."""
     given = LoaderArguments(global_batch=global_batch, options={"collate_fn": RowCollate(fn, global_batch)})
     source = make_source(RowDataset(global_batch, steps), given, seed=SEED, plan=partial(one_shard, 1, 0))
-    return Loader(source, name="train", train=True, device=torch.device("cpu"), on_yield=lambda _: None)
+    return Loader(source, device=torch.device("cpu"), on_yield=lambda _: None)
 
 
 @contextlib.contextmanager

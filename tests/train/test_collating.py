@@ -92,8 +92,8 @@ def loaders(size: int, micro_batch: int | None = None, workers: int = 0, **chang
         arguments = LoaderArguments(micro_batch=micro_batch, options=dict(options), **keys)
         plan = partial(one_shard, size, rank)
         source = make_source(given["dataset"], arguments, seed=given["seed"], plan=plan)
-        hooks: Any = {"train": True, "device": torch.device("cpu"), "on_yield": lambda _: None}
-        made.append(Loader(source, name="train", **hooks))
+        hooks: Any = {"device": torch.device("cpu"), "on_yield": lambda _: None}
+        made.append(Loader(source, **hooks))
     return made
 
 

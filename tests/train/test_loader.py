@@ -40,7 +40,7 @@ def loader(dataset: Any, rank: int = 0, size: int = 1, train: bool = True, **cha
     seed = keys.pop("seed")
     given = LoaderArguments(train=train, options=changed, **keys)
     source = make_source(dataset, given, seed=seed, plan=partial(one_shard, size, rank))
-    return Loader(source, name=keys["name"], train=train, device=torch.device("cpu"), on_yield=lambda _: None)
+    return Loader(source, device=torch.device("cpu"), on_yield=lambda _: None)
 
 
 class Noisy(Dataset[dict[str, Any]]):

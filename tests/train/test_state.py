@@ -176,7 +176,7 @@ def test_torchs_own_samplers_with_a_generator_go_on(tmp_path: Path) -> None:
     def indices(start: int) -> list[list[int]]:
         given = LoaderArguments(name="a", batch_sampler=Batches())
         source = make_source(DATA, given, seed=0, plan=partial(one_shard, 1, 0))
-        made = Loader(source, name="a", train=True, device=torch.device("cpu"), on_yield=lambda _: None)
+        made = Loader(source, device=torch.device("cpu"), on_yield=lambda _: None)
         made.load_state_dict({"epoch": 1, "step": start, **source.identity()})
         return [list(made.indices) for _ in made]
 

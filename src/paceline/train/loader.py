@@ -72,17 +72,15 @@ class Loader:
         self,
         source: Source,
         *,
-        name: str,
-        train: bool,
         device: torch.device,
         on_yield: Callable[[Loader], None],
         on_end: Callable[[Loader, bool], None] = lambda loader, whole: None,
         noise: Noise | None = None,
     ) -> None:
-        self.name, self.train, self._device, self.noise = name, train, device, noise
+        self.name, self.train, self._device, self.noise = source.name, source.train, device, noise
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
         self.streams = source.streams
-        source.probing = train and collectives.size_of() > 1 and source.plan().in_step
+        source.probing = self.train and collectives.size_of() > 1 and source.plan().in_step
         self.epoch = 0  # the current epoch; between epochs the next one
         self.current: Request | None = None  # the current yield; None outside a pass
         self.loop_exit: LoopExit | None = None  # of the last pass that was left before its end

@@ -73,7 +73,7 @@ class Source:
     """
 
     def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
-        self.dataset, self.name, self.seed, self.plan = dataset, given.name, seed, plan
+        self.dataset, self.name, self.train, self.seed, self.plan = dataset, given.name, given.train, seed, plan
         self.global_batch = given.global_batch  # None where a batch sampler makes the batches
         self.micro_batch, self.drop_last = given.micro_batch, given.drop_last
         self.options = {key: value for key, value in given.options.items() if key != "collate_fn"}
