@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.strategies import test_pipeline_schedules as pipelines
 from tests.strategies import test_tensor as tensors
-from tests.strategies.checks import layers, plainly
+from tests.strategies.checks import layers, plainly, started
 from tests.strategies.test_tensor import Transformer, counted, counted_by_hand, loss_fn, same
+from torch import Tensor, nn
+
+from paceline.comm import collectives
 
 
 @pytest.mark.ranks(conformance=4)
@@ -22,3 +26,28 @@ def test_pipelines_of_two_pairs_train_as_plain_pytorch(schedule: str) -> None:
     strategy = f"pipeline:stages=2,schedule={schedule}"
     ours = pipelines.trained(layers, pipelines.two_counts, strategy, adam=True, micro=1)
     same(ours, plainly(layers, pipelines.two_counts_by_hand, adam=True), 1e-8)
+
+
+class Fused(nn.Module):
+    """Attention whose q, k and v are one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [third.unflatten(-1, (4, 4)).transpose(1, 2) for third in self.c_attn(x).split(16, -1)]
+        return self.c_proj(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.ranks(conformance=4)
+def test_whole_weights_load_into_fused_attention_that_is_cut_and_sharded() -> None:
+    model = Fused()
+    with started(strategy="fsdp+tensor:size=2,min_params=0") as run:
+        whole = collectives.broadcast_object({name: torch.randn_like(p) for name, p in model.state_dict().items()})
+        model = run.prepare(model)
+        model.load_state_dict(whole)
+        state = run._strategy.state_dict()["models"][0]
+        if run.main:
+            assert [name for name in whole if not torch.equal(state[name], whole[name])] == []
