@@ -30,7 +30,7 @@ from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import rejoining
 from paceline.strategies.servers.work_queue import Exchanges, PassQueue
 from paceline.strategies.servers.worker_links import Chunks, Links
-from paceline.train.order import permutation
+from paceline.train.randomness import permutation
 from paceline.world import World
 
 SCRIPT = Path(__file__).parent / "server_script.py"

@@ -22,10 +22,14 @@ def later(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return not request.param
 
 
-def result(sums: WeightedSum) -> list[float]:
-    sums.fold()
-    device: Tensor = sums.device if sums.device is not None else torch.zeros(3)
-    top, weight, rest = (host + kept for host, kept in zip(sums.host, device.tolist()))
+def result(*processes: WeightedSum) -> list[float]:
+    """[sum, weight] over all processes, added as an all-reduce does: the three sums of each."""
+    whole = [0.0, 0.0, 0.0]
+    for sums in processes:
+        sums.fold()
+        device: Tensor = sums.device if sums.device is not None else torch.zeros(3)
+        whole = [a + host + kept for a, host, kept in zip(whole, sums.host, device.tolist())]
+    top, weight, rest = whole
     return [top + rest, weight]
 
 
@@ -61,12 +65,11 @@ def test_sums_of_many(later: bool) -> None:
 
 def test_a_sum_over_nothing_counts_unless_it_is_no_number(later: bool) -> None:
     """Total(penalty, 0) on a shard without tokens is part of the loss; 0 / 0 is not."""
-    sums, other = WeightedSum(CPU), WeightedSum(CPU)
+    sums = WeightedSum(CPU)
     for value, weight in ((6.0, 2.0), (0.5, 0.0), (float("nan"), 0.0)):
         sums.add(torch.tensor(value), weight, summed=True)
-    other.merge(sums)
-    other.add(1.0, 1)
-    assert result(other) == [7.5, 3.0]
+    sums.add(1.0, 1)
+    assert result(sums) == [7.5, 3.0]
 
 
 def test_the_order_changes_no_bit(later: bool) -> None:
@@ -81,9 +84,7 @@ def test_the_order_changes_no_bit(later: bool) -> None:
         processes = [WeightedSum(CPU) for _ in range(number + 1)]
         for place, i in enumerate(order):
             processes[place % len(processes)].add(values[i], counts[i])
-        for other in processes[1:]:
-            processes[0].merge(other)
-        found.add(result(processes[0])[0])
+        found.add(result(*processes)[0])
         plain.add(sum(float(values[i]) * counts[i] for i in order))
     assert len(found) == 1 < len(plain)
     assert found.pop() == pytest.approx(float(exact), rel=1e-15)

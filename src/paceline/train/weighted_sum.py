@@ -84,13 +84,6 @@ class WeightedSum:
         if rest == rest:  # not of inf
             self.host[2] += (rest + _FINE) - _FINE
 
-    def merge(self, other: WeightedSum) -> None:
-        """Add another sum to this one."""
-        self.host = [mine + its for mine, its in zip(self.host, other.host, strict=True)]
-        self._deferred += other._deferred
-        if other.device is not None:
-            self.device = other.device if self.device is None else self.device + other.device
-
     def clear(self) -> None:
         self.host, self.device, self._deferred = [0.0, 0.0, 0.0], None, []
 

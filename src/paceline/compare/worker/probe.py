@@ -67,7 +67,6 @@ class Probe:
         self._traffic: list[Traffic | None] = []  # when timing began and when it ended
         self._memory: tuple[int, str] | None = None
         self._profile: CommunicationProfile | None = None
-        self._communication: CommunicationTime | None = None
         self._start_up: float | None = None
         self._written = False
         run._stepper.losses = []  # the monitor is told to be quiet, and leaves them
