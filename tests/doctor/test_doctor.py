@@ -23,7 +23,8 @@ from paceline.doctor.findings import CAUSES, Finding
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = Path(__file__).with_name("together.py")
-CUT = {"no sampler", "no set_epoch", "padded sums", "clipped before unscaling", "the same size, another order",
+CUT = {"no sampler", "no set_epoch", "padded sums", "clipped before unscaling",
+       "unfrozen after DDP, and clipped", "the same size, another order",
        "Paceline: a metric of a shard", "metric of a set that was cut", "smoothed and not divided",
        "all on the first device", "DDP fails on an unused layer"}  # fmt: skip
 

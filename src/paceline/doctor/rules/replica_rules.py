@@ -249,7 +249,7 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
         when += "; no gradient was reduced, by DDP or by a call of the script's"
         return finding_at("not_reduced", at, when, _averaged_copy_line(run, before[0]))
     if any(run.events(0, "ddp")):
-        return _under_ddp(run, before[0], names, when)
+        return _under_ddp(run, before, names, when)
     kept = _unreduced_names(given, [e.get("own") or {} for e in before])
     calls = [e for e in run.events(0, "coll") if e.get("of") == "grad"]
     if kept and calls:
@@ -311,14 +311,20 @@ def _events_since_step(run: RecordedRun, before: Event) -> list[Event]:
     return events[next(steps, 0) : end]
 
 
-def _under_ddp(run: RecordedRun, before: Event, names: set[str], when: str) -> Finding:
-    """unknown_to_ddp, sync_off, past_ddp or gradients_differ."""
+def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str) -> Finding:
+    """unknown_to_ddp, sync_off, past_ddp or gradients_differ. ranks: the step's "before" event of each rank; names: of
+    the gradients that differ there."""
+    before = ranks[0]
     window = _events_since_step(run, before)
     outside = before.get("outside") or {}
-    if names <= set(outside):
-        at, how = next(place for name, place in outside.items() if name in names)
+    # Each rank clips by a norm of its own when one gradient is its own: then all of them differ before the step, and
+    # only those that DDP does not reduce after the backward.
+    unreduced = {name for name, _ in _differing([e.get("own") or {} for e in ranks])} or names
+    if unreduced <= set(outside):
+        at, how = next(place for name, place in outside.items() if name in unreduced)
         line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
-        return finding_at("unknown_to_ddp", line, f"{when}; DDP does not reduce them: they were {how}")
+        whose = "them" if unreduced == names else "those of " + ", ".join(sorted(unreduced)[:_NAMED])
+        return finding_at("unknown_to_ddp", line, f"{when}; DDP does not reduce {whose}: they were {how}")
     passes = [e for e in window if e["k"] == "backward"]
     past = [e for e in window if e["k"] == "past"] or list(run.events(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
