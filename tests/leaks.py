@@ -21,6 +21,7 @@ ENVIRONMENT_OF_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn's import
     "KMP_INIT_AT_FORK",  # scikit-learn's import
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch.compile
     "TRITON_CACHE_DIR",  # torch.compile
 }
 PROCESSES_OF_LIBRARIES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
@@ -37,7 +38,11 @@ def threads() -> Snapshot:
 
 
 def _of_torch_compile(thread: threading.Thread) -> bool:
-    """The pool and the progress bar's thread that torch.compile keeps, once used, for the life of the process."""
+    """The pools and the progress bar's thread that torch.compile keeps, once used, for the life of the process."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    pool = compiler.AsyncCompile.pool if compiler else None
+    if pool is not None and pool.cache_info().currsize and thread in pool()._threads:
+        return True
     return "SubprocPool" in thread.name or type(thread).__module__.startswith(("torch._inductor", "tqdm"))
 
 

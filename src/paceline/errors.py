@@ -1,4 +1,4 @@
-"""Every exception that Paceline raises on purpose.
+"""Every exception that Paceline raises on purpose, and how it warns.
 
     PacelineError
     ├── SettingError      a setting, argument or option has a value that cannot work   (also a ValueError)
@@ -18,7 +18,12 @@ A message names the setting or call, what was received, and the remedy; of a mis
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
+
+_NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")
+"""Packages whose lines a warning does not name."""
 
 
 class PacelineError(Exception):
@@ -71,3 +76,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Known: {', '.join(names)}."
+
+
+def warn(message: str) -> None:
+    """A UserWarning at the innermost line outside Paceline and torch: the script's, or that of a library it calls."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

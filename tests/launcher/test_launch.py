@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -230,7 +231,8 @@ def test_failing_rank_is_shown_once_and_the_stubborn_ends(launches: Launches) ->
             raise ValueError(f"bad data in {{path}}")
         ValueError: bad data in shard-3
     """
-    assert result == (1, "", textwrap.dedent(expected))
+    shown = re.sub(r"\n +[~^]+(?=\n)", "", result[2])  # from Python 3.11 on it points at the part of a line that failed
+    assert (*result[:2], shown) == (1, "", textwrap.dedent(expected))
     assert seconds < 8.0  # less than 5 on an idle machine, 3 of them patience; torch's own agent takes 30
 
 

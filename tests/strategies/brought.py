@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.strategies.checks import started
-from tests.strategies.test_tensor import whole
+from tests.strategies.exported import whole
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 

@@ -43,7 +43,7 @@ from tests.strategies.brought import (
     with_mask,
 )
 from tests.strategies.checks import started
-from tests.strategies.test_tensor import same, whole
+from tests.strategies.exported import same, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ from tests.strategies.checks import (
     sequential_loss,
     started,
 )
-from tests.strategies.test_tensor import same, whole
+from tests.strategies.exported import check_checkpoints, same, whole
 from torch import Tensor, nn
 
 import paceline
@@ -341,28 +339,8 @@ def test_two_optimizers_one_of_which_a_stage_has_nothing_of() -> None:
 
 @pytest.mark.ranks(2, campaign=4)
 def test_a_checkpoint_is_read_by_other_strategies_and_sizes() -> None:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    reference = plainly(layers, sequential_loss, adam=True)
     others = [f"{name}{',' if ':' in name else ':'}balance=cost" for name in strategies()]
-    for number, (before, after) in enumerate(zip(["ddp", *others], [*others, "ddp"], strict=True)):
-        place = Path(folder[0]) / str(number)
-        for strategy, stop in ((before, 7), (after, None)):
-            with started(strategy=strategy) as run:
-                model, optimizer = run.prepare(*make(layers, True))
-                loader = run.loader(data(), global_batch=BATCH)
-                assert run.restore(place, missing_ok=True) == (stop is None)
-                for _ in run.epochs(EPOCHS):
-                    for batch in loader:
-                        run.forward_backward(sequential_loss, model, batch)
-                        run.step(optimizer)
-                        if run.steps == stop:
-                            run.save(place)
-                            break
-                    if run.steps == stop:
-                        break
-                if stop is None:
-                    same(whole(run), reference, 1e-8)
+    check_checkpoints(layers, sequential_loss, others)
 
 
 @pytest.mark.ranks(2, campaign=4)

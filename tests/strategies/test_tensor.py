@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from tests.strategies.checks import BATCH, EPOCHS, TOKENS, Loss, N, X, Y, data, make, plainly, started
+from tests.strategies.exported import apart, check_checkpoints, same, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
@@ -95,15 +93,6 @@ def counted_by_hand(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return total.sum / total.count + mean
 
 
-def whole(run: paceline.Run) -> dict[str, Tensor]:
-    """The weights of the run's model, as an export holds them."""
-    name = [tempfile.mkdtemp() if run.main else ""]
-    dist.broadcast_object_list(name)
-    path = Path(name[0]) / "model.safetensors"
-    run.export(path)
-    return load_file(path)
-
-
 def trained(
     model: Callable[[], nn.Module],
     loss: Loss,
@@ -127,17 +116,6 @@ def trained(
                     run.forward_backward(loss, built, batch)
                 run.step(optimizer, max_grad_norm=clip)
         return whole(run)
-
-
-def apart(ours: dict[str, Tensor], theirs: nn.Module) -> float:
-    expected = theirs.state_dict()
-    assert ours.keys() == expected.keys()
-    square = sum(float((ours[k].double() - expected[k].double()).square().sum()) for k in expected)
-    return float((square / sum(float(t.double().square().sum()) for t in expected.values())) ** 0.5)
-
-
-def same(ours: dict[str, Tensor], theirs: nn.Module, tolerance: float = 1e-10) -> None:
-    assert apart(ours, theirs) <= tolerance, apart(ours, theirs)
 
 
 def fused() -> nn.Module:
@@ -272,28 +250,7 @@ def test_clipping_and_values_that_are_not_finite_look_at_all_parts() -> None:
 
 @pytest.mark.ranks(2, campaign=4)
 def test_a_checkpoint_is_read_by_other_strategies_and_sizes() -> None:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    reference = plainly(Transformer, loss_fn, adam=True)
-    others = strategies()
-    for number, (before, after) in enumerate(zip(["ddp", *others], [*others, "ddp"], strict=True)):
-        place = Path(folder[0]) / str(number)
-        for strategy, stop in ((before, 7), (after, None)):
-            with started(strategy=strategy) as run:
-                model, optimizer = run.prepare(*make(Transformer, True))
-                loader = run.loader(data(), global_batch=BATCH)
-                assert run.restore(place, missing_ok=True) == (stop is None)
-                for _ in run.epochs(EPOCHS):
-                    for batch in loader:
-                        run.forward_backward(loss_fn, model, batch)
-                        run.step(optimizer)
-                        if run.steps == stop:
-                            run.save(place)
-                            break
-                    if run.steps == stop:
-                        break
-                if stop is None:
-                    same(whole(run), reference, 1e-8)
+    check_checkpoints(Transformer, loss_fn, strategies())
 
 
 @pytest.mark.ranks(conformance=2, campaign=4)

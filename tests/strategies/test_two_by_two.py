@@ -7,7 +7,8 @@ import torch
 from tests.strategies import test_pipeline_schedules as pipelines
 from tests.strategies import test_tensor as tensors
 from tests.strategies.checks import layers, plainly, started
-from tests.strategies.test_tensor import Transformer, counted, counted_by_hand, loss_fn, same
+from tests.strategies.exported import same
+from tests.strategies.test_tensor import Transformer, counted, counted_by_hand, loss_fn
 from torch import Tensor, nn
 
 from paceline.comm import collectives

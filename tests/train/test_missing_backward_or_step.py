@@ -247,8 +247,9 @@ def test_a_loop_without_any_update_is_told_at_its_end() -> None:
     next(epochs)
     for x, y in run.loader(DATA, global_batch=20):
         run.backward(F.mse_loss(model(x), y))
-    with pytest.warns(UserWarning, match=r"loader 'train' has gradients that no run\.step has used"):
+    with pytest.warns(UserWarning, match=r"loader 'train' has gradients that no run\.step has used") as told:
         next(epochs, None)
+    assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.close()

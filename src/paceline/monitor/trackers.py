@@ -11,12 +11,13 @@ import math
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
+
+from paceline.errors import warn
 
 Config = Mapping[str, "str | int | float | bool"]
 
@@ -109,10 +110,9 @@ class TrackerSet:
             getattr(tracker, method)(*args)
             return True
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"the tracker {type(tracker).__name__} failed in {method} and is left out from here on: "
                 f"{type(error).__name__}: {error}",
-                stacklevel=2,
             )
             return False
 

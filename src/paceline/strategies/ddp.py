@@ -28,7 +28,6 @@ time, for models whose path depends on the data.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh
-from paceline.errors import ModelError, SettingError, UnusedParameterError
+from paceline.errors import ModelError, SettingError, UnusedParameterError, warn
 from paceline.strategies import ddp_hook
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import BatchPlan, one_shard
@@ -246,10 +245,9 @@ class DDP(LoopStrategy):
             alike = all(other == union for other in everyone)
             self._expected[call] = union if alike else None
             if not alike and not self.find_unused and self.world.rank == 0:
-                warnings.warn(
+                warn(
                     f"the ranks' losses reach different parameters ({self._unlike(everyone)}): they are compared at "
                     "every step from now on. Set strategy='ddp:find_unused=true' if that is meant.",
-                    stacklevel=2,
                 )
         return union
 

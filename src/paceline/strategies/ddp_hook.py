@@ -26,7 +26,6 @@ import math
 import queue
 import sys
 import threading
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from torch.futures import Future
 from paceline.comm import codec_sums, codecs, collectives
 from paceline.comm.codecs import Codec, State
 from paceline.comm.reducers import REDUCERS
-from paceline.errors import SettingError, suggest
+from paceline.errors import SettingError, suggest, warn
 from paceline.strategies.base import Strategy
 from paceline.torch_private.core import foreach_add_, foreach_div_
 from paceline.world import World
@@ -86,10 +85,9 @@ def load(reduction: Reduction | None, state: Mapping[str, Any], names: Mapping[T
     if reduction is not None and reduction.codec is not None:
         reduction.load(saved or {"residual": {}, "q": {}}, names)
     elif saved is not None and collectives.rank_of() == 0:
-        warnings.warn(
+        warn(
             f"the checkpoint's run had codec={saved['name']}, and this one has none: the parts of gradients that it "
             "had not sent yet are left out.",
-            stacklevel=2,
         )
 
 

@@ -23,12 +23,10 @@ torch's ZeroRedundancyOptimizer, which places whole tensors: with few large ones
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
 from paceline.comm.mesh import Mesh
-from paceline.errors import SettingError, suggest
+from paceline.errors import SettingError, suggest, warn
 from paceline.strategies.base import LoopStrategy
 from paceline.strategies.fsdp2 import FSDP2
 from paceline.strategies.fsdp_wrapping import Sharding
@@ -109,10 +107,9 @@ def fsdp(
     """
     check(world.size, stage=stage, min_params=min_params, mixed=mixed, offload=offload, replicate=replicate)
     if mixed != "none" and world.rank == 0:
-        warnings.warn(
+        warn(
             f"strategy fsdp: mixed={mixed} computes in {mixed}, so that the model is near to that of other "
             "strategies, and not the same.",
-            stacklevel=2,
         )
     sizes = {"replicate": replicate, "shard": world.size // replicate}
     mesh = Mesh(device, world.rank, sizes if replicate > 1 else {"shard": world.size})

@@ -8,7 +8,6 @@ replicated while a run with this strategy is open: they are the same on all devi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
-from paceline.errors import ModelError
+from paceline.errors import ModelError, warn
 from paceline.strategies import tensor_layers, tensor_plan
 from paceline.strategies.dtensor_context import dtensor_context
 from paceline.strategies.outputs import mapped
@@ -104,7 +103,7 @@ class LayerCuts:
         left = [line for _, lines in found for line in lines]
         if left and self._mesh.rank == 0:
             more = f"; and {len(left) - 2} more" if len(left) > 2 else ""
-            warnings.warn(f"strategy tensor: left whole: {'; '.join(left[:2])}{more}", stacklevel=4)
+            warn(f"strategy tensor: left whole: {'; '.join(left[:2])}{more}")
         return [plan for plan, _ in found]
 
     def _cut(self, module: nn.Module, kind: str, replaced: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:

@@ -10,7 +10,6 @@ first global batch, and digests of its first examples.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
-from paceline.errors import UsageError
+from paceline.errors import UsageError, warn
 
 COMPARED = 8
 """Examples of the first global batch that each rank reads beside its own, to compare them."""
@@ -120,12 +119,11 @@ def check_same_data(name: str, made_of: dict[str, Any], probe: Probe | None) -> 
             f"{_REMEDY}"
         )
     if collectives.rank_of() == 0:
-        warnings.warn(
+        warn(
             f"loader {name!r}: the examples of the same indices are not the same on all ranks (rank {other} and rank "
             f"0). If they are other data, some are lost and others seen twice. {_REMEDY} If they are only augmented "
             "at random, draw from torch's, NumPy's or Python's own generator, which Paceline keys by the example, and "
             "runs can be repeated.",
-            stacklevel=2,
         )
 
 

@@ -26,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -38,7 +37,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.errors import CheckpointError, SettingError
+from paceline.errors import CheckpointError, SettingError, warn
 from paceline.train import manifest as manifests
 from paceline.train import tree
 from paceline.train.atomic import contents, explained, make_directory, nearest, remove_debris, scratch, sha256_of, sync
@@ -389,4 +388,4 @@ def _only_warned(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        warnings.warn(f"{what}: {error}.", stacklevel=8)  # the line of run.save()
+        warn(f"{what}: {error}.")  # the line of run.save()

@@ -6,14 +6,13 @@ The processes compare it when a run starts. A checkpoint holds it, and it is com
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.comm import collectives
-from paceline.errors import CheckpointError, SettingError
+from paceline.errors import CheckpointError, SettingError, warn
 from paceline.world import processor
 
 # Keys of a fingerprint, with their names in messages: those that must not differ, and those that had better not.
@@ -34,15 +33,14 @@ def fingerprint(shards: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def check_resumed(saved: Mapping[str, Any] | None, here: Mapping[str, Any], warn: bool) -> None:
-    """Raises CheckpointError where a resumed run cannot have the same bits. warn: whether this process warns where the
-    bits may differ. saved: the checkpoint's fingerprint; None for one of a run that was not reproducible."""
+def check_resumed(saved: Mapping[str, Any] | None, here: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a resumed run cannot have the same bits. Rank 0 warns where the bits may differ.
+    saved: the checkpoint's fingerprint; None for one of a run that was not reproducible."""
     if saved is None:
-        if warn:
-            warnings.warn(
+        if collectives.rank_of() == 0:
+            warn(
                 "the checkpoint is of a run without `reproducible`: what it holds is taken as it is, and only what "
                 "follows is the same on any number of processes.",
-                stacklevel=2,
             )
         return
     for key, name in _MUST.items():
@@ -53,11 +51,10 @@ def check_resumed(saved: Mapping[str, Any] | None, here: Mapping[str, Any], warn
                 f"with other bits. Start with {remedy}, or without `reproducible`."
             )
     for key, name in _SHOULD.items():
-        if saved[key] != here[key] and warn:
-            warnings.warn(
+        if saved[key] != here[key] and collectives.rank_of() == 0:
+            warn(
                 f"the checkpoint was written with {name}: {saved[key]!r}, and this run has {here[key]!r}: its bits may "
                 "differ from here on from those of a run without the change.",
-                stacklevel=2,
             )
 
 
@@ -74,10 +71,9 @@ def check_ranks(here: Mapping[str, Any]) -> None:
     for key, name in _SHOULD.items():
         found = list(dict.fromkeys(str(other[key]) for other in everyone))
         if len(found) > 1 and collectives.rank_of() == 0:
-            warnings.warn(
+            warn(
                 f"reproducible={here['shards']}: the processes differ in {name} ({'; '.join(found)}): which of them "
                 "computes a shard may change its bits.",
-                stacklevel=2,
             )
 
 

@@ -7,12 +7,13 @@ function (randomness.permutation), so the examples of step k are known without r
 from __future__ import annotations
 
 import inspect
-import pickle
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
+from multiprocessing import reduction
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -246,9 +247,9 @@ class Loader:
     def _from_source(self, epoch: int, start: int) -> Iterator[Fetched]:
         try:
             yield from self._source.fetch(epoch, start)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if "pickle" in str(error).lower() and self._source.options.get("num_workers"):
-                raise UsageError(cannot_be_sent(self.name, error)) from error
+        except Exception as error:
+            if any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+                raise UsageError(cannot_be_sent(self.name, error)) from error  # while a worker was started
             raise
 
     @property

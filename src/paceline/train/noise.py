@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from paceline.config import Settings
-from paceline.errors import SettingError, UsageError
+from paceline.errors import SettingError, UsageError, warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.batch_plan import Part, Request
 from paceline.torch_private.core import compiled_call, current_function_mode
@@ -177,7 +176,7 @@ class Noise:
         self.unkeyed += kind != "one"
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f'noise="example": {what}', stacklevel=2)
+            warn(f'noise="example": {what}')
 
 
 class _ThreadState(threading.local):

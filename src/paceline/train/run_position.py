@@ -4,12 +4,11 @@ a run under way is given it."""
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.comm import transport
-from paceline.errors import UsageError
+from paceline.errors import UsageError, warn
 from paceline.strategies.base import Strategy
 from paceline.train.loader import Loader
 from paceline.train.state import State
@@ -81,10 +80,9 @@ class Epochs:
         if not self._restored:
             return
         self._restored = False
-        warnings.warn(
+        warn(
             f"the restored run has {self._current} epochs behind it, but the loop over epochs is not `for epoch in "
             "run.epochs(n)`, so that all n are made once more. With it, a run goes on with the epoch where it stopped.",
-            stacklevel=2,
         )
 
 

@@ -8,7 +8,6 @@ kept until it is made.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import collectives, generators
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, UsageError, warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
@@ -125,11 +124,10 @@ class State:
         if found is None:
             return None
         if found.damage and collectives.rank_of() == 0:
-            warnings.warn(
+            warn(
                 "damaged checkpoints were passed over:\n  "
                 + "\n  ".join(found.damage)
                 + f"\nThe newest whole one is used: {found.path}",
-                stacklevel=2,
             )
         parts = _broadcast_tree(checkpoint.read(found.path)[1] if collectives.rank_of() == 0 else {})
         run: dict[str, Any] = parts["run"]
@@ -140,7 +138,7 @@ class State:
             )
         if self._reproducible is not None:
             here = fingerprint(self._reproducible, self._device)
-            check_resumed(run.get("reproducible"), here, warn=collectives.rank_of() == 0)
+            check_resumed(run.get("reproducible"), here)
         schedulers = _numbered(parts, "scheduler")
         if len(schedulers) != len(self.schedulers):
             raise CheckpointError(

@@ -12,7 +12,6 @@ Independent replicas do the same, each for its own shard, and count updates and 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from paceline.comm import collectives, transport
 from paceline.comm.mesh import ALONE
-from paceline.errors import UsageError, WorldError
+from paceline.errors import UsageError, WorldError, warn
 from paceline.strategies.base import (
     Backward,
     ClosureStrategy,
@@ -204,7 +203,7 @@ class Stepper:
         for last in self._open_yields.values():
             if not last.warned and self._left_unused(last):
                 last.warned = True
-                warnings.warn(never_stepped(last.loader.name), stacklevel=2)
+                warn(never_stepped(last.loader.name))
 
     def between_epochs(self, numbers: Iterator[int]) -> Iterator[int]:
         """Pass the numbers of epochs on; after each epoch, warn of gradients that were not used."""

@@ -267,7 +267,7 @@ def _tensor(node: Json, tensors: Mapping[str, Tensor]) -> Tensor:
     if "shape" in node:
         value = value.view(_dtype(node["dtype"])).reshape(node["shape"])
     elif "dtype" in node:
-        value = torch.view_as_complex(value)
+        value = value.view(_dtype(node["dtype"])).squeeze(-1)  # view_as_complex knows fewer dtypes
     if "strides" in node:
         ordered = torch.empty_strided(value.shape, node["strides"], dtype=value.dtype)
         value = ordered.copy_(value)
