@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import paceline
@@ -285,6 +292,12 @@ def test_a_batch_sampler_makes_the_global_batches() -> None:
     assert seen == batches
     parts = [[list(r.indices) for r in iterate(loader(Noisy(), rank, 2, batch_sampler=batches))] for rank in range(2)]
     assert [a + b for a, b in zip(*parts, strict=True)] == batches
+
+
+def test_the_length_counts_the_micro_batches_of_a_samplers_short_last_batch() -> None:
+    """21 examples in batches of 8 are 8, 8 and 5: in micro-batches of 2, 4 + 4 + 3."""
+    made = loader(Noisy(), batch_sampler=BatchSampler(range(21), 8, drop_last=False), micro_batch=2)
+    assert len(made) == len(list(iterate(made))) == 11
 
 
 def iterate(made: Loader) -> Iterator[Loader]:

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Subset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import SettingError, suggest
@@ -189,6 +189,9 @@ class MapSource(Source):
 
     def batch_sizes(self) -> Sequence[int]:
         if self.batch_sampler is not None:
+            if _cuts_a_sampler(self.batch_sampler):
+                cut = self.batch_sampler
+                return _equal_batches(len(cut.sampler), cut.batch_size, cut.drop_last)
             size = getattr(self.batch_sampler, "batch_size", None)
             if self.micro_batch is not None and size is None:
                 raise TypeError("the sizes of this batch_sampler's batches are not known before it is iterated")
@@ -252,6 +255,11 @@ class _RequestSampler:
 
     def __iter__(self) -> Iterator[Request]:
         return self.current
+
+
+def _cuts_a_sampler(batch_sampler: Any) -> bool:
+    """Whether it cuts the indices of a sampler into batches as torch's BatchSampler does."""
+    return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__len__ is BatchSampler.__len__
 
 
 def _equal_batches(length: int, global_batch: int, drop_last: bool) -> Sequence[int]:
