@@ -212,6 +212,13 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
     assert core.node_number(y.grad_fn) == first < between == core.node_number(z.grad_fn)
 
 
+def test_a_profiler_is_seen() -> None:
+    assert not core.profiling()
+    with torch.profiler.profile():
+        assert core.profiling()
+    assert not core.profiling()
+
+
 def test_transforms_are_seen() -> None:
     found = []
     assert not core.transforms_active()

@@ -132,6 +132,9 @@ class Mesh:
     ) -> None:
         self.sizes = dict(sizes or {"replicate": 1})
         self.device, self.rank, self.independent = device, rank, independent
+        # (id of the process group of all, group) -> connections between the group's processes where they are on one
+        # machine, or None: made by comm/neighbours.py, closed with the mesh.
+        self.neighbours: dict[tuple[int, Group], Any] = {}
         self.channel: Channel | None = None  # carries calls to all members, where members may come and go
         self.replicas: Replicas = OneReplica()  # that compute a batch together, as threads that are no replica's see it
         self.everywhere = True  # whether all members run the current code, and not one stage alone
@@ -223,6 +226,14 @@ class Mesh:
         """Drops the groups, whose threads must end before the interpreter does."""
         self.data = self.gradient = self.model = ALONE
         self.replicas, self.channel = OneReplica(), None
+        self.leave_neighbours()
+
+    def leave_neighbours(self) -> None:
+        """Closes the connections to other processes."""
+        for connections in self.neighbours.values():
+            if connections is not None:
+                connections.close()
+        self.neighbours.clear()
 
 
 _outside = Mesh(torch.device("cpu"), 0)  # where no run is open
@@ -249,3 +260,4 @@ def use(mesh: Mesh | None) -> None:
 def forget() -> None:
     """Forgets the groups of all meshes, since the process group is about to be destroyed."""
     _made.clear()
+    _outside.leave_neighbours()

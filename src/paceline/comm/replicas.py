@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm import collectives, neighbours
 from paceline.comm.mesh import Group, Replicas
 from paceline.comm.mesh import OneReplica as OneReplica
 from paceline.comm.mesh import replicas_here as replicas_here
@@ -33,7 +33,14 @@ class ProcessReplicas(Replicas):
         return collectives.rank_of(self._group)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return collectives.all_reduce(tensor.detach().clone(), group=self._group)
+        near = neighbours.here(self._group, tensor)
+        if near is None:
+            return collectives.all_reduce(tensor.detach().clone(), group=self._group)
+        return near.rows(tensor.detach()).sum(0, dtype=tensor.dtype)
+
+    def rows(self, row: Tensor) -> Tensor:
+        near = neighbours.here(self._group, row)
+        return super().rows(row) if near is None else near.rows(row.detach())
 
 
 class CrossesReplicas:

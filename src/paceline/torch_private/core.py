@@ -17,6 +17,7 @@ from paceline.torch_private.support import needed_for, require
 
 with needed_for("tensors and modes of our own"):
     from torch._subclasses import fake_tensor
+    from torch.autograd import profiler as autograd_profiler
     from torch.utils import _python_dispatch as python_dispatch
     from torch.utils import _pytree as pytree
 
@@ -89,6 +90,15 @@ with needed_for("following a backward pass"):
     """The number that autograd gives to the next node which this thread makes."""
     transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
     """Is this within torch.func's vmap or grad, where a bias is not to be taken apart?"""
+
+
+with needed_for("showing in a profile what is exchanged"):
+    autograd_profiler._is_profiler_enabled  # noqa: B018  # a variable of the module: read at each call
+
+
+def profiling() -> bool:
+    """Is torch's profiler on? To mark a span costs microseconds even where it is off."""
+    return autograd_profiler._is_profiler_enabled
 
 
 def node_number(node: Any) -> int:

@@ -1,9 +1,9 @@
 """Time in communication, from torch's profiler.
 
 An operation of communication is what a backend's process group reports as such. On the CPU it is the span from the
-start to the end of an operation on gloo's own threads; on an accelerator it is a kernel of NCCL or XCCL. It includes
-waiting for ranks that come later. The exposed part is the time in which this process computed nothing: no operator of
-torch ran on the CPU, or no other kernel on the accelerator.
+start to the end of an operation on gloo's own threads, or of an exchange over Unix sockets (comm/neighbours.py); on an
+accelerator it is a kernel of NCCL or XCCL. It includes waiting for ranks that come later. The exposed part is the time
+in which this process computed nothing: no operator of torch ran on the CPU, or no other kernel on the accelerator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 Span = tuple[float, float]
 
 _MARK = "paceline: counted from here"
-_ON_HOST = ("gloo:", "mpi:", "ucc:")
+_ON_HOST = ("gloo:", "mpi:", "ucc:", "unix:")
 _ON_DEVICE = ("ncclDevKernel", "ncclKernel", "nccl:", "xccl:")
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 _NO_KERNELS = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.", "DistributedDataParallel", "Distributed")
