@@ -121,8 +121,10 @@ def test_whatever_a_batch_is_made_of(asked: list[Tensor]) -> None:
     assert [tensor.numel() for tensor in asked] == [1, 2, 3, 4, 5, 6]
     assert made["pair"].y is far
     assert made["far graph"] is batch["far graph"]
-    assert isinstance(made["pair"], Pair) and isinstance(made["mapping"], OrderedDict)
-    assert made["list"][1:5] == ["text", 3, None, b"x"] and isinstance(made["list"][5], tuple)
+    assert isinstance(made["pair"], Pair)
+    assert isinstance(made["mapping"], OrderedDict)
+    assert made["list"][1:5] == ["text", 3, None, b"x"]
+    assert isinstance(made["list"][5], tuple)
     assert (made["encoding"].encodings, list(made["encoding"])) == ("kept", ["ids"])
     assert made["encoding"]["ids"] is not batch["encoding"]["ids"], "the batch itself is left as it was"
 
@@ -146,8 +148,6 @@ def test_a_prepared_dataloader_keeps_its_choice_about_pinning(
 
 
 # --- moving
-
-
 
 
 class Modern:

@@ -16,7 +16,7 @@ from torch import Tensor
 def move(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on `device`: through tuples, named tuples, lists, mappings, dataclasses, and
     objects that have `.to(device)` themselves. Tensors that are on the device already are not copied; other values pass
-    unchanged. Copies from pinned memory to a device do not wait; the host waits for copies to it, since it reads them."""
+    unchanged. Copies from pinned memory to a device do not wait; copies to the host do, since the host reads them."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=device.type != "cpu")
     if isinstance(batch, (str, bytes, int, float)) or batch is None:
