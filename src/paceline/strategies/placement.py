@@ -22,7 +22,7 @@ def move(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (str, bytes, int, float)) or batch is None:
         return batch
     if callable(getattr(type(batch), "to", None)):  # of the type: entries of a batch may be its attributes
-        waits = device.type == "cpu" or not _takes_non_blocking(type(batch))
+        waits = device.type == "cpu" or not _takes_non_blocking(type(batch).to)
         return batch.to(device) if waits else batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move(item, device) for item in batch))
@@ -38,10 +38,10 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _takes_non_blocking(kind: type[Any]) -> bool:
-    """Whether the method `to` of a class has the argument `non_blocking`, or passes on what it is given."""
+def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+    """Whether a class's method `to` has the argument `non_blocking`, or passes on what it is given."""
     try:
-        parameters = inspect.signature(kind.to).parameters
+        parameters = inspect.signature(to).parameters
     except (TypeError, ValueError):  # of a built-in function
         return False
     return "non_blocking" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
