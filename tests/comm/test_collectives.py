@@ -62,6 +62,32 @@ def test_digest_tells_permutations_and_dtypes_apart() -> None:
     assert len(set(digests)) == 4
 
 
+def test_the_table_of_digests_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has 2 MB, and has to travel to the device."""
+    collectives.digest(torch.ones(3))
+    monkeypatch.setattr(torch, "randint", None)
+    ones = torch.ones(2**18 + 5)
+    with torch.inference_mode():
+        again = collectives.digest(ones).item()
+    assert collectives.digest(ones).item() == again
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "takes"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda:1", False),
+        ("cpu:gloo,cuda:nccl", "cpu", True),
+        ("cuda:nccl", "cuda:0", False),
+        ("cpu:gloo,cuda:gloo", "cuda:0", True),
+        ("cpu:channel", "cuda:0", True),
+    ],
+)
+def test_nccl_takes_no_sparse_tensors(config: str, device: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "size_of", lambda group: 2)
+    monkeypatch.setattr(collectives.transport, "backends_of", lambda group: config)
+    assert collectives.takes_sparse(torch.device(device)) is takes
+
+
 def test_a_failing_rank_is_reported_and_ends_the_others() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1 \(exit code 1\): Traceback.*one of us"):
         run_ranks(2, "tests.comm.test_collectives:one_fails", deadline=30)

@@ -147,6 +147,7 @@ class Event:
     start: float
     end: float
     kind: str = "CPU"
+    is_user_annotation: bool = False
 
     @property
     def time_range(self) -> Any:
@@ -177,6 +178,29 @@ def test_communication_on_a_gpu() -> None:
         Event("nccl:all_reduce", 0, 9e6),
     ]
     assert communication_time(events, accelerated=True) == (1, pytest.approx(4.0), pytest.approx(2.0))
+
+
+def test_annotations_on_a_gpus_timeline_are_no_work() -> None:
+    """The profiler draws every record_function that has launched kernels on the GPU too, around them: a script's own
+    are no computing, and NCCL's no second operation."""
+    events = [
+        Event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 2e6, 6e6, "CUDA"),
+        Event("nccl:all_reduce", 2e6, 6e6, "CUDA", is_user_annotation=True),
+        Event("nccl:_reduce_scatter_base", 1e6, 7e6, "CUDA", is_user_annotation=True),
+        Event("my training step", 0, 9e6, "CUDA", is_user_annotation=True),
+        Event("FSDP::pre_forward (block 1)", 0, 9e6, "CUDA", is_user_annotation=True),
+        Event("void at::native::vectorized_elementwise_kernel", 5e6, 7e6, "CUDA"),
+    ]
+    assert communication_time(events, accelerated=True) == (1, pytest.approx(4.0), pytest.approx(3.0))
+
+
+def test_the_profiler_says_which_events_are_annotations() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with torch.profiler.record_function("mine"):
+            torch.ones(2).add(1)
+    found = {event.name: event.is_user_annotation for event in profiler.events() or []}
+    assert found["mine"]
+    assert not found["aten::add"]
 
 
 def test_spans() -> None:

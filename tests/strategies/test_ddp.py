@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.comm import transport
 from paceline.errors import EmptyShardError, ModelError, NonFiniteError, UnusedParameterError
 
 
@@ -104,6 +105,19 @@ def test_sparse_gradients_are_those_of_plain_pytorch() -> None:
         return Net(sparse=True)
 
     same(under_paceline(sparse, both_heads), plainly(sparse, both_heads))
+
+
+@pytest.mark.ranks(2)
+def test_sparse_gradients_that_nccl_would_have_to_add_are_refused_by_name() -> None:
+    """The group is gloo's, and says that CPU tensors travel over NCCL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "backends_of", lambda group=None: "cpu:nccl,cuda:nccl")
+        try:
+            under_paceline(lambda: Net(sparse=True), both_heads)
+        except ModelError as error:
+            assert all(part in str(error) for part in ("embed.weight", "NCCL", "sparse=False", "device='cpu'")), error
+        else:
+            raise AssertionError("not noticed")
 
 
 @pytest.mark.ranks(2, conformance=3)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.verify.worker.record_files import rank_record
 
 
 def switches() -> dict[str, Any]:
@@ -25,6 +26,7 @@ def switches() -> dict[str, Any]:
         "benchmark": backends.cudnn.benchmark,
         "cudnn deterministic": backends.cudnn.deterministic,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "fills new memory": torch.utils.deterministic.fill_uninitialized_memory,
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         "matmul": backends.cuda.matmul.allow_tf32,
         "cudnn": backends.cudnn.allow_tf32,
@@ -47,7 +49,13 @@ NEW = (("cuda", "matmul"), ("cudnn", "conv"), ("cudnn", "rnn"))
         ({"cudnn_benchmark": False}, {"benchmark": False}),
         (
             {"deterministic": True},
-            {"deterministic": True, "cudnn deterministic": True, "benchmark": False, "workspace": ":4096:8"},
+            {
+                "deterministic": True,
+                "fills new memory": False,
+                "cudnn deterministic": True,
+                "benchmark": False,
+                "workspace": ":4096:8",
+            },
         ),
         ({"tf32": True}, {"matmul": True, "cudnn": True}),
         ({"tf32": False}, {"matmul": False, "cudnn": False}),
@@ -101,6 +109,50 @@ for on in (True, False):
         pytest.skip("torch before 2.9 has only the old ones")
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_whether_a_gpu_may_use_tf32_is_read_from_torchs_own_switches() -> None:
+    """In a process of its own: the old switches cannot be read any more once the new ones are written."""
+    code = """
+import torch
+from paceline.train.backends import allows_tf32
+
+b, gpu = torch.backends, torch.device("cuda", 0)
+places = [b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn]
+capability = (9, 0)
+torch.cuda.get_device_capability = lambda device: capability
+assert allows_tf32(gpu), "convolutions, by default"
+b.cudnn.allow_tf32 = False
+assert not allows_tf32(gpu)
+torch.set_float32_matmul_precision("high")
+assert allows_tf32(gpu), "matrix products"
+torch.set_float32_matmul_precision("highest")
+b.cudnn.allow_tf32 = True
+for values in (("ieee", "ieee", "tf32"), ("ieee", "tf32", "ieee"), ("tf32", "ieee", "ieee"), ("ieee", "ieee", "ieee")):
+    for place, value in zip(places, values):
+        place.fp32_precision = value
+    assert allows_tf32(gpu) is ("tf32" in values), values
+for place in places:
+    place.fp32_precision = "none"
+for value in ("tf32", "ieee"):
+    b.fp32_precision = value  # which all of them inherit
+    assert allows_tf32(gpu) is (value == "tf32")
+b.fp32_precision = "tf32"
+assert not allows_tf32(torch.device("cpu"))
+capability = (7, 5)
+assert not allows_tf32(gpu), "no such arithmetic"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_verify_is_told_of_tf32_that_no_setting_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = paceline.start(device="cpu", progress="off")
+    assert not rank_record(run, True)["tf32"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(run, "device", torch.device("cuda", 0))
+    assert rank_record(run, True)["tf32"], "cuDNN's convolutions have it by default"
+    run.close()
 
 
 # --- channels_last

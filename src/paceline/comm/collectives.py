@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
@@ -68,6 +69,11 @@ def device_of(group: Group = None, like: torch.device | None = None) -> torch.de
         return torch.device("cpu")
     kind = sorted(types)[0]
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def takes_sparse(device: torch.device, group: Group = None) -> bool:
+    """Whether the group can add sparse tensors that lie on this type of device: gloo can, NCCL cannot."""
+    return size_of(group) == 1 or f"{device.type}:nccl" not in transport.backends_of(group).split(",")
 
 
 def check_everywhere() -> None:
@@ -345,16 +351,20 @@ def digest(tensor: Tensor) -> Tensor:
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     words = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(word)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = _digest_weights(min(words.numel(), _DIGEST_CHUNK)).to(tensor.device)
+    weights = _digest_weights(tensor.device)
     for chunk in words.split(_DIGEST_CHUNK):
         total = total * _DIGEST_MULTIPLIER + (weights[: chunk.numel()] * chunk).sum()
     return total
 
 
-def _digest_weights(count: int) -> Tensor:
+@cache
+def _digest_weights(device: torch.device) -> Tensor:
+    """(_DIGEST_CHUNK,) int64 on the device, 2 MB that are kept: to draw and send them for each tensor costs more than
+    most digests."""
     generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
-    with DisableTorchFunction():  # with noise="example" a mode would take these for noise of the batch
-        return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1
+    # With noise="example" a mode would take these for noise of the batch.
+    with DisableTorchFunction(), torch.inference_mode(False):
+        return (torch.randint(-(2**63), 2**63 - 1, (_DIGEST_CHUNK,), generator=generator) | 1).to(device)
 
 
 def digest_mismatch(named_tensors: Iterable[tuple[str, Tensor]], group: Group = None) -> list[str]:

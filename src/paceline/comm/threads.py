@@ -5,9 +5,10 @@ each replica gets a copy. With `take_turns` only the replica that holds the bato
 
     replica 0 runs to its first sum and hands the baton to 1, ... the last one adds, hands it to 0, which goes on
 
-This is for replicas that share a device, since the default generators (torch's, Python's, NumPy's) belong to the
+This is for replicas that draw, since the default generators (torch's on the CPU, Python's, NumPy's) belong to the
 process and not to the thread. With the baton the generators' state is saved for the replica that stops, and restored
-for the one that goes on. So each replica draws its own random numbers, as if it were a process.
+for the one that goes on. So each replica draws its own random numbers, as if it were a process, and the same in every
+run.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.comm import collectives
 from paceline.errors import ModelError
 from paceline.strategies.ddp_hook import Reduction
+from paceline.strategies.replicated import parameter_names
 from paceline.torch_private import reducer
 from paceline.torch_private.core import TENSOR_HOOKS
 
@@ -69,11 +71,7 @@ class BucketReducer:
         place of torch's own all-reduce and division by the number of replicas."""
         self._first, self.others = ready[0], others
         kept = [p.grad for p in ready]
-        if reduction is not None and any(gradient is not None and gradient.is_sparse for gradient in kept):
-            raise ModelError(
-                "a gradient is sparse (nn.Embedding(sparse=True)), which only torch's own all-reduce takes: use "
-                "strategy='ddp' without reducer and codec, or sparse=False."
-            )
+        _check_sparse(models, ready, reduction)
         for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
             p.grad = None
         self._ddp = DistributedDataParallel(
@@ -118,6 +116,24 @@ class BucketReducer:
         # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
         for name in ("reducer", "logger", "process_group"):
             setattr(self._ddp, name, None)
+
+
+def _check_sparse(models: Sequence[nn.Module], parameters: Sequence[Tensor], reduction: Reduction | None) -> None:
+    """Raises ModelError for a sparse gradient that cannot be reduced."""
+    for p in parameters:
+        if p.grad is None or not p.grad.is_sparse:
+            continue
+        what = f"strategy ddp: {parameter_names(models)[p]} has a sparse gradient (nn.Embedding(sparse=True)), which"
+        if not collectives.takes_sparse(p.device):
+            raise ModelError(
+                f"{what} NCCL cannot add, and it adds the gradients on {p.device}. Make the layer with sparse=False, "
+                "or train on CPUs (device='cpu')."
+            )
+        if reduction is not None:
+            raise ModelError(
+                f"{what} only torch's own all-reduce takes: use strategy='ddp' without reducer and codec, or "
+                "sparse=False."
+            )
 
 
 def _zeros(parameter: Tensor, gradient: Tensor | None) -> Tensor:

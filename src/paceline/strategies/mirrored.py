@@ -90,9 +90,8 @@ class Mirrored(ClosureStrategy):
         self.store = GradientStore(replicas=self._replicas.copies, sums=sums)
         self._mirrored = self._replicas.owners
         self._reduction = reduction
-        # The replicas' team takes turns on CPUs, where a reducer's exchanges would wait for ever.
-        own_team = self.devices[0].type == "cpu" and sums is None
-        self._team = ThreadTeam(len(self.devices)) if own_team else self._replicas.team
+        # The replicas' team takes turns, in which a reducer's exchanges would wait for ever.
+        self._team = ThreadTeam(len(self.devices)) if reduction != "native" else self._replicas.team
         self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}
         self._hooks: list[Any] = []
         self._equal = _EqualGradients()

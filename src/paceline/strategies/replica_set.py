@@ -13,9 +13,13 @@ The user's own models are the first replica; each further device has a copy of t
 Buffers that a forward changes stay each replica's own, as under ddp each rank's. But running statistics of batch norms
 by shard become their mean over the replicas, before an update.
 
-Replicas on CPUs share one random generator, so they take turns: they compute what as many devices would, no faster. So
-do the shards of a reproducible run (reproducible.py), of which each device computes a range. Shards on one device have
-parameters of their own that share one memory, so that each shard has its own gradients.
+The threads of a process share the host's random generators (torch's, Python's and NumPy's), so replicas take turns: one
+after the other runs its closure, or its backward, with the generators in the state that is its own. On CPUs they
+compute what as many devices would, no faster. Accelerators have generators of their own and work at the same time all
+the same, since a replica's turn lasts until its work is launched; a closure that waits for a result (`.item()`) makes
+the next replica wait too. The shards of a reproducible run (reproducible.py), of which each device computes a range,
+take turns likewise. Shards on one device have parameters of their own that share one memory, so that each shard has its
+own gradients.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ class ReplicaSet:
         if sums is None:
             self.devices, self._places = list(devices), list(range(len(devices)))
             self.plan = AllShards(len(devices), tuple(self._places))
-            self.team = ThreadTeam(len(devices), take_turns=devices[0].type == "cpu")
+            self.team = ThreadTeam(len(devices), take_turns=True)
         else:
             spread = enumerate(ranges(len(sums.mine), len(devices)))
             self._places = [place for place, (lo, hi) in spread for _ in range(lo, hi)]

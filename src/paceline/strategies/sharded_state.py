@@ -203,5 +203,6 @@ def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ModelError(
                     f"strategy {strategy}: {name or type(model).__name__} has sparse=True, and sparse gradients cannot "
-                    "be sliced. Build it with sparse=False, or use strategy='ddp'."
+                    "be sliced. Build it with sparse=False, or, on CPUs, use strategy='ddp' (NCCL adds no sparse "
+                    "gradients)."
                 )

@@ -48,7 +48,7 @@ class UsedParameters:
             for name in (name for p, name in names.items() if p.grad is not None and p.grad.is_sparse):
                 raise ModelError(
                     f"strategy {self._strategy}: {name} has a sparse gradient. Make its Embedding with sparse=False, "
-                    "or use strategy='ddp'."
+                    "or, on CPUs, use strategy='ddp' (NCCL adds no sparse gradients)."
                 )
             everyone = collectives.gather_objects(mine, group)
             expected = tuple(map(any, zip(*everyone, strict=True)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import deterministic
 
 from paceline.config import Settings
 from paceline.train.environment_fingerprint import threads
@@ -35,6 +36,8 @@ def apply(settings: Settings) -> Callable[[], None]:
         _set(undo, cudnn, "benchmark", False)
         _set(undo, cudnn, "deterministic", True)
         undo.callback(_deterministic_algorithms())
+        # Deterministic algorithms would also fill all new memory, with a kernel for each tensor that is made.
+        _set(undo, deterministic, "fill_uninitialized_memory", False)
     if settings.tf32 is not None:
         undo.callback(_tf32(settings.tf32))
     return undo.close
@@ -91,6 +94,18 @@ def _tf32(on: bool) -> Callable[[], None]:
 
     write([on, on])
     return put_back
+
+
+def allows_tf32(device: torch.device) -> bool:
+    """Whether float32 products on this device may be computed in TF32, by what torch's switches say now: those of
+    matrix products, of convolutions (which torch allows by default) or of recurrent layers. Only NVIDIA GPUs from
+    Ampere (compute capability 8) on have it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    backends: Any = torch.backends
+    # The newer switches can be read whichever set was written; where they are inherited, as they are in force.
+    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    return any(place.fp32_precision == "tf32" for place in places)
 
 
 def channels_last(model: nn.Module) -> None:

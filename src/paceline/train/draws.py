@@ -100,7 +100,8 @@ class RowKeys:
     def on(self, device: torch.device) -> Tensor:
         """The keys as (n,) int64 on a device."""
         if device not in self._on:
-            self._on[device] = torch.from_numpy(self.keys.view(np.int64)).to(device)
+            keys = torch.from_numpy(self.keys.view(np.int64))
+            self._on[device] = keys.to(device, non_blocking=device.type != "cpu")
         return self._on[device]
 
 

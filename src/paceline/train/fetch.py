@@ -1,8 +1,8 @@
 """Fetchers: they answer a loader's requests with examples, fetched and collated in the main process or in workers.
 
 Both fetchers are data sets for torch's DataLoader with `batch_size=None`: its "index" is a Request, and an item is the
-request with its collated batches. So torch's workers, prefetching and pinning are used as they are. Every random draw
-is keyed by its address, in whichever process it happens.
+request with its collated batches. So torch's workers, prefetching and pinning thread are used as they are. Every random
+draw is keyed by its address, in whichever process it happens.
 """
 
 from __future__ import annotations
@@ -10,16 +10,34 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_convert
 
 from paceline.errors import SettingError
 from paceline.strategies.batch_plan import BatchPlan, Fetched, Request
+from paceline.strategies.placement import pinned
 from paceline.train.agreement import digest_of_example, probe_of_stream
 from paceline.train.collating import Collator
 from paceline.train.made_batches import RowAddress, RowDataset
 from paceline.train.randomness import mix, tag
+
+
+class Answer(NamedTuple):
+    """What a fetcher gives to torch's DataLoader."""
+
+    request: Request
+    batches: list[Any]  # the collated batch of each part of the request
+
+    def pin_memory(self) -> Answer:
+        """The DataLoader calls this in place of its own pinning, which would take the request apart, index by index,
+        and raise where a tensor is on the device already."""
+        return Answer(self.request, [pinned(batch) for batch in self.batches])
+
+
+def converted(answer: Answer) -> Answer:
+    """The answer with its batches as a DataLoader without a collate function leaves them: arrays become tensors."""
+    return Answer(answer.request, [default_convert(batch) for batch in answer.batches])
 
 
 class MapFetcher(Dataset[Fetched]):
@@ -36,7 +54,7 @@ class MapFetcher(Dataset[Fetched]):
             # Before this rank's own examples, while a generator that the data set holds has one state on all ranks.
             digests = tuple(digest_of_example(example(index)) for index in request.probe.indices)
             request = request._replace(probe=request.probe._replace(examples=digests))
-        return request, [self.collator.collate_part(request, part, example) for part in request.parts]
+        return Answer(request, [self.collator.collate_part(request, part, example) for part in request.parts])
 
     def _example(self, epoch: int, index: int) -> Any:
         if isinstance(self.dataset, RowDataset):
@@ -118,7 +136,7 @@ class StreamFetcher(IterableDataset[Fetched]):
         assert self.plan is not None
         for request in self.plan.requests(order, self.epoch, step, self.micro_batch, probe, whole=whole):
             parts = [self.collator.collate_part(request, part, examples.__getitem__) for part in request.parts]
-            yield request, parts
+            yield Answer(request, parts)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -69,13 +69,15 @@ def with_loaders(objects: Sequence[Any], make: Callable[..., Any], has_loader: b
 
 def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of `run.loader` for a DataLoader of a script for one device. A shuffled order then depends on the
-    run's seed, not on the DataLoader's generator. Raises UsageError for a DataLoader without batches."""
+    run's seed, not on the DataLoader's generator. pin_memory is what the DataLoader has: one that was not told pins
+    nothing, as without a run. Raises UsageError for a DataLoader without batches."""
     if loader.batch_sampler is None and loader.batch_size is None:
         raise UsageError(
             "run.prepare(DataLoader(batch_size=None)): its data set makes batches itself, which cannot be cut over the "
             "processes. Let it give single examples, and the DataLoader a batch_size."
         )
-    found = {name: getattr(loader, name) for name in sorted(DATALOADER_OPTIONS) if getattr(loader, name, None)}
+    options = {name: getattr(loader, name, None) for name in sorted(DATALOADER_OPTIONS)}
+    found = {name: value for name, value in options.items() if value is not None}
     if isinstance(loader.dataset, IterableDataset):
         return {"dataset": loader.dataset, "global_batch": loader.batch_size, "drop_last": loader.drop_last, **found}
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:

@@ -52,7 +52,11 @@ def permutation(length: int, seed: int, name: str, epoch: int) -> np.ndarray:
 
 
 def seed_torch(key: int, device: torch.device | None = None) -> None:
-    """Seed torch's CPU generator, and the generator of `device` where that is an accelerator."""
+    """Seed torch's CPU generator, and the generator of `device` where that is an accelerator.
+
+    Seeding CUDA's generator also drops the state of cuDNN's dropout between recurrent layers, which cuDNN then makes
+    anew, at some cost. It has to: that state is seeded when it is made, and masks would go on from step to step.
+    """
     torch.default_generator.manual_seed(key)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(key)

@@ -21,7 +21,7 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies.batch_plan import BatchPlan, Fetched, Pass, Request
 from paceline.train.agreement import check_same_data, probe_of_indices
 from paceline.train.collating import SCOPES, Collator, Streams
-from paceline.train.fetch import MapFetcher, StreamFetcher, is_stream
+from paceline.train.fetch import MapFetcher, StreamFetcher, converted, is_stream
 from paceline.train.made_batches import RowDataset
 from paceline.train.randomness import mix, permutation, tag
 from paceline.train.sampler_rng import SamplerRNG, generators_of
@@ -125,7 +125,8 @@ class Source:
     def data_loader(self, dataset: Any, requests: Any) -> DataLoader[Fetched]:
         """torch's DataLoader over a fetcher. requests: what it takes for a sampler."""
         # A generator of its own, since torch's loaders draw from the default one each time they are iterated.
-        return DataLoader(dataset, batch_size=None, sampler=requests, generator=torch.Generator(), **self.options)
+        own: dict[str, Any] = {"batch_size": None, "collate_fn": converted, "generator": torch.Generator()}
+        return DataLoader(dataset, sampler=requests, **own, **self.options)
 
 
 class MapSource(Source):

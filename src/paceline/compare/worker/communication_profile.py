@@ -2,8 +2,12 @@
 
 An operation of communication is what a backend's process group reports as such. On the CPU it is the span from the
 start to the end of an operation on gloo's own threads, or of an exchange over Unix sockets (comm/neighbours.py); on an
-accelerator it is a kernel of NCCL or XCCL. It includes waiting for ranks that come later. The exposed part is the time
-in which this process computed nothing: no operator of torch ran on the CPU, or no other kernel on the accelerator.
+accelerator it is a kernel of NCCL, or what XCCL's group annotates. It includes waiting for ranks that come later. The
+exposed part is the time in which this process computed nothing: no operator of torch ran on the CPU, or no other kernel
+on the accelerator.
+
+The profiler draws a range that was annotated on the host (record_function: a script's own, NCCL's "nccl:all_reduce",
+FSDP's) on the accelerator's timeline too, around the kernels that were launched in it. Such a range is no work.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ Span = tuple[float, float]
 
 _MARK = "paceline: counted from here"
 _ON_HOST = ("gloo:", "mpi:", "ucc:", "unix:")
-_ON_DEVICE = ("ncclDevKernel", "ncclKernel", "nccl:", "xccl:")
+_ON_DEVICE = ("ncclDevKernel", "ncclKernel", "xccl:")
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 _NO_KERNELS = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.", "DistributedDataParallel", "Distributed")
 
@@ -65,7 +69,7 @@ def communication_time(events: Iterable[Any], accelerated: bool) -> Communicatio
     """Sum up the profiler's events.
 
     Args:
-        events: each has a name, a device_type, and a time_range in microseconds.
+        events: each has a name, a device_type, a time_range in microseconds, and whether it is a user annotation.
         accelerated: whether this process computes on an accelerator.
     """
     talking: list[Span] = []
@@ -78,7 +82,7 @@ def communication_time(events: Iterable[Any], accelerated: bool) -> Communicatio
         elif on_host and not accelerated:
             if event.name.startswith("aten::") or "CompiledFxGraph" in event.name:
                 computing.append(span)
-        elif not on_host and not event.name.startswith(_NO_KERNELS):
+        elif not (on_host or event.is_user_annotation or event.name.startswith(_NO_KERNELS)):
             computing.append(span)
     spans = union(talking)
     total = sum(end - start for start, end in spans)

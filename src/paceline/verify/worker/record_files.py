@@ -19,6 +19,7 @@ from paceline.errors import LaunchError
 from paceline.run import Run
 from paceline.torch_private.core import BatchNormBase
 from paceline.train import tree
+from paceline.train.backends import allows_tf32
 
 
 def named_tensors(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -162,7 +163,7 @@ def rank_record(run: Run, replicated: bool) -> dict[str, Any]:
         "norms": norms,  # the names of batch norms
         "dtypes": dtypes,  # of parameters and buffers
         "precision": run.settings.precision,
-        "tf32": bool(run.settings.tf32) and run.device.type == "cuda",
+        "tf32": allows_tf32(run.device),  # whether float32 products may have 10 bits of mantissa
         "shards": plan.shards if plan.in_step else 1,  # of a global batch
         "local": run._strategy.mesh.independent,  # whether replicas train apart
         "turns": plan.sequential,  # in which a process yields its shards one after the other; 0: at once
