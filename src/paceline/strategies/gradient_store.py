@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import ALONE, Group
-from paceline.comm.scalars import readable, wide_dtype
+from paceline.comm.scalars import wide_dtype
 from paceline.comm.tree_sums import TreeSums
 from paceline.torch_private.core import foreach_add_, foreach_mul_, foreach_norm, unscale_and_flag_
 
@@ -132,27 +132,27 @@ class GradientStore:
 
     # --- before and after an update
 
-    def found_inf(self, places: Sequence[Tensor], flag: Tensor) -> Tensor:
+    def found_inf(self, places: Sequence[Tensor], device: torch.device, flag: Tensor | None) -> Tensor:
         """(): not zero where an element of these places' gradients is not finite, on any process that holds a part of
-        them. flag: () float32 on the device, zero; may be written to and returned. Waits for nothing.
+        them. Waits for nothing. device: of the result.
 
-        On a CPU the fused operation of torch's loss scaler is the fastest. CUDA has none for bfloat16, and it writes
-        all gradients, so that accelerators find the greatest magnitude: it is inf or NaN if one element is.
+        flag: () float32, zero; may be written to and returned, by the fused operation of torch's loss scaler. None: of
+        the gradients the greatest magnitude is found, which is inf or NaN if one element is. That writes nothing, and
+        knows bfloat16, for which CUDA has no fused operation; on a CPU it takes longer.
         """
         grads = [p.grad for p in places if p.grad is not None]
-        fused = readable(flag)
-        if fused and self.others is ALONE and _plain(grads, flag.device):  # nearly always on a CPU
-            unscale_and_flag_(grads, flag, _one(flag.device))  # by 1: unchanged
+        if flag is not None and self.others is ALONE and _plain(grads, device):  # nearly always on a CPU
+            unscale_and_flag_(grads, flag, _one(device))  # by 1: unchanged
             return flag
         dense = [
             g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
             for g in _local(grads)
         ]
-        if fused and all(g.device == flag.device for g in dense):
+        if flag is not None and all(g.device == device for g in dense):
             if dense:
-                unscale_and_flag_(dense, flag, _one(flag.device))
+                unscale_and_flag_(dense, flag, _one(device))
             return self._on_any_process(flag, grads)
-        return self._on_any_process(_not_finite(dense, flag.device), grads)
+        return self._on_any_process(_not_finite(dense, device), grads)
 
     def norm(self, places: Sequence[Tensor], device: torch.device) -> Tensor:
         """(): the 2-norm of these places' gradients together, over all processes that hold parts of them. It is not

@@ -34,12 +34,13 @@ BackwardCall = tuple[Tensor, Request]
 
 
 class HostCopy:
-    """A number of an accelerator on its way to the host. Tests replace this class, and `readable`, on a CPU."""
+    """A number on its way to the host, behind what is enqueued on this accelerator. Tests replace this class, and
+    `readable`, on a CPU."""
 
-    def __init__(self, number: Tensor) -> None:
+    def __init__(self, number: Tensor, device: torch.device) -> None:
         self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
         self._host.copy_(number, non_blocking=True)
-        self._event = torch.Event(device=number.device)
+        self._event = torch.Event(device=device)
         self._event.record()
 
     def read(self) -> float:
@@ -60,16 +61,18 @@ class FiniteWatch:
     """Checks the gradients of every step: at once on a CPU, in the next global batch on an accelerator."""
 
     def __init__(self, store: GradientStore, mesh: Mesh, device: torch.device) -> None:
-        self._store, self._mesh = store, mesh
-        self._flag = torch.zeros((), dtype=torch.float32, device=device)  # 0 until a gradient is not finite
+        self._store, self._mesh, self._device = store, mesh, device
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        # 0 until a gradient is not finite; None on an accelerator, where flags are read late.
+        self._flag = zero if readable(zero) else None
         self._pending: deque[_Check] = deque()  # the checks whose flags have not been read
         self.calls: list[BackwardCall] = []  # the backward calls of the open global batch
 
     def all_finite(self, places: Sequence[Tensor]) -> bool:
         """Whether every gradient of these places is finite. Waits for the device."""
-        finite = self._store.found_inf(places, self._flag).item() == 0.0
+        finite = self._store.found_inf(places, self._device, self._flag).item() == 0.0
         if not finite:
-            self._flag.zero_()
+            self._reset()
         return finite
 
     def check(
@@ -80,8 +83,8 @@ class FiniteWatch:
         places: the tensors that have a gradient. norm: (), the norm of these gradients, if known. updates: how many
         each optimizer has made. names: of the places, for the message.
         """
-        found = self._store.found_inf(places, self._flag) if norm is None else norm.detach() * 0.0
-        if readable(found):
+        found = self._store.found_inf(places, self._device, self._flag) if norm is None else norm.detach() * 0.0
+        if self._flag is not None:
             if found.item() != 0.0:
                 here = [dtensor.local(p.grad) for p in places if p.grad is not None]
                 where = [names.get(p, "?") for p, g in zip(places, here, strict=True) if not bool(g.isfinite().all())]
@@ -89,7 +92,7 @@ class FiniteWatch:
             return
         # A flag of this global batch is another optimizer's: it arrives when that one's whole backward is done.
         self._read(self.calls)
-        self._pending.append(_Check(sum(updates.values()), self.calls, HostCopy(found)))
+        self._pending.append(_Check(sum(updates.values()), self.calls, HostCopy(found, self._device)))
 
     def drain(self) -> None:
         """Read all flags. Raises NonFiniteError."""
@@ -104,8 +107,12 @@ class FiniteWatch:
                 self._pending.clear()
                 self._stop(check, [])
 
+    def _reset(self) -> None:
+        if self._flag is not None:
+            self._flag.zero_()
+
     def _stop(self, check: _Check, where: list[str]) -> None:
-        self._flag.zero_()
+        self._reset()
         mine = [(float(loss), request.indices) for loss, request in check.calls if request.examples]
         group = ALONE if self._mesh.independent else None
         told = collectives.gather_objects((collectives.rank_of(), mine, where), group)
