@@ -360,7 +360,8 @@ class Run:
 
         Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
         the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
-        prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop").
+        prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop"): on a CPU
+        before the update; on an accelerator for the global batch before this one, whose update was made.
 
         closure: for an optimizer that evaluates the loss itself, several times in a step (torch.optim.LBFGS): clears
         the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and returns the loss.
