@@ -139,8 +139,8 @@ def _message(
             rows
         )
     after = (
-        "The update was made with this gradient, since an accelerator's flag is read one step late: go on from a "
-        "checkpoint of before.\n"
+        "The update was made with this gradient, since an accelerator's flag is read one step late: go on from an "
+        "earlier checkpoint.\n"
         if late
         else ""
     )
