@@ -360,7 +360,8 @@ class Run:
 
         Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
         the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
-        prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop").
+        prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop"): on a CPU
+        before the update; on an accelerator for the global batch before this one, whose update was made.
 
         closure: for an optimizer that evaluates the loss itself, several times in a step (torch.optim.LBFGS): clears
         the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and returns the loss.
@@ -481,7 +482,7 @@ class Run:
         keep: how many checkpoints to leave there. Raises UsageError in the middle of a global batch, CheckpointError
         where it cannot be written; earlier checkpoints are then untouched.
         """
-        self._stepper.drain()
+        self._stepper.prepare_save()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
@@ -505,7 +506,9 @@ class Run:
         return True
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Writes a model as one safetensors file that its plain class loads. All processes call it."""
+        """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
+        NonFiniteError as `step` does."""
+        self._stepper.drain()
         self._state.export(path, model_number(self._models, unwrapped(model)))
 
     @contextlib.contextmanager
@@ -525,12 +528,19 @@ class Run:
         return self._precision.autocast()
 
     def close(self) -> None:
-        """Ends the run: hooks, threads and buffers. The process may start another one."""
+        """Ends the run: hooks, threads and buffers. The process may start another one. Raises NonFiniteError, when all
+        is closed, for a last step whose gradients an accelerator has not told of yet."""
         if self.closed:
             return
         self.closed = True
-        if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
-            self._stepper.warn_unstepped()
+        try:
+            if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
+                self._stepper.drain()
+                self._stepper.warn_unstepped()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         for loader in self._state.loaders.values():
             loader.close()
         self._monitor.close()

@@ -155,6 +155,16 @@ def test_three_forms_of_backward_agree(run: paceline.Run) -> None:
     torch.testing.assert_close(grads[0], grads[2], rtol=1e-13, atol=0)
 
 
+def test_a_count_that_is_no_whole_number_keeps_its_digits(run: paceline.Run) -> None:
+    model, optimizer, loader = prepared(run)
+    for batch in loader:
+        loss = loss_fn(model, batch)
+        (expected,) = torch.autograd.grad(loss / 0.3, model[0].weight, retain_graph=True)
+        run.backward(total=loss, count=0.3)
+        torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-14, atol=0)
+        run.step(optimizer)
+
+
 def test_nothing_to_count_is_a_gradient_of_zero(run: paceline.Run) -> None:
     model, optimizer, loader = prepared(run)
     before = copy.deepcopy(model.state_dict())

@@ -63,6 +63,19 @@ def test_sums_of_many(later: bool) -> None:
     assert (sums.host == [0.0, 0.0, 0.0]) == later
 
 
+def test_numbers_and_tensors_of_host_and_device_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here float32 tensors are the device's."""
+    monkeypatch.setattr("paceline.train.weighted_sum.readable", lambda tensor: tensor.dtype != torch.float32)
+    sums = WeightedSum(CPU)
+    sums.add(0.1, torch.tensor(2.0))
+    sums.add(torch.tensor(0.5), torch.tensor(3))
+    sums.add(torch.tensor(0.1, dtype=torch.float64), torch.tensor(4.0))
+    sums.add(torch.tensor(2.0), 5)
+    whole, weight = result(sums)
+    assert weight == 14
+    assert whole == pytest.approx(0.1 * 2 + 0.5 * 3 + 0.1 * 4 + 2.0 * 5, rel=1e-15)
+
+
 def test_a_sum_over_nothing_counts_unless_it_is_no_number(later: bool) -> None:
     """Total(penalty, 0) on a shard without tokens is part of the loss; 0 / 0 is not."""
     sums = WeightedSum(CPU)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import collectives
+from paceline.comm.scalars import scalar, wide_dtype
 
 LEAST = 2.0**-64
 """Replaces a weight of 0: beside a weight of 1 it changes no floating-point sum, and where all weights are 0 the result
@@ -44,8 +45,7 @@ def _reduce(flat: Tensor, parts: Sequence[Tensor], totals: Tensor, weights: Sequ
     alike: dict[int, Tensor] = {}  # most tensors share a weight
     for weight in weights:
         if id(weight) not in alike:
-            on_device = weight if isinstance(weight, Tensor) else torch.full((), weight, device=flat.device)
-            alike[id(weight)] = on_device.to(flat.device, flat.dtype).reshape(()).clamp(min=LEAST)
+            alike[id(weight)] = scalar(weight, flat.dtype, flat.device).clamp(min=LEAST)
     totals.copy_(torch.stack([alike[id(weight)] for weight in weights]))
     for part, weight in zip(parts, weights, strict=True):
         part.mul_(alike[id(weight)])
@@ -59,8 +59,7 @@ def greatest_(tensors: Sequence[Tensor]) -> None:
     stay what they are; all of one kind travel together."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        exact = torch.float64 if tensor.device.type in ("cpu", "cuda") else torch.float32
-        wide = exact if tensor.is_floating_point() else torch.int64
+        wide = wide_dtype(tensor.device) if tensor.is_floating_point() else torch.int64
         groups.setdefault((wide, tensor.device), []).append(tensor)
     if collectives.size_of() == 1:
         return

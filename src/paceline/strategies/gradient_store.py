@@ -13,6 +13,7 @@ finite, is then reduced over the processes that hold the other parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import ALONE, Group
+from paceline.comm.scalars import wide_dtype
 from paceline.comm.tree_sums import TreeSums
 from paceline.torch_private.core import foreach_add_, foreach_mul_, foreach_norm, unscale_and_flag_
 
@@ -130,23 +132,27 @@ class GradientStore:
 
     # --- before and after an update
 
-    def found_inf(self, places: Sequence[Tensor], flag: Tensor) -> Tensor:
+    def found_inf(self, places: Sequence[Tensor], device: torch.device, flag: Tensor | None) -> Tensor:
         """(): not zero where an element of these places' gradients is not finite, on any process that holds a part of
-        them. flag: () float32 on the device, zero; may be written to and returned. Waits for nothing."""
+        them. Waits for nothing. device: of the result.
+
+        flag: () float32, zero; may be written to and returned, by the fused operation of torch's loss scaler. None: of
+        the gradients the greatest magnitude is found, which is inf or NaN if one element is. That writes nothing, and
+        knows bfloat16, for which CUDA has no fused operation; on a CPU it takes longer.
+        """
         grads = [p.grad for p in places if p.grad is not None]
-        one = _one(flag.device)
-        if self.others is ALONE and _plain(grads, flag.device):
-            unscale_and_flag_(grads, flag, one)  # by 1: unchanged
+        if flag is not None and self.others is ALONE and _plain(grads, device):  # nearly always on a CPU
+            unscale_and_flag_(grads, flag, _one(device))  # by 1: unchanged
             return flag
         dense = [
             g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
             for g in _local(grads)
         ]
-        if any(g.device != flag.device for g in dense):
-            return self._on_any_process(torch.nn.utils.get_total_norm(dense) * 0.0, grads)
-        if dense:
-            unscale_and_flag_(dense, flag, one)
-        return self._on_any_process(flag, grads)
+        if flag is not None and all(g.device == device for g in dense):
+            if dense:
+                unscale_and_flag_(dense, flag, _one(device))
+            return self._on_any_process(flag, grads)
+        return self._on_any_process(_not_finite(dense, device), grads)
 
     def norm(self, places: Sequence[Tensor], device: torch.device) -> Tensor:
         """(): the 2-norm of these places' gradients together, over all processes that hold parts of them. It is not
@@ -157,7 +163,7 @@ class GradientStore:
         squares = []
         for groups, tensors in by_groups.items():
             norm = _norm(tensors) if tensors else torch.zeros((), device=device)
-            square = norm.to(torch.float64 if norm.device.type in ("cpu", "cuda") else torch.float32).square()
+            square = norm.to(wide_dtype(norm.device)).square()
             for group in groups:
                 collectives.all_reduce(square, group=group)
             squares.append(square)
@@ -190,11 +196,12 @@ class GradientStore:
         return found
 
     def _on_any_process(self, flag: Tensor, grads: Sequence[Tensor]) -> Tensor:
-        """Reduces the flag, in place, to the greatest of all processes that hold a part of one of these gradients."""
+        """Sums the flag, in place, over all processes that hold a part of one of these gradients. (The greatest of
+        numbers of which one is NaN is another one in each library.)"""
         if self.others is ALONE and not dtensor.any_sharded(grads):
             return flag
         for group in dict.fromkeys(group for groups in self._by_groups(grads) for group in groups):
-            collectives.all_reduce(flag, "max", group)
+            collectives.all_reduce(flag, group=group)
         return flag
 
 
@@ -210,16 +217,26 @@ def scale_(grads: Sequence[Tensor], factor: Factor) -> None:
     """Multiplies gradients in place."""
     if not grads:
         return
-    parts = list(map(dtensor.local, grads))
-    if isinstance(factor, Tensor):
-        for grad in parts:
-            grad.mul_(factor.to(grad.device, grad.dtype))
-        return
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in parts:
-        by_device.setdefault(grad.device, []).append(grad)
-    for part in by_device.values():
-        foreach_mul_(part, factor)
+    for (device, dtype), alike in _alike(map(dtensor.local, grads)).items():
+        foreach_mul_(alike, factor.to(device, dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Tensors by device and dtype: one operation on many takes one kernel only where these are the same."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+def _not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """(): NaN where an element of these is inf or NaN, else 0. Dense and real. Only reads them."""
+    groups = _alike(grad for grad in grads if grad.numel())  # an empty one has no greatest magnitude
+    if not groups:
+        return torch.zeros((), device=device)
+    tops = [torch.stack(foreach_norm(alike, math.inf)).amax() for alike in groups.values()]
+    found = [(top.detach() * 0.0).to(device, torch.float32, non_blocking=True) for top in tops]
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
 _ones: dict[torch.device, Tensor] = {}

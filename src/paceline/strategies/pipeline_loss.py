@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh, current
+from paceline.comm.scalars import scalar, wide_dtype
 from paceline.errors import UsageError
 from paceline.strategies.base import Piece, Term, Weight, Work
 
@@ -138,8 +139,8 @@ class Losses:
         which = [i for i, counted in enumerate(kind.counted) if counted]
         if not which:
             return {}
-        dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
-        rows = [[torch.as_tensor(row[i], device=self._device).to(dtype).reshape(()) for i in which] for row in counts]
+        dtype = wide_dtype(self._device)
+        rows = [[scalar(count, dtype, self._device) for i in which if (count := row[i]) is not None] for row in counts]
         total = torch.stack([torch.stack(row) for row in rows]).sum(0)
         total = collectives.all_reduce(total, group=self._mesh.data)
         inverse = torch.where(total > 0, 1 / total.clamp(min=torch.finfo(dtype).tiny), 0)
@@ -167,12 +168,14 @@ class Losses:
             assert kind is not None
             self._agreed[call] = kind
         kind = self._agreed[call]
-        box = torch.zeros(count, len(kind.counted), 2, dtype=torch.float64, device=self._device)
+        dtype = wide_dtype(self._device)
+        box = torch.zeros(count, len(kind.counted), 2, dtype=dtype, device=self._device)
         if self._mesh.coordinate("stage") == last:
             for number, row in enumerate(terms):
                 for i, term in enumerate(row):
                     box[number, i, 0] = term.value
-                    box[number, i, 1] = 0.0 if term.count is None else term.count
+                    if term.count is not None:  # to assign a number would copy it from the host, and wait
+                        box[number, i, 1] = scalar(term.count, dtype, self._device)
         collectives.broadcast_tensors([box], src=src, group=self._mesh.group("stage"))
         return [
             [

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
+from paceline.comm.scalars import scalar, wide_dtype
 from paceline.comm.tree_sums import Tree
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Weights
@@ -207,9 +208,8 @@ class Counts:
 
     def _vector(self, keys: Sequence[Key]) -> Tensor:
         """(len(keys),): this process's sums, in float64 where the device has it."""
-        dtype = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
-        sums = [torch.as_tensor(self._sums[key], device=self._device) for key in keys]
-        return torch.stack([count.to(dtype).reshape(()) for count in sums])
+        dtype = wide_dtype(self._device)
+        return torch.stack([scalar(self._sums[key], dtype, self._device) for key in keys])
 
     def clear(self) -> None:
         """Start another global batch."""

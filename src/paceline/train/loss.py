@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.scalars import scalar, wide_dtype
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight
 from paceline.strategies.batch_plan import Request
@@ -126,9 +127,11 @@ def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: 
                 weights = [term.count for term in column]
                 values = [term.value for term in column]
             device = values[0].device
-            whole = torch.stack(
-                [torch.as_tensor(w, device=device, dtype=torch.float64).reshape(()) for w in weights]
-            ).sum()
+            wide = wide_dtype(device)
+            if any(isinstance(w, Tensor) for w in weights):
+                whole = torch.stack([scalar(w, wide, device) for w in weights]).sum()
+            else:
+                whole = scalar(sum(weights), wide, device)
             top = torch.stack([value.to(device).reshape(()) for value in values]).sum()
             parts.append(top / whole.to(top.dtype))
         loss = parts[0] if len(parts) == 1 else torch.stack(parts).sum()

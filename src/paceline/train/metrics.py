@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.comm.collectives import data_group
+from paceline.comm.scalars import wide_dtype
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
-from paceline.train.weighted_sum import WeightedSum, upload, wide_dtype
+from paceline.train.weighted_sum import WeightedSum, upload
 
 _CHANGED = "a loss or metric was changed in place after it was returned. Return a new tensor, or a clone."
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Group
+from paceline.comm.scalars import scalar, wide_dtype
 from paceline.errors import UsageError
 from paceline.strategies.batch_plan import Request
 from paceline.strategies.replicated import check_known
@@ -89,12 +90,12 @@ def _check_whole(optimizer: torch.optim.Optimizer, requests: Sequence[Request]) 
 def _mean_loss(made: Sequence[LossRecord], device: torch.device, group: Group) -> Tensor:
     """(), float64 where the device has it: the sum over the backward calls of an evaluation of (sum of losses) / (sum
     of counts) over all processes, the same bits on each."""
-    wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    wide = wide_dtype(device)
     rows = torch.zeros(2, len(made), dtype=wide, device=device)
     for number, (_, value, count, request, summed, *_) in enumerate(made):
         if request.examples:  # a mean over nothing is NaN
             things = request.examples if count is None else count
             rows[0, number] = value.to(wide) if summed else value.to(wide) * things
-            rows[1, number] = things
+            rows[1, number] = scalar(things, wide, device)  # to assign a number would copy it from the host
     sums, counts = collectives.all_reduce(rows, group=group)
     return torch.where(counts > 0, sums / counts.clamp(min=torch.finfo(wide).tiny), 0).sum()

@@ -130,10 +130,12 @@ class Stepper:
             yields.defer(one)
 
     def on_end(self, loader: Loader, whole: bool) -> None:
-        """A pass over a training loader has ended; whole: it was read to its end."""
+        """A pass over a training loader has ended; whole: it was read to its end. Raises NonFiniteError."""
         if loader in self._yields:
             self._yields[loader].close(loader, whole)
             loader.presented = None
+        if whole:
+            self.drain()
 
     def _start_micro_batch(self, yields: Yields, one: Yield) -> None:
         """From here on backward calls belong to this yield, which starts a micro-batch and perhaps a global batch."""
@@ -547,13 +549,20 @@ class Stepper:
         return True
 
     def drain(self) -> None:
-        """Finish the pending check of the last step's gradients, and give independent replicas rank 0's loss scale."""
+        """Finish the checks of the gradients of all steps, whose flags an accelerator's host reads late. Raises
+        NonFiniteError."""
         self._finite.drain()
+
+    def prepare_save(self) -> None:
+        """Finish the checks, and give independent replicas rank 0's loss scale. All processes call it."""
+        self.drain()
         if self.strategy.mesh.independent and self.precision.scaler is not None:
             self.precision.scaler.load_state_dict(collectives.broadcast_object(self.precision.scaler.state_dict()))
 
     def synchronize(self) -> None:
-        """Average independent replicas into one model, before it is evaluated or saved. All processes call it."""
+        """Finish the checks, and average independent replicas into one model, before it is evaluated or when training
+        ends. All processes call it. Raises NonFiniteError."""
+        self.drain()
         self.strategy.synchronize()
 
     @property

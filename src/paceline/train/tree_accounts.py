@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from paceline.comm.scalars import scalar, wide_dtype
 from paceline.comm.tree_sums import TreeSums
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Weights
@@ -54,8 +55,8 @@ class TreeAccounts:
             if request.micro == 0:
                 self._counts.pop(key, None)
             for part, its, nothing in zip(parts, terms, empty, strict=True):
-                if key[1] != MEANS and not nothing:
-                    self._count(key, part.shard, its[key[1]].count)
+                if key[1] != MEANS and not nothing and (count := its[key[1]].count) is not None:
+                    self._count(key, part.shard, count)
         last = parts[0].micro == request.micro_batches - 1
         for number, key in enumerate(keys):
             self._accounts.switch_to(key)
@@ -69,9 +70,8 @@ class TreeAccounts:
         if request.final:
             self._complete(keys, power, scale)
 
-    def _count(self, key: Key, shard: int, count: Weight | None) -> None:
-        wide = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
-        value = torch.as_tensor(count, device=self._device).detach().to(wide).reshape(())
+    def _count(self, key: Key, shard: int, count: Weight) -> None:
+        value = scalar(count, wide_dtype(self._device), self._device)
         mine = self._counts.setdefault(key, {})
         mine[shard] = mine[shard] + value if shard in mine else value
 
@@ -110,7 +110,7 @@ class TreeAccounts:
         """P / C for each of these accounts; 0 where C is 0."""
         if not counted:
             return []
-        wide = torch.float64 if self._device.type in ("cpu", "cuda") else torch.float32
+        wide = wide_dtype(self._device)
         shards = sorted({shard for key in counted for shard in self._counts.get(key, ())})
         nothing = torch.zeros((), dtype=wide, device=self._device)
         rows = {i: torch.stack([self._counts.get(key, {}).get(i, nothing) for key in counted]) for i in shards}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.comm.scalars import readable, wide_dtype
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 from paceline.torch_private.core import version_of
@@ -69,7 +70,7 @@ class WeightedSum:
                 return
             value = float(value)
         elif isinstance(weight, Tensor):
-            self._defer(_Deferred(torch.as_tensor(value), weight, summed, 0))
+            self._defer(_Deferred(torch.tensor(value, dtype=torch.float64), weight, summed, 0))
             return
         if weight:
             self._add(value if summed else value * weight)
@@ -119,7 +120,7 @@ class WeightedSum:
         self.device = triple if self.device is None else self.device + triple
 
     def _column(self, items: Sequence[Any]) -> Tensor:
-        """(len(items),) on the device. Numbers are copied there from pinned memory, without waiting."""
+        """(len(items),) on the device. Numbers are copied there together from pinned memory, without waiting."""
         wide = wide_dtype(self._device)
         if not any(isinstance(item, Tensor) for item in items):
             return upload(torch.tensor(items, dtype=wide), self._device)
@@ -127,18 +128,11 @@ class WeightedSum:
         alike = all(isinstance(x, Tensor) and (x.dtype, x.device) == (first.dtype, first.device) for x in items)
         if alike:
             return torch.stack([x.detach().reshape(()) for x in items]).to(self._device, wide)
-        tensors = [torch.as_tensor(item) for item in items]
-        return torch.stack([x.reshape(()).to(self._device, wide, non_blocking=True) for x in tensors])
-
-
-def readable(tensor: Tensor) -> bool:
-    """Whether reading this tensor waits for no device. Tests replace this function to stand in for an accelerator."""
-    return tensor.device.type == "cpu"
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating-point type that the device computes in."""
-    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        on_device = [isinstance(item, Tensor) and not readable(item) for item in items]
+        numbers = [0.0 if there else float(item) for item, there in zip(items, on_device, strict=True)]
+        column = upload(torch.tensor(numbers, dtype=wide), self._device).unbind()
+        mixed = zip(items, on_device, column, strict=True)
+        return torch.stack([x.detach().reshape(()).to(self._device, wide) if there else n for x, there, n in mixed])
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
