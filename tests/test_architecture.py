@@ -40,7 +40,10 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
         "config",
         "errors",
     },
-    "session": {"verify.worker", "compare.worker", "trials.spec", "run", "train", "comm", "world", "config", "errors"},
+    "session": {
+        *("verify.worker", "compare.worker", "trials.spec", "run", "train", "strategies", "comm", "world", "config"),
+        "errors",
+    },
     "fitting": {"session", "run", "train", "comm", "world", "config", "errors"},
     "launcher": {"torch_private", "world", "config", "errors"},
     "launching": {"strategies", "launcher", "world", "config", "errors"},

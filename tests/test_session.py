@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -100,6 +101,48 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert f"rank 0 cannot listen on port {port}, which openmpi gives this run" in done.stderr
     assert "src/paceline" not in done.stderr, "frames from inside Paceline"
     assert "script.py" in done.stderr, "the line of the script"
+
+
+FAILING = """
+import sys, time
+import torch, torch.distributed as dist
+import paceline, paceline.world
+paceline.world.FAILED_SECONDS = 1.0
+rank = int(sys.argv[1])
+run = paceline.start(device="cpu", init_method=sys.argv[2], rank=rank, world_size=2)
+if rank == 0:
+    print("ready", flush=True)
+    time.sleep(300)
+work = dist.all_reduce(torch.ones(3), async_op=True)  # the other never comes to it
+print("raises", flush=True)
+raise ValueError("of its own")
+"""
+
+
+def test_a_process_that_an_error_ends_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    with contextlib.ExitStack() as stack:
+        waiting, failing = (
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, str(script), str(rank), f"file://{tmp_path}/store"],
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank in range(2)
+        )
+        stack.callback(failing.kill)
+        stack.callback(waiting.kill)
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "ready\n"
+        out, err = failing.communicate(timeout=30)
+        assert waiting.poll() is None, "the other did not end the wait"
+    assert (failing.returncode, out) == (1, "raises\n")
+    assert "ValueError: of its own" in err
 
 
 def test_machines_with_different_versions_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

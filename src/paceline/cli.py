@@ -85,11 +85,11 @@ def main() -> None:
     """One training script. Any number of devices. The same model."""
 
 
-def _check_strategy(spec: StrategySpec | None, size: int | None, reproducible: int | None) -> None:
+def _check_strategy(spec: StrategySpec | None, size: int | None, reproducible: int | None) -> int:
     """strategies.check. Its import loads torch, which the launcher needs soon after."""
     from paceline.strategies import check
 
-    check(spec, size, reproducible)
+    return check(spec, size, reproducible)
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

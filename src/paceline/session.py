@@ -7,17 +7,19 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline import world as worlds
-from paceline.comm import process_group
+from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
-from paceline.errors import SettingError, WorldError
+from paceline.errors import WorldError
 from paceline.run import Run
+from paceline.strategies import on_cpu as on_cpu_of
 from paceline.train.excepthook import explain_uncaught
 from paceline.trials.spec import TrialSpec
 from paceline.verify.worker.recorder import Recorder
@@ -119,8 +121,7 @@ def start(
         for note in notes:
             print(f"paceline: {note}", file=sys.stderr)
     _close_all()
-    where = _device(settings.device, world)
-    _meet(world, where, init_method)
+    world, where = _join(world, settings, init_method)
     atexit.unregister(_close_all)
     atexit.register(_close_all)  # before the process group ends, which was made earlier
     run = Run(world, settings, where)
@@ -143,23 +144,32 @@ def current() -> Run | None:
     return _open[-1] if _open and not _open[-1].closed else None
 
 
-def _meet(world: World, device: torch.device, init_method: str | None) -> None:
-    """Join the default process group.
+def _join(world: World, settings: Settings, init_method: str | None) -> tuple[World, torch.device]:
+    """Join the default process group. Returns the world with this process's place in it, and this process's device.
 
     A process that the launcher has started in place of one that was killed joins none: its strategy finds the others.
     Raises WorldError where it has done so before, since it cannot join the next run.
     """
     global _joined
-    if not os.environ.get(worlds.TICKET):
-        process_group.join(world, device, init_method)
-        process_group.check_versions(world)
-        return
-    if _joined:
-        raise WorldError(
-            "this process has joined a run in place of a worker that was killed, and now starts another run, which it "
-            "cannot: its place in the process group is gone. Give each run a launch of its own."
-        )
-    _joined = True
+    on_cpu = on_cpu_of(settings.strategy)
+    if os.environ.get(worlds.TICKET):
+        if _joined:
+            raise WorldError(
+                "this process has joined a run in place of a worker that was killed, and now starts another run, which "
+                "it cannot: its place in the process group is gone. Give each run a launch of its own."
+            )
+        _joined = True
+        return world, _device(settings.device, world, on_cpu)
+    rendezvous = process_group.Rendezvous(world, init_method)
+    world = _by_environment(rendezvous.place())
+    device = _device(settings.device, world, on_cpu)
+    cards = rendezvous.cards(device) if not on_cpu else []
+    rendezvous.join(device, device_choice.backend("cpu" if on_cpu else device.type, cards))
+    process_group.check_versions(world, rendezvous.versions)
+    shared = device_choice.sharing(cards)
+    if shared and world.rank == 0:
+        print(f"paceline: {device_choice.note(shared)}", file=sys.stderr)
+    return world, device
 
 
 def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:
@@ -187,29 +197,24 @@ def _world(init_method: str | None, rank: int | None, world_size: int | None) ->
             f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, "
             "with 0 <= rank < world_size. Leave all out to take the launcher's."
         )
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    return World(rank, world_size, local, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), 0, 1, "start()")
+    return World(rank, world_size, rank, world_size, 0, 1, "start()")
 
 
-def _device(name: str | None, world: World) -> torch.device:
+def _by_environment(world: World) -> World:
+    """The world of `start(rank=...)` with the local rank that the environment gives, where it gives one."""
+    if world.source != "start()":
+        return world
+    local_rank = int(os.environ.get("LOCAL_RANK", world.local_rank))
+    return replace(world, local_rank=local_rank, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world.local_size)))
+
+
+def _device(name: str | None, world: World, on_cpu: int) -> torch.device:
+    """This process's device, which becomes the current one. on_cpu: of how many ranks, the last, it is the CPU."""
+    if world.rank >= world.size - on_cpu:
+        return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name is None:
-        device = torch.device("cpu") if accelerator is None else torch.device(accelerator.type, world.local_rank)
-    else:
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise SettingError(f"device={name!r} is no device: {str(error).splitlines()[0]}") from None
-    if device.type == "cpu":
-        return device
-    if accelerator is None or device.type != accelerator.type:
-        raise SettingError(f"device={name!r}: this machine has {accelerator or 'no accelerator'}. Use device='cpu'.")
-    device = torch.device(device.type, world.local_rank if device.index is None else device.index)
-    count = torch.accelerator.device_count()
-    if device.index >= count:
-        raise SettingError(
-            f"device {device}: local rank {world.local_rank} has no device of its own, since {count} are visible for "
-            f"{world.local_size} processes. Start {count} processes on this machine."
-        )
-    torch.accelerator.set_device_index(device.index)
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    device = device_choice.choose(name, None if accelerator is None else accelerator.type, count, world)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
     return device

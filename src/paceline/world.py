@@ -13,12 +13,15 @@ The first of these that describes a world decides:
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import itertools
 import os
 import platform
 import re
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +113,31 @@ def tell_launcher(environ: Environment, what: str, text: str = "") -> None:
     if path:
         with open(os.open(path + what, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text)
+
+
+FAILED_SECONDS = 10.0
+"""How long a process that an error ends may wait for the others at its exit."""
+
+
+@contextlib.contextmanager
+def ends_if_failed() -> Iterator[None]:
+    """Around what may wait for other processes while this one exits. Where an uncaught exception is why it exits, it
+    ends after FAILED_SECONDS in the block, with exit code 1.
+
+    By faulthandler, whose thread is none of Python's: the wait may be in C++, and Python's threads may be gone.
+    """
+    if getattr(sys, "last_value", None) is None:
+        yield
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or no file
+            stream.flush()
+    with open(os.devnull, "w") as sink:
+        faulthandler.dump_traceback_later(FAILED_SECONDS, exit=True, file=sink)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 # ---------------------------------------------------------------- torchrun, paceline run, and by hand

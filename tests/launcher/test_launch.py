@@ -204,6 +204,24 @@ def test_open_process_group_is_closed(launches: Launches, capfd: pytest.CaptureF
 # ---------------------------------------------------------------- failures
 
 
+def test_a_rank_that_leaves_with_a_failing_exit_code_does_not_wait_for_the_others(launches: Launches) -> None:
+    """Its collective is under way, and the others do not come to it: closing the process group would wait for them."""
+    code = """
+        import sys, time
+        import torch, torch.distributed as dist
+        import paceline.world
+        paceline.world.FAILED_SECONDS = 1.0
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            time.sleep(300)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        sys.exit(3)
+    """
+    exit_code, _, err = launches.run("--nproc", "2", launches.script(code))
+    assert exit_code != 0
+    assert "rank 1 ended with exit code" in err
+
+
 def test_failing_rank_is_shown_once_and_the_stubborn_ends(launches: Launches) -> None:
     code = """
         import os, signal, subprocess, sys, time

@@ -137,8 +137,11 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.check_devices(2, None, 1)
     with pytest.raises(LaunchError, match="2 devices are visible"):
         checks.check_devices(3, "cuda", 2)
+    with pytest.raises(LaunchError, match=r"all but 1 of the processes need one each\. Use --nproc 3 "):
+        checks.check_devices(4, None, 2, on_cpu=1)
     for nproc, device, count in ((2, None, 2), (2, None, 0), (2, "cpu", 1), (2, "cuda:0", 1)):
         checks.check_devices(nproc, device, count)
+    checks.check_devices(3, None, 2, on_cpu=1)
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

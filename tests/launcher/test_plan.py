@@ -13,7 +13,10 @@ from click.testing import CliRunner
 from paceline import launcher
 from paceline.cli import main
 from paceline.errors import LaunchError, SettingError
+from paceline.launcher import plan as plan_module
+from paceline.launcher.checks import check_devices
 from paceline.launcher.plan import Plan, command_line, count_processes, make_plan, thread_budget, worker_environment
+from paceline.strategies import check
 from paceline.world import ERROR_FILE, LAUNCHER_PID, SETTINGS, THREAD_BUDGET, World, from_env
 
 PLAN = Plan("train.py", ("--lr", "0.1"), 2, {"strategy": "ddp", "seed": 3})
@@ -83,6 +86,33 @@ def test_command_line() -> None:
 )
 def test_number_of_processes(nproc: str | int, gpus: int, count: int) -> None:
     assert count_processes(nproc, 4, lambda: gpus) == count
+
+
+@pytest.mark.parametrize(
+    ("nproc", "gpus", "strategy", "count", "on_cpu"),
+    [
+        ("gpu", 2, "parameter_server", 3, 1),
+        ("auto", 2, "parameter_server:servers=2", 4, 2),
+        ("auto", 0, "parameter_server", 4, 1),  # four cores
+        ("3", 2, "parameter_server", 3, 1),
+        ("gpu", 2, "ddp", 2, 0),
+    ],
+)
+def test_servers_need_no_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nproc: str,
+    gpus: int,
+    strategy: str,
+    count: int,
+    on_cpu: int,
+) -> None:
+    (script := tmp_path / "train.py").touch()
+    monkeypatch.setattr(plan_module, "_visible_gpus", lambda: gpus)
+    monkeypatch.setattr(plan_module, "available_cores", lambda: 4)
+    plan = make_plan(str(script), [], nproc, {"strategy": strategy}, check)
+    assert (plan.nproc, plan.on_cpu) == (count, on_cpu)
+    check_devices(plan.nproc, plan.device, gpus, plan.on_cpu)
 
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", "", "gpu"])

@@ -28,6 +28,8 @@ from paceline.errors import SettingError, WorldError
 from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import rejoining
+from paceline.strategies.servers.remote_parameters import setting_of
+from paceline.strategies.servers.served_parameters import ServedParameters
 from paceline.strategies.servers.work_queue import Exchanges, PassQueue
 from paceline.strategies.servers.worker_links import Chunks, Links
 from paceline.train.randomness import permutation
@@ -477,3 +479,18 @@ def test_not_in_step_it_learns_the_digits(tmp_path: Path) -> None:
     pairs = [(row["loss"], row["halved"]) for row in written if "halved" in row]
     assert len(pairs) > 5
     assert all(abs(loss - 2 * halved) < 1e-5 for loss, halved in pairs)
+
+
+def test_a_server_updates_with_an_optimizer_that_was_made_for_gpus() -> None:
+    """torch has `capturable` on accelerators only, and a server computes on the CPU."""
+    found = []
+    for capturable in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, capturable=capturable)
+        served = ServedParameters()
+        served.add({"p": parameter}, [optimizer], {parameter: "p"})
+        for _ in range(2):
+            served.update(0, setting_of(optimizer), 0, {"p": torch.tensor([1.0, 2.0, 3.0])})
+        found.append(parameter.detach().clone())
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], torch.ones(3))

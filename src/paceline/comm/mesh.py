@@ -190,25 +190,33 @@ class Mesh:
             return ALONE
         if prod(self.sizes.values()) == prod(self.sizes[name] for name in chosen):
             return None
-        if len(chosen) == 1:
-            group: Group = self._device_mesh().get_group(chosen[0])
-            return group
+        return self._subgroup(chosen)
+
+    def _subgroup(self, chosen: tuple[str, ...]) -> dist.ProcessGroup:
+        """torch's group of the processes that differ from this one along these dimensions only."""
+        if prod(self.sizes.values()) == prod(self.sizes[name] for name in chosen):
+            world = dist.group.WORLD
+            assert world is not None
+            return world
         key = (id(dist.group.WORLD), *self.sizes.items(), *chosen)
         if key not in _made:
             others = [[(name, i) for i in range(self.sizes[name])] for name in self.sizes if name not in chosen]
             inner = [[(name, i) for i in range(self.sizes[name])] for name in chosen]
             ranks = [[self.at(**dict(outer), **dict(own)) for own in product(*inner)] for outer in product(*others)]
             _made[key] = dist.new_subgroups_by_enumeration(ranks)[0]
-        return _made[key]
+        group: dist.ProcessGroup = _made[key]
+        return group
 
     def _device_mesh(self) -> DeviceMesh:
-        from torch.distributed.device_mesh import init_device_mesh  # here: most runs need none
+        """torch's mesh, of groups made here. init_device_mesh would split the world's group where that is bound to a
+        GPU: then gloo's half is handed NCCL's options, which it refuses in some versions of torch."""
+        from torch.distributed.device_mesh import DeviceMesh  # here: most runs need none
 
         key = (id(dist.group.WORLD), self.device.type, *self.sizes.items())
         if key not in _made:
-            _made[key] = init_device_mesh(
-                self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
-            )
+            groups = [self._subgroup((name,)) for name in self.sizes]
+            ranks = torch.arange(prod(self.sizes.values())).reshape(tuple(self.sizes.values()))
+            _made[key] = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=tuple(self.sizes))
         found: DeviceMesh = _made[key]
         return found
 

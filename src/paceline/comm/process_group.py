@@ -1,22 +1,32 @@
-"""The process group of a run: made once in a process, and kept until it exits."""
+"""The process group of a run: made once in a process, and kept until it exits.
+
+Which backends it needs, and which device each process takes, may depend on the other processes. So they meet first
+(`Rendezvous`), tell each other what is needed through the store that the group will be made with, and then join.
+"""
 
 from __future__ import annotations
 
 import atexit
 import datetime
 import gc
+import json
 import os
 import socket
 import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from C++
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
+from torch.distributed.rendezvous import rendezvous
 
-from paceline.comm import collectives, mesh
+from paceline.comm import collectives, device_choice, mesh
 from paceline.errors import WorldError
-from paceline.world import World
+from paceline.world import World, ends_if_failed
 
 if not dist.is_initialized():
     # Its functions' default arguments hold the world's group, if there is one when it is imported, as by the first
@@ -25,51 +35,95 @@ if not dist.is_initialized():
 
 runs = 0  # how many this process has joined
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
+class Rendezvous:
+    """The processes of a world, from when they meet until they are a process group.
 
-def join(world: World, device: torch.device, init_method: str | None, timeout_seconds: float = 1800.0) -> None:
-    """Makes the world's process group, or uses one that exists (of an earlier run in this process, or of the script).
-
-    Gloo carries CPU tensors on every machine; the device's own backend its own. Raises WorldError where an existing
-    group is of another world.
+    Where a group exists (of an earlier run in this process, or of the script) it is used: what the processes tell each
+    other goes through it, and `join` makes none. One process alone meets nobody.
     """
-    global runs
-    runs += 1
-    if world.size == 1:
-        return
-    if dist.is_initialized():
+
+    def __init__(self, world: World, init_method: str | None, timeout_seconds: float = 1800.0) -> None:
+        """Waits for nobody. Raises WorldError where an existing group is of another world."""
+        global runs
+        runs += 1
+        self._world, self._init_method = world, init_method
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._joined = world.size == 1 or dist.is_initialized()  # whether there is no group to be made
+        self.versions: list[tuple[str, dict[str, str]]] | None = None  # each rank's host and versions, if told already
+        if world.size == 1 or not dist.is_initialized():
+            return
         found = (dist.get_rank(), dist.get_world_size())
         if found != (world.rank, world.size):
             raise WorldError(
                 f"this process is rank {found[0]} of {found[1]} in torch.distributed's process group already, but rank "
                 f"{world.rank} of {world.size} by {world.source}. Leave init_process_group to paceline.start()."
             )
-        return
-    store = None
-    if init_method is None and world.source not in ("torchrun", "paceline"):
-        store = _store(world, timeout_seconds)
-    dist.init_process_group(
-        _BACKENDS.get(device.type),
-        init_method=None if store is not None else init_method or "env://",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=datetime.timedelta(seconds=timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
-    )
-    atexit.register(leave)
+
+    @cached_property
+    def _store(self) -> Store:
+        """That of the group that is to be made. Waits for rank 0 or the launcher, who has it."""
+        world = self._world
+        if self._init_method is None and world.source not in ("torchrun", "paceline"):
+            store: Store = _store(world, self._timeout)
+        else:
+            method = self._init_method or "env://"
+            store = next(rendezvous(method, world.rank, world.size, timeout=self._timeout))[0]
+            store.set_timeout(self._timeout)
+        return PrefixStore("default_pg", store)  # the prefix that torch gives it
+
+    def gather(self, what: str, own: Any) -> list[Any]:
+        """Every rank's value, in rank order. All ranks call it alike.
+
+        what: names the value; another one for each call. own: this rank's, of what JSON has.
+        """
+        if self._joined:
+            return collectives.gather_objects(own)
+        keys = [f"paceline/{what}/{rank}" for rank in range(self._world.size)]
+        self._store.set(keys[self._world.rank], json.dumps(own))
+        return [json.loads(value) for value in self._store.multi_get(keys)]
+
+    def place(self) -> World:
+        """The world, with this process's place on its machine. `start(rank=...)` is not told of machines: there the
+        place follows from those that have joined, in one exchange."""
+        if self._world.source != "start()":
+            return self._world
+        everyone = self.gather("hosts", (machine(), socket.gethostname(), versions()))
+        self.versions = [(host, found) for _, host, found in everyone]
+        self._world = device_choice.placed(self._world, [where for where, _, _ in everyone])
+        return self._world
+
+    def cards(self, device: torch.device) -> list[str | None]:
+        """The GPUs of all ranks, as device_choice.sharing takes them. No exchange, and an empty list, where this
+        process computes on no GPU or the group exists already."""
+        return [] if self._joined or device.type != "cuda" else self.gather("cards", card(device))
+
+    def join(self, device: torch.device, backend: str | None) -> None:
+        """Makes the process group. device: of this process. backend: see device_choice.backend."""
+        if self._joined:
+            return
+        bound = device.type == "cuda" and "nccl" in str(backend)  # NCCL then connects at once
+        dist.init_process_group(
+            backend,
+            store=self._store,
+            rank=self._world.rank,
+            world_size=self._world.size,
+            timeout=self._timeout,
+            device_id=device if bound else None,
+        )
+        atexit.register(leave)
 
 
-def check_versions(world: World) -> None:
+def check_versions(world: World, everyone: Sequence[tuple[str, Mapping[str, str]]] | None = None) -> None:
     """Raises WorldError, on every process, where the machines of the world have different versions of the packages.
 
-    One exchange, and none where the world is one machine, whose launcher starts every process with one interpreter.
-    (What `start(rank=...)` is given does not say how many machines there are.)
+    everyone: each rank's host and versions, if they were told already (Rendezvous.versions). Else there is one
+    exchange; and none where the world is one machine, whose launcher starts every process with one interpreter.
     """
-    if world.size == 1 or (world.nodes == 1 and world.source != "start()"):
-        return
-    everyone = collectives.gather_objects((socket.gethostname(), versions()))
+    if everyone is None:
+        if world.nodes == 1:
+            return
+        everyone = collectives.gather_objects((socket.gethostname(), versions()))
     names = [name for name in everyone[0][1] if len({found[name] for _, found in everyone}) > 1]
     if not names:
         return
@@ -83,6 +137,21 @@ def check_versions(world: World) -> None:
         f"the machines of this run have different versions: {'; '.join(parts)}. They would compute different "
         "things, or wait for each other for ever. Install the same on all of them (`paceline env` shows what is there)."
     )
+
+
+def machine() -> str:
+    """What tells this machine from others: its name, and the boot of its kernel, since names may be equal."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
+
+
+def card(device: torch.device) -> str | None:
+    """The UUID of a GPU; None where it is not known."""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", None) or "")
+    return uuid if uuid.strip("0-") else None
 
 
 def versions() -> dict[str, str]:
@@ -99,12 +168,11 @@ def versions() -> dict[str, str]:
     }
 
 
-def _store(world: World, timeout_seconds: float) -> TCPStore:
+def _store(world: World, timeout: datetime.timedelta) -> TCPStore:
     """The store of a world without an agent (srun, mpirun). On one machine it and gloo listen on loopback only: torch's
     own would listen on every interface, so rank 0 brings a socket that is bound already."""
     assert world.master_addr is not None
     assert world.master_port is not None
-    timeout = datetime.timedelta(seconds=timeout_seconds)
     if world.nodes > 1:
         return TCPStore(world.master_addr, world.master_port, world.size, world.rank == 0, timeout)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -131,8 +199,12 @@ def leave() -> None:
     Gloo's threads drop a finished collective's tensors a moment after its waiter has gone on. One that does so while
     the interpreter is being taken down aborts the process ("terminate called without an active exception"; plain DDP
     does that in one of some ten exits). Destroying the group joins them, once nothing else holds it.
+
+    Destroying, and aborting too, waits for collectives under way. Where an error ends this process, the others may
+    never come to them: it waits for some seconds at most (world.FAILED_SECONDS).
     """
     if dist.is_available() and dist.is_initialized():
         mesh.forget()
         gc.collect()
-        dist.destroy_process_group()
+        with ends_if_failed():
+            dist.destroy_process_group()

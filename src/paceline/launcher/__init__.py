@@ -56,7 +56,7 @@ def run(
     monitor_seconds: float = 0.05,
     output: str | None = None,
     tee: str = "",
-    check_strategy: Callable[[StrategySpec | None, int | None, int | None], None] | None = None,
+    check_strategy: Callable[[StrategySpec | None, int | None, int | None], int] | None = None,
 ) -> int:
     """Run `script` in `nproc` processes of this machine and wait until all have ended.
 

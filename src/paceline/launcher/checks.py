@@ -94,21 +94,23 @@ def check_port(host: str, port: int, option: str) -> None:
             ) from None
 
 
-def check_devices(nproc: int, device: str | None, count: int) -> None:
+def check_devices(nproc: int, device: str | None, count: int, on_cpu: int = 0) -> None:
     """Raises LaunchError where several workers would have to share a device, unless `device` says which they use.
 
     Args:
         nproc: workers on this machine.
         device: the setting, as far as the launcher knows it.
         count: the visible devices; 0: there are only CPUs.
+        on_cpu: how many of the workers need none.
     """
     told = device is not None and (device.startswith("cpu") or ":" in device)
-    if count == 0 or nproc <= count or told:
+    if count == 0 or nproc - on_cpu <= count or told:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     devices = "1 device is" if count == 1 else f"{count} devices are"
+    each = "each process needs one of its own" if on_cpu == 0 else f"all but {on_cpu} of the processes need one each"
     raise LaunchError(
-        f"--nproc {nproc}: {devices} visible on this machine{why}, and each process needs one of its own. Use --nproc "
-        f"{count} (or `auto`), or --device cpu to train on the CPU."
+        f"--nproc {nproc}: {devices} visible on this machine{why}, and {each}. Use --nproc {count + on_cpu} (or "
+        "`auto`), or --device cpu to train on the CPU. (--device cuda:0 has all of them share one, to try things out.)"
     )

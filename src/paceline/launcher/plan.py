@@ -19,9 +19,9 @@ from paceline.launcher import checks
 from paceline.launcher.nodes import ALONE, Nodes
 from paceline.world import World
 
-StrategyCheck = Callable[[config.StrategySpec | None, int | None, int | None], None]
+StrategyCheck = Callable[[config.StrategySpec | None, int | None, int | None], int]
 """Raises SettingError for a strategy (None: not known) that cannot work on so many processes (likewise), or not with
-this `reproducible` (None: without): strategies.check."""
+this `reproducible` (None: without). Returns how many of the processes need no accelerator: strategies.check."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Plan:
         tee: ranks whose output is shown as well, each line marked; None: all.
         timeout_seconds: end the run after so long; None: never.
         device: the device setting, where the launcher can know it.
+        on_cpu: how many workers need no accelerator, as far as the launcher can know it.
         variables: environment variables that the workers get besides.
         worker: the module that each worker runs, with the script as its arguments.
         hash_seed: PYTHONHASHSEED of the workers where the environment has none; None: each process chooses its own, as
@@ -60,6 +61,7 @@ class Plan:
     tee: frozenset[int] | None = frozenset()
     timeout_seconds: float | None = None
     device: str | None = None
+    on_cpu: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
     worker: str = "paceline.launcher.worker"
     hash_seed: str | None = "0"
@@ -93,15 +95,20 @@ def make_plan(
     checks.check_outer_world(os.environ, nodes)
     given, layers = _settings(script, kind, settings)
     device = config.resolve(*layers)[0].device
-    count = count_processes(nproc, available_cores(), _visible_gpus)
+    beside = 0  # workers beside those that have a GPU each
+    if check_strategy is not None and str(nproc) in ("gpu", "auto") and not nodes.several:
+        beside = _check_strategy(check_strategy, layers, None)
+    count = count_processes(nproc, available_cores(), _visible_gpus, beside)
+    on_cpu = 0
     if check_strategy is not None:
-        _check_strategy(check_strategy, layers, count * nodes.max_nodes if nodes.min_nodes == nodes.max_nodes else None)
+        size = count * nodes.max_nodes if nodes.min_nodes == nodes.max_nodes else None
+        on_cpu = _check_strategy(check_strategy, layers, size)
     if not nodes.several and nodes.port:
         checks.check_port("127.0.0.1", nodes.port, "--master-port")
     elif nodes.backend == "static" and nodes.rank == 0:
         checks.check_port(nodes.host, nodes.port, "--master-port" if nodes.host else "--rdzv-endpoint")
     rest["tee"] = read_ranks(rest.get("tee", ""), None if nodes.several else count)
-    return Plan(script, tuple(args), count, given, device=device, **rest)
+    return Plan(script, tuple(args), count, given, device=device, on_cpu=on_cpu, **rest)
 
 
 Layers = list[tuple[str, Mapping[str, Any]]]
@@ -125,14 +132,15 @@ def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[d
     return given, layers
 
 
-def _check_strategy(check: StrategyCheck, layers: Layers, size: int | None) -> None:
-    """Check the strategy on the command line or else in the settings file. An error says where it is from."""
+def _check_strategy(check: StrategyCheck, layers: Layers, size: int | None) -> int:
+    """Check the strategy on the command line or else in the settings file. An error says where it is from. Returns what
+    the check does."""
     found = {key: (values[key], place) for place, values in layers for key in _CHECKED if values.get(key) is not None}
     if not found:  # what the script says is not known here
-        return
+        return 0
     strategy, shards = (found.get(key, (None, ""))[0] for key in _CHECKED)
     try:
-        check(None if strategy is None else config.parse_strategy(strategy), size, shards)
+        return check(None if strategy is None else config.parse_strategy(strategy), size, shards)
     except SettingError as error:
         named = (place for key, (_, place) in found.items() if key == "strategy" or key in str(error))
         raise SettingError(f"{error} (It is from {' and '.join(dict.fromkeys(named))}.)") from None
@@ -156,13 +164,16 @@ def read_ranks(text: str, size: int | None) -> frozenset[int] | None:
     return frozenset(ranks)
 
 
-def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int]) -> int:
-    """The number of processes for `nproc`: a number, or torchrun's words "gpu", "cpu" and "auto" (gpus, else cores)."""
+def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int], beside: int = 0) -> int:
+    """The number of processes for `nproc`: a number, or torchrun's words "gpu", "cpu" and "auto" (gpus, else cores).
+
+    beside: how many processes need no GPU, so that they come on top of one for each.
+    """
     if str(nproc) in ("gpu", "auto"):
         count = gpus()
         if count == 0 and nproc == "gpu":
             raise LaunchError("--nproc gpu: no GPU is visible to torch. Give a number, or `--nproc cpu`.")
-        return count or cores
+        return count + beside if count else cores
     if str(nproc) == "cpu":
         return cores
     try:

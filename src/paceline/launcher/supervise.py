@@ -39,7 +39,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
         Stopped: a signal ended the run; no worker is left.
         LaunchError: a worker could not be started, or the machines did not meet.
     """
-    check_devices(plan.nproc, plan.device, device_count())
+    check_devices(plan.nproc, plan.device, device_count(), plan.on_cpu)
     spec = WorkerSpec(
         role="default",
         local_world_size=plan.nproc,

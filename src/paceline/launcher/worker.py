@@ -32,7 +32,7 @@ import types
 from collections.abc import Iterator, Sequence
 
 from paceline.errors import LaunchError, PacelineError
-from paceline.world import ERROR_FILE, LAUNCHER_PID, Served
+from paceline.world import ERROR_FILE, LAUNCHER_PID, Served, ends_if_failed
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # The launcher's request for the stack. A real-time signal: SIGUSR1 and 2 belong to scripts and batch systems.
@@ -50,16 +50,19 @@ def main() -> None:
     hook = sys.excepthook = _ExceptHook()
     try:
         {"script": run_script, "module": run_module, "function": run_function}[kind](script, args)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        sys.last_value = error
         sys.exit(130)
-    except SystemExit:
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            sys.last_value = error
         raise
     except BaseException as error:  # asyncio.CancelledError is no Exception
         if os.getpid() != pid:  # a child that the script forked by hand: it does not speak for the rank
             sys.__excepthook__(type(error), error, _skip_worker(error.__traceback__))
         else:
             report(error, hook)
-            sys.last_value = error  # as plain python does: what runs at the exit may look whether the script failed
+            sys.last_value = error  # as plain python does: what runs at the exit looks whether the script failed
         sys.exit(1)
 
 
@@ -172,7 +175,7 @@ def _close_process_group(pid: int) -> None:
     """Close the script's process group: else gloo aborts the process at its exit, every other time (torch 2.13)."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and os.getpid() == pid and dist.is_available() and dist.is_initialized():
-        with contextlib.suppress(Exception):  # of a group that is broken already
+        with contextlib.suppress(Exception), ends_if_failed():  # the first: of a group that is broken already
             dist.destroy_process_group()
 
 

@@ -5,6 +5,9 @@ raises SettingError for what cannot work with so many processes (None: not known
 
 With `reproducible=V` the strategies `single` and `ddp` are replaced by one that is not in the table (reproducible.py).
 A factory has an argument `sums` where the strategy can add in that order on several devices of one process.
+
+A module may have a function `on_cpu(*, option, ...)`: how many processes, those of the last ranks, compute on the CPU
+whatever the device of the run is, so that they need no accelerator.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Piece, Strategy, Term, Work
 from paceline.world import World
 
-__all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "check", "default", "make"]
+__all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "check", "default", "make", "on_cpu"]
 
 Factory = Callable[..., Strategy]
 
@@ -72,20 +75,43 @@ def make(spec: StrategySpec | None, world: World, device: torch.device, reproduc
     return _load(_REPRODUCIBLE)[1](world, device, shards=reproducible)
 
 
-def check(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> None:
-    """Raises SettingError, as `make` would, for an unknown name or option, a value that an option cannot have, or a
-    number of processes (None: not known) that the strategy cannot work with. spec: None where it is not known."""
+def check(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> int:
+    """Checks what can be checked before any process starts. spec: None where it is not known.
+
+    Returns how many of the processes need no accelerator (`on_cpu`). Raises SettingError, as `make` would, for an
+    unknown name or option, a value that an option cannot have, or a number of processes (None: not known) that the
+    strategy cannot work with.
+    """
     if reproducible is not None:
         _check_reproducible(spec, size, reproducible)
     if spec is None:
-        return
+        return 0
     module, factory = _find(spec)
-    defaults = {key: p.default for key, p in inspect.signature(factory).parameters.items() if key not in _NO_OPTIONS}
-    taken = inspect.signature(module.check).parameters
-    options = {**defaults, **_options(spec, factory)}
+    options = _all_options(spec, factory)
     if _adds_in_order(factory):
         options["shards"] = reproducible
-    module.check(size, **{key: value for key, value in options.items() if key in taken})
+    module.check(size, **_taken(module.check, options))
+    return on_cpu(spec)
+
+
+def on_cpu(spec: StrategySpec | None) -> int:
+    """How many processes, those of the last ranks, compute on the CPU whatever the device of the run is."""
+    if spec is None:
+        return 0
+    module, factory = _find(spec)
+    count: Callable[..., int] | None = getattr(module, "on_cpu", None)
+    return 0 if count is None else count(**_taken(count, _all_options(spec, factory)))
+
+
+def _all_options(spec: StrategySpec, factory: Factory) -> dict[str, Any]:
+    """The options of a strategy, those that are not given by their defaults."""
+    defaults = {key: p.default for key, p in inspect.signature(factory).parameters.items() if key not in _NO_OPTIONS}
+    return {**defaults, **_options(spec, factory)}
+
+
+def _taken(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that a function has arguments for."""
+    return {key: value for key, value in options.items() if key in inspect.signature(function).parameters}
 
 
 def _find(spec: StrategySpec) -> tuple[ModuleType, Factory]:

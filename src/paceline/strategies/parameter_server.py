@@ -1,7 +1,8 @@
 """parameter_server: parameters and optimizer state live on servers; workers compute gradients, and may die.
 
 The first ranks are workers, the last `servers` are servers. Each server owns whole parameters, about as many bytes as
-any other. A server runs the script up to `prepare` and serves there (servers/).
+any other. A server runs the script up to `prepare` and serves there (servers/), on the CPU: N accelerators are for N
+workers. The process group, through which all find each other, is gloo's.
 
 mode=sync, all workers in step, a step:
 
@@ -76,6 +77,11 @@ def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
         raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
     if staleness >= 0 and mode == "sync":
         raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")
+
+
+def on_cpu(*, servers: int) -> int:
+    """How many processes, those of the last ranks, compute on the CPU: the servers."""
+    return servers
 
 
 class ParameterServer(LoopStrategy):

@@ -62,7 +62,7 @@ class ServedParameters:
         """One update. seed: of the random numbers that it draws."""
         optimizer = self.optimizers[number]
         for own, of_user in zip(optimizer.param_groups, self._groups[number], strict=True):
-            for key, value in setting[of_user].items():
+            for key, value in _on_cpu(setting[of_user]).items():
                 own[key] = tuple(value) if isinstance(own.get(key), tuple) else value
         torch.manual_seed(seed)
         for name, gradient in gradients.items():
@@ -104,6 +104,12 @@ class ServedParameters:
             if tensor.shape == parameter.shape and tensor.stride() != parameter.stride():
                 tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
             state[parameter][key] = tensor
+
+
+def _on_cpu(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group as they are on a server: without what torch has on accelerators only, and which changes no
+    numbers."""
+    return {key: False if key == "capturable" else value for key, value in options.items()}
 
 
 def _optimizer_like(optimizer: torch.optim.Optimizer, owned: Sequence[Tensor]) -> Any:
