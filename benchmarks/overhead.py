@@ -157,10 +157,10 @@ def collectives(step: Callable[[list[Tensor]], None], batch: list[Tensor], ours:
     return [len(found), size]
 
 
-def interval(top: Tensor, bottom: Tensor, draws: int = 2000) -> list[float]:
+def interval(top: Tensor, bottom: Tensor, draws: int = 2000, block: int = BLOCK) -> list[float]:
     """[ratio of medians, lower and upper end of its 95% interval]: bootstrap over blocks of rounds (dimension 0)."""
-    blocks = len(top) // BLOCK
-    pair = torch.stack([top[: blocks * BLOCK].reshape(blocks, -1), bottom[: blocks * BLOCK].reshape(blocks, -1)])
+    blocks = len(top) // block
+    pair = torch.stack([top[: blocks * block].reshape(blocks, -1), bottom[: blocks * block].reshape(blocks, -1)])
     generator = torch.Generator().manual_seed(0)
     ratios = []
     for _ in range(draws):
