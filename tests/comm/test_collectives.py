@@ -63,7 +63,7 @@ def test_digest_tells_permutations_and_dtypes_apart() -> None:
 
 
 def test_the_table_of_digests_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has 2 MB, and has to travel to the device."""
+    """It has 256 KB, and has to travel to the device."""
     collectives.digest(torch.ones(3))
     monkeypatch.setattr(torch, "randint", None)
     ones = torch.ones(2**18 + 5)

@@ -338,7 +338,7 @@ def barrier() -> None:
 
 # ---- do the ranks agree? ----
 
-_DIGEST_CHUNK = 2**18
+_DIGEST_CHUNK = 2**15
 _DIGEST_MULTIPLIER = 6364136223846793005  # Knuth's MMIX multiplier: odd, so that no chunk's bits are lost
 
 
@@ -359,7 +359,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 @cache
 def _digest_weights(device: torch.device) -> Tensor:
-    """(_DIGEST_CHUNK,) int64 on the device, 2 MB that are kept: to draw and send them for each tensor costs more than
+    """(_DIGEST_CHUNK,) int64 on the device, 256 KB that are kept: to draw and send them for each tensor costs more than
     most digests."""
     generator = torch.Generator().manual_seed(0x9E3779B97F4A7C15 >> 1)
     # With noise="example" a mode would take these for noise of the batch.
