@@ -147,8 +147,9 @@ def hanging(name: str, folder: Path, processes: int) -> None:
     assert p.source().splitlines()[first["line"] - 1].strip() in "\n".join(planted) or "train(" in planted[1]
 
 
-def test_a_collective_of_one_rank_ends_the_run(tmp_path: Path) -> None:
-    hanging("a call of rank 0", tmp_path, 2)
+@pytest.mark.parametrize("name", ["a call of rank 0", "Paceline: a call of rank 0"])
+def test_a_collective_of_one_rank_ends_the_run(name: str, tmp_path: Path) -> None:
+    hanging(name, tmp_path, 2)
 
 
 @pytest.mark.conformance

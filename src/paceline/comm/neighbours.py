@@ -42,7 +42,8 @@ _open: weakref.WeakSet[Neighbours] = weakref.WeakSet()  # closed in a forked chi
 class Neighbours:
     """The other processes of a group, all on this machine, as one of them sees them."""
 
-    def __init__(self, connections: list[socket.socket | None]) -> None:
+    def __init__(self, connections: list[socket.socket | None], group: Group = None) -> None:
+        self.group = group
         self._connections = connections  # by rank in the group; None for this process
         self._rank = connections.index(None)
         self._count = 0  # how many exchanges there were
@@ -107,7 +108,7 @@ def meet(group: Group) -> Neighbours | None:
             reached = reached and _connect(connections, [path for _, path in paths[:rank]], rank)
             if all(collectives.gather_objects(reached, group)):
                 _accept(listening, connections)
-                return Neighbours(connections)
+                return Neighbours(connections, group)
         for connection in connections:
             if connection is not None:
                 connection.close()

@@ -2,7 +2,8 @@
 
 The launcher's side reads these files while the script runs and compares them over the ranks: appending to a file cannot
 wait for another rank. DDP communicates in C++. Its collectives are recorded where they are due: "DDP's gradients" at a
-backward that reduces, "DDP's buffers" at a forward that broadcasts them.
+backward that reduces, "DDP's buffers" at a forward that broadcasts them. Paceline's exchanges over Unix sockets are
+recorded too: a rank can wait in one while another waits in a collective.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import call_before, patch
+from paceline.doctor.recorders.patching import after_import, call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest, sample
 from paceline.torch_private.observed import DDP_BEFORE_FORWARD, DDP_SENDS_BUFFERS, FUNCTIONAL_COLLECTIVES, group_of
 
@@ -364,6 +365,19 @@ class CollectiveRecorder:
 
         return make
 
+    def wrap_exchange(self, original: Any) -> Any:
+        """`Neighbours.rows` of paceline.comm.neighbours."""
+
+        def rows(neighbours: Any, row: torch.Tensor) -> Any:
+            dtype = str(row.dtype).removeprefix("torch.")
+            end = self.begin("exchange over Unix sockets", neighbours.group, n=row.numel(), d=dtype)
+            try:
+                return original(neighbours, row)
+            finally:
+                end()
+
+        return rows
+
     def before_spawn(self, *_: Any, **__: Any) -> None:
         self.log.record("spawn", now=True, joined=dist.is_initialized())
 
@@ -394,6 +408,7 @@ def install(log: EventLog) -> None:
     if hasattr(DistributedDataParallel, DDP_BEFORE_FORWARD):
         ordering = recorder.wrap_method("DDP's buckets", lambda module: log.models.rebuilds_buckets(module))
         patch(DistributedDataParallel, DDP_BEFORE_FORWARD, ordering)
+    after_import("paceline.comm.neighbours", lambda module: patch(module.Neighbours, "rows", recorder.wrap_exchange))
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 
