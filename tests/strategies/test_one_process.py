@@ -504,6 +504,30 @@ NAMED = [
 ]
 
 
+@every_way
+def test_a_backward_runs_in_its_replicas_own_thread(strategy: str) -> None:
+    """Autograd has one thread for each GPU: two replicas of one GPU, each waiting in it for the other, would hang."""
+    forwards, backwards = set(), set()
+    multithreaded = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        output = model(batch[0])
+        forwards.add(threading.get_ident())
+        output.register_hook(lambda _: backwards.add(threading.get_ident()))
+        output.register_hook(lambda _: multithreaded.append(torch._C._is_multithreading_enabled()))
+        return output.square().mean()
+
+    with started(strategy) as run:
+        model = nn.Linear(6, 3).double()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.loader(checks.data(), global_batch=12):
+            run.forward_backward(loss_fn, model, batch)
+            break
+    assert len(forwards) > 1
+    assert backwards == forwards
+    assert not any(multithreaded)
+
+
 @pytest.mark.parametrize(("devices", "words"), NAMED)
 @pytest.mark.parametrize("name", ["data_parallel", "mirrored"])
 def test_devices_that_cannot_be_are_named_before_anything_starts(name: str, devices: Any, words: str) -> None:
@@ -520,7 +544,7 @@ def test_devices_that_cannot_be_are_named_before_anything_starts(name: str, devi
         ("cuda,cuda:1", "cuda", ["cuda:0", "cuda:1"]),
         ("cpu+cpu", "cpu", ["cpu", "cpu"]),
         ("cuda:0,cpu", "cuda:0", "of several types"),
-        ("cuda:1,cuda:1", "cuda:1", "names a device twice"),
+        ("cuda:1,cuda:1", "cuda:1", ["cuda:1", "cuda:1"]),
         ("cuda:0,cuda:3", "cuda:0", "no cuda:3: 3 cuda devices are visible"),
         ("cuda:1,cuda:2", "cuda:0", "--device cuda:1"),
         ("cpu,cpu", "cuda:0", "--device cpu"),

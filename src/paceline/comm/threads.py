@@ -64,9 +64,8 @@ class _Nobody(Replicas):
     def _refuse(self) -> UsageError:
         return UsageError(
             "Batch norm, or another sum over replicas, ran in a thread that belongs to no replica, while several "
-            "replicas compute on threads of this process. Such threads are started by nn.DataParallel, by the script, "
-            "or by autograd when activation checkpointing recomputes a forward on CUDA. Use the ddp strategy "
-            "(--strategy ddp), or batch_norm='shard'."
+            "replicas compute on threads of this process. Such threads are started by nn.DataParallel, or by the "
+            "script. Use the ddp strategy (--strategy ddp), or batch_norm='shard'."
         )
 
     @property

@@ -69,11 +69,6 @@ def devices_of(
         raise _too_few(strategy, found, otherwise)
     if len({device.type for device in devices}) > 1:
         raise SettingError(f"{where} are of several types. Name devices of one type.")
-    if devices[0].type != "cpu" and len(set(devices)) < len(devices):
-        raise SettingError(
-            f"{where} names a device twice: its replicas would wait for each other for ever in batch norm. Name each "
-            "once."
-        )
     if devices[0] != (own := _with_index(first)):
         raise SettingError(
             f"{where}: the first of them is where the script's own model is, and must be the run's device, which is "

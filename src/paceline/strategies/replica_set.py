@@ -225,7 +225,7 @@ class ReplicaSet:
         for weights, retain_graph in work.passes([[_counted_on(term, first) for term in of_one] for of_one in terms]):
             self.team.run(
                 [
-                    partial(_backward, *each, retain_graph, shared)
+                    partial(_backward, *each, retain_graph)
                     for each in zip(terms, weights, inputs, range(len(at)), at, strict=True)
                 ]
             )
@@ -370,12 +370,11 @@ def _backward(
     number: int,
     at: _At,
     retain_graph: bool,
-    alone: bool,
 ) -> None:
-    """alone: run the backward in this thread, and not in the one that autograd has for all replicas of a GPU, where
-    they would wait for each other for ever. The order of additions is then that of the shard's own graph."""
+    """Run the backward in this thread, and not in the one that autograd has for each GPU, where several replicas of a
+    GPU would wait for each other for ever. The order of additions is then that of the replica's own graph."""
     pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
-    with _on(number, at), torch.autograd.set_multithreading_enabled(False) if alone else nullcontext():
+    with _on(number, at), torch.autograd.set_multithreading_enabled(False):
         torch.autograd.backward(
             [value for value, _ in pairs],
             [as_gradient(weight, value) for value, weight in pairs],
