@@ -404,6 +404,25 @@ def test_the_reducer_is_driven_by_a_backward() -> None:
     reducer.remove_hooks(again.reducer)
 
 
+def test_the_first_bucket_is_small_in_versions_that_take_a_list_of_sizes_and_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.nn.parallel import distributed
+
+    from paceline.torch_private import reducer
+
+    assert reducer._FIRST_BUCKET_MB * 2**20 == dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    assert reducer._DEFAULT_BUCKET_MB == distributed._DEFAULT_BUCKET_CAP_MB  # type: ignore[attr-defined]
+    for size in (0.5, 1, 25, 50):
+        inspect.signature(DistributedDataParallel).bind(nn.Linear(1, 1), **reducer.bucket_sizes(size))
+    assert reducer.bucket_sizes(25.0) == {"bucket_cap_mb_list": [1, 25]}
+    assert reducer.bucket_sizes(0.5) == {"bucket_cap_mb": 0.5}
+    without = {k: v for k, v in reducer._ARGUMENTS.items() if k != "bucket_cap_mb_list"}
+    monkeypatch.setattr(reducer, "_ARGUMENTS", without)
+    assert reducer.bucket_sizes(25.0) == {"bucket_cap_mb": None}  # torch's own sizes: 1 MB, then 25
+    assert reducer.bucket_sizes(50.0) == {"bucket_cap_mb": 50.0}
+
+
 @pytest.mark.ranks(2)
 def test_fsdp2_by_its_states() -> None:
     from torch.distributed.fsdp import fully_shard as shard

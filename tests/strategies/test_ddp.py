@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,38 @@ def test_as_many_collectives_of_as_many_bytes_as_torchs_own_wrapper() -> None:
                 break
             step()
     assert len(theirs) > 1
+
+
+@pytest.mark.ranks(2, conformance=3)
+def test_the_first_bucket_has_1_mb_as_in_torchs_own_wrapper() -> None:
+    """So that communication starts with the last layers' gradients. A smaller size that the user names holds for it."""
+
+    def deep() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)))  # 256 KB each
+
+    def buckets_of(reducer: Any) -> list[int]:
+        """KB, in the order in which they are sent."""
+        return [bucket.buffer().nbytes // 1024 for bucket in reducer._get_zeros_like_grad_buckets()]
+
+    def ours(options: str) -> list[int]:
+        with started(strategy=f"ddp{options}", progress="off") as run:
+            model, optimizer = run.prepare(made := deep(), torch.optim.SGD(made.parameters(), lr=0.01))
+            for batch in run.loader(TensorDataset(torch.ones(4, 256)), global_batch=4):
+                run.backward(model(batch[0]).mean())
+                run.step(optimizer)
+            (reducer,) = run._strategy._reducers.values()  # type: ignore[attr-defined]
+            return buckets_of(reducer._ddp.reducer)
+
+    def torchs() -> list[int]:
+        wrapped = nn.parallel.DistributedDataParallel(deep())
+        for _ in range(2):
+            wrapped(torch.ones(2, 256)).mean().backward()
+        return buckets_of(wrapped.reducer)
+
+    assert ours("") == torchs() == [1024, 3072]
+    assert ours(":bucket_mb=2") == [1024, 2048, 1024]
+    assert ours(":bucket_mb=0.5,gradient_as_bucket_view=true") == [512] * 8
+    assert ours(":bucket_mb=1,static_graph=true") == [1024] * 4
 
 
 @pytest.mark.ranks(2, conformance=3)

@@ -8,9 +8,9 @@ Phase 3, backward of the last micro-batch: the strategy arms the reducer of the 
   and when it is over the reducer is made and used.)
 Phase 4, step: each replica makes the same update.
 
-Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`.
-With another `reducer` or a `codec` ddp_hook.py sums a bucket in place of torch's all-reduce; comm/reducers.py and
-comm/codecs.py tell its bytes.
+Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`,
+the first one of 1 MB. With another `reducer` or a `codec` ddp_hook.py sums a bucket in place of torch's all-reduce;
+comm/reducers.py and comm/codecs.py tell its bytes.
 Memory per replica: parameters, gradients and optimizer state once each, and the buckets once more (not so with
 `gradient_as_bucket_view`). A codec's residuals once more.
 
@@ -73,9 +73,10 @@ def check(
 
 
 class DDP(LoopStrategy):
-    """bucket_mb: size of a bucket in MB (2**20 bytes). static_graph, gradient_as_bucket_view: as in torch's DDP.
-    find_unused: the parameters that a loss reaches may differ between steps and ranks. reducer: "native", "ring",
-    "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16", "powersgd:rank=4" or "topk:ratio=0.01"."""
+    """bucket_mb: size of a bucket in MB (2**20 bytes); the first one is full at 1 MB. static_graph,
+    gradient_as_bucket_view: as in torch's DDP. find_unused: the parameters that a loss reaches may differ between steps
+    and ranks. reducer: "native", "ring", "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16",
+    "powersgd:rank=4" or "topk:ratio=0.01"."""
 
     def __init__(
         self,

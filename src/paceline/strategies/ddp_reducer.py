@@ -78,18 +78,22 @@ class BucketReducer:
             _AllModels(models, set(ready)),
             **reducer.NO_BUFFERS,
             init_sync=False,
-            bucket_cap_mb=bucket_mb,
+            **reducer.bucket_sizes(bucket_mb),
             gradient_as_bucket_view=views,
             static_graph=static_graph,
         )
         if reduction is not None:
             reduction.idle = True
             self._ddp.register_comm_hook(None, lambda _, bucket: reduction.start(bucket))
-        # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros.
-        self.arm()
-        accumulate(ready, [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)])
-        if static_graph:  # which is recorded in its first backward, and reduced at its end
+        # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros. A
+        # static graph is recorded in a backward before that, and reduced at its end.
+        zeros = [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)]
+        if static_graph:
+            self.arm()
+            accumulate(ready, zeros)
             reducer.delay_all_reduce(self._ddp.reducer)
+        self.arm()
+        accumulate(ready, zeros)
         reducer.rebuild_buckets(self._ddp.reducer)
         for p, gradient in zip(ready, kept, strict=True):
             p.grad = gradient

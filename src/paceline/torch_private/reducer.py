@@ -13,9 +13,25 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.torch_private.support import needed_for
 
 # torch 2.13 renamed the argument; all buffers are ignored by name too (`ignore`), so that neither name syncs them.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+_RENAMED = "forward_sync_buffers" in _ARGUMENTS
 NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 """Arguments of DistributedDataParallel: it sends no buffers."""
+
+_FIRST_BUCKET_MB = 1
+_DEFAULT_BUCKET_MB = 25
+"""The sizes that torch takes where none is named: DDP's constants for them have no public names."""
+
+
+def bucket_sizes(bucket_mb: float) -> dict[str, Any]:
+    """Arguments of DistributedDataParallel: a bucket is full at `bucket_mb`, and the first one at 1 MB, so that
+    communication starts early. Where one size is named, DDP takes it for the first bucket too."""
+    if bucket_mb <= _FIRST_BUCKET_MB:
+        return {"bucket_cap_mb": bucket_mb}
+    if "bucket_cap_mb_list" in _ARGUMENTS:  # the last size is that of all further buckets
+        return {"bucket_cap_mb_list": [_FIRST_BUCKET_MB, bucket_mb]}
+    return {"bucket_cap_mb": None if bucket_mb == _DEFAULT_BUCKET_MB else bucket_mb}
+
 
 with needed_for("strategy ddp"):
     delay_all_reduce: Callable[[Any], None] = Reducer._delay_all_reduce  # type: ignore[attr-defined]
