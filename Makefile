@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance campaign corpus deepspeed compat lint format bench compare docs examples dist clean
+.PHONY: help setup demo test conformance campaign corpus deepspeed compat lint format bench gpu compare docs examples dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,11 @@ lint: $(READY)  ## style and types
 format: $(READY)  ## lay the code out as `make lint` wants it
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+# From the source tree, with the torch that PYTHON has: such a machine may have no network. PART is right, ranks or costs.
+gpu:  ## what a machine with a CUDA device shows: make gpu PART=right JSON=FILE; DRY=1 builds the checks and runs none
+	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART)) \
+	  $(if $(DRY),--dry,--json $(or $(JSON),benchmarks/results/gpu.json))
 
 bench: $(READY)  ## what a step costs beside hand-written DDP
 	@$(BIN)/paceline run --nproc 2 benchmarks/overhead.py

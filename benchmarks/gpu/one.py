@@ -1,0 +1,63 @@
+"""Runs one check, in this process, and writes what it gave.
+
+    python -m benchmarks.gpu.one NAME --device cuda:0 --json FILE
+
+Under `paceline run` all ranks run it, and each writes a file of its own: FILE, with its rank behind a dot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from benchmarks.gpu import everything
+from benchmarks.gpu.check import Check, Place
+
+
+def run(check: Check, place: Place) -> dict[str, object]:
+    """{"passed", "what", "figures", "seconds", "error"} of a check."""
+    figures: dict[str, object] = {}
+    what, error, start = "", "", time.perf_counter()
+    try:
+        for given in check.function(place):
+            if isinstance(given, str):
+                what = given
+            else:
+                figures |= given
+        if place.device.type == "cuda":
+            torch.cuda.synchronize()  # a kernel's error may be told only here
+    except Exception as caught:
+        message = f"{type(caught).__name__}: {caught}"
+        error = message if isinstance(caught, AssertionError) else f"{message}\n{traceback.format_exc()}"
+    took = round(time.perf_counter() - start, 1)
+    return {"passed": not error, "what": what, "figures": figures, "seconds": took, "error": error}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        if device.index is None:  # each rank its own
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    rank = os.environ.get("RANK")
+    path = args.json if rank is None else args.json.with_name(f"{args.json.name}.{rank}")
+    with tempfile.TemporaryDirectory() as folder:
+        result = run(everything.CHECKS[args.name], Place(device, Path(folder)))
+    path.write_text(json.dumps(result, indent=1))
+    if not result["passed"]:
+        raise SystemExit(f"{args.name}: {result['error']}")
+
+
+if __name__ == "__main__":
+    main()

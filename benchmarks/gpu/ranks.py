@@ -1,0 +1,208 @@
+"""NCCL with one rank; two ranks on one GPU, over gloo; several replicas of one process on one GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.gpu import jobs
+from benchmarks.gpu.check import Place, Steps, check
+from benchmarks.gpu.jobs import Job, Way
+from benchmarks.gpu.right import LIMIT
+
+import paceline
+from paceline.comm import collectives, transport
+
+
+@check("ranks", 90, ranks=1)
+def collectives_with_one_rank(place: Place) -> Steps:
+    """A world of one leaves communication out; so this calls what lies under it, in all dtypes that Paceline sends."""
+    yield "every call of torch.distributed that comm/transport.py makes, in a group of one rank"
+    run = paceline.start(device=str(place.device), progress="off")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", rank=0, world_size=1,
+                                init_method=f"file://{place.folder}/meeting", device_id=None)  # fmt: skip
+    done = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8):
+        given = torch.arange(6, device=place.device).to(dtype)
+        tensor = given.clone()
+        work = transport.all_reduce(tensor, dist.ReduceOp.SUM, None)
+        if work is not None:
+            work.wait()
+        assert torch.equal(tensor, given), f"all_reduce of {dtype}"
+        assert torch.equal(transport.gather(given, None)[0], given), f"gather of {dtype}"
+        assert torch.equal(transport.all_gather(given, None), given), f"all_gather of {dtype}"
+        done.append(str(dtype))
+    assert transport.gather_objects({"a": 1}, None) == [{"a": 1}]
+    assert collectives.broadcast_object("x") == "x"
+    collectives.barrier()
+    yield {"backends": transport.backends_of(None), "dtypes": done}
+    run.close()
+
+
+def over_ranks(place: Place, cases: dict[str, tuple[Job, Way, dict[str, Any]]], limit: float = LIMIT) -> Steps:
+    """Trains under each strategy with the ranks there are, and on rank 0 plainly over the global batches."""
+    yield f"{len(cases)} cases: " + ", ".join(cases)
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, (job, way, settings) in cases.items():
+        run = paceline.start(device=str(place.device), progress="off", tf32=False, precision=way.precision, **settings)
+        models, order, _ = jobs.ours(run, job, way)
+        whole = [[[i for rank in ranks for part in rank for i in part]]
+                 for ranks in zip(*collectives.gather_objects(order), strict=True)]  # fmt: skip
+        mine = [
+            [p.detach().cpu() for p in run_weights(run, place, model, number)] for number, model in enumerate(models)
+        ]
+        backend = transport.backends_of() if dist.is_initialized() else "none"
+        run.close()
+        if run.main:
+            theirs = jobs.plain(job, way, whole, place.device)
+            apart = share(mine, theirs, job.make())
+            found[name] = {"difference": apart, "backends": backend}
+            wrong += [f"{name}: {apart:.1e}"] * (not apart <= limit)
+    yield found
+    assert not wrong, f"differ by more than {limit:.0e} of what was learnt: " + "; ".join(wrong)
+
+
+def run_weights(run: paceline.Run, place: Place, model: Any, number: int) -> list[torch.Tensor]:
+    """The whole weights, as run.export writes them, in the order of the parameters."""
+    from safetensors.torch import load_file
+
+    path = collectives.broadcast_object(str(place.folder / f"weights.{number}"))
+    names = [name for name, _ in model.named_parameters()]
+    run.export(path, model)
+    collectives.barrier()
+    state = load_file(path)
+    collectives.barrier()
+    return [state[name] for name in names]
+
+
+def share(mine: list[list[torch.Tensor]], theirs: jobs.Models, start: jobs.Models) -> float:
+    """As jobs.apart, of parameters alone."""
+    away = moved = 0.0
+    for own, plain, first in zip(mine, theirs, start, strict=True):
+        for a, b, c in zip(own, plain.parameters(), first.parameters(), strict=True):
+            away += float((a.double() - b.detach().double().cpu()).square().sum())
+            moved += float((b.detach().double().cpu() - c.detach().double().cpu()).square().sum())
+    return (away / moved) ** 0.5
+
+
+def strategies() -> dict[str, tuple[Job, Way, dict[str, Any]]]:
+    """Under which two ranks train as one device does."""
+    mlp, gpt = (jobs.MLP, Way()), (jobs.GPT, Way(count="tensor"))
+    named = {f"ddp:reducer={name}": ("ddp", {"reducer": name}) for name in ("ring", "hierarchical", "reduce_to_one")}
+    cases = {"ddp": (*mlp, {"strategy": "ddp"})}
+    cases |= {name: (*mlp, {"strategy": paceline.strategy(way, **options)}) for name, (way, options) in named.items()}
+    cases |= {f"fsdp:stage={stage}": (*gpt, {"strategy": f"fsdp:stage={stage}"}) for stage in (1, 2, 3)}
+    cases["ddp, a gan"] = (jobs.GAN, Way(), {"strategy": "ddp"})
+    cases["ddp, batch norm"] = (jobs.CONV, Way(), {"strategy": "ddp"})
+    cases["ddp, clipped"] = (jobs.MLP, Way(clip=0.05), {"strategy": "ddp"})
+    cases["local_sgd:every=1"] = (
+        replace(jobs.MLP, data=even_data), Way(), {"strategy": "local_sgd:every=1,average_state=true"})  # fmt: skip
+    return cases
+
+
+def even_data() -> Any:
+    """64 examples: each global batch of 16 is cut into halves of one size."""
+    data = jobs.mlp_data()
+    return torch.utils.data.TensorDataset(*(column[:64] for column in data.tensors))
+
+
+@check("ranks", 300, ranks=2)
+def two_ranks_on_one_gpu(place: Place) -> Steps:
+    yield from over_ranks(place, strategies())
+
+
+@check("ranks", 200, ranks=2)
+def two_ranks_with_tensor_parallelism(place: Place) -> Steps:
+    yield from over_ranks(place, {"tensor:size=2": (jobs.GPT, Way(count="tensor"), {"strategy": "tensor:size=2"})})
+
+
+@check("ranks", 200, ranks=2)
+def two_ranks_in_bf16(place: Place) -> Steps:
+    cases = {f"{name} {precision}": (jobs.GPT, Way(count="tensor", precision=precision), {"strategy": name})
+             for name in ("ddp", "fsdp:stage=3") for precision in ("bf16", "fp16")}  # fmt: skip
+    yield from over_ranks(place, cases, limit=0.1)
+
+
+@check("ranks", 200)
+def replicas_of_one_process(place: Place) -> Steps:
+    """Two and three replicas on one device; batch norm's sums go between their threads."""
+    device = str(place.device)
+    names = {f"{name} of {count}": (name, "+".join([device] * count)) for name, count in
+             (("data_parallel", 2), ("data_parallel", 3), ("mirrored", 2), ("central_storage", 2))}  # fmt: skip
+    jobs_of = {"perceptron": jobs.MLP, "batch norm": jobs.CONV}
+    cases = {f"{name}, {title}": (job, Way("closure"), {"strategy": f"{strategy}:devices={devices}"})
+             for name, (strategy, devices) in names.items() for title, job in jobs_of.items()}  # fmt: skip
+    yield from in_one_process(place, cases)
+
+
+def in_one_process(place: Place, cases: dict[str, tuple[Job, Way, dict[str, Any]]]) -> Steps:
+    yield f"{len(cases)} cases: " + ", ".join(cases)
+    found, wrong = {}, []
+    for name, (job, way, settings) in cases.items():
+        try:
+            run = paceline.start(device=str(place.device), progress="off", tf32=False, **settings)
+            try:
+                models, order, _ = jobs.ours(run, job, way)
+            finally:
+                run.close()
+            flat = [[[i for part in parts for i in part]] for parts in order]
+            apart = jobs.apart(models, jobs.plain(job, way, flat, place.device), job.make())
+            found[name] = {"difference": apart}
+            wrong += [f"{name}: {apart:.1e}"] * (not apart <= LIMIT)
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+    yield found
+    assert not wrong, f"differ by more than {LIMIT:.0e} of what was learnt, or failed: " + "; ".join(wrong)
+
+
+@check("ranks", 120)
+def reproducible_on_one_rank(place: Place) -> Steps:
+    yield "reproducible=2: a digest of the weights after two epochs of a transformer and of convolutions"
+    yield reproducible(place)
+
+
+@check("ranks", 240, ranks=2)
+def reproducible_on_two_ranks(place: Place) -> Steps:
+    yield "reproducible=2 on two ranks: the digests, beside those of one rank"
+    found = reproducible(place)
+    if os.environ["RANK"] == "0":
+        path = place.folder / "alone.json"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(FROM_A_LAUNCHER)}
+        command = [sys.executable, "-m", "benchmarks.gpu.one", "reproducible_on_one_rank", "--device",
+                   str(place.device), "--json", str(path)]  # fmt: skip
+        subprocess.run(command, env=environment, check=True, timeout=200)
+        alone = json.loads(path.read_text())["figures"]
+        yield {"two ranks": found, "one rank": alone}
+        assert found == alone, f"{found} on two ranks, {alone} on one"
+
+
+FROM_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "PACELINE_")
+
+
+def reproducible(place: Place) -> dict[str, str]:
+    """Digests of the weights."""
+    figures = {}
+    cases = {"transformer": (jobs.GPT, "tensor"), "convolutions": (jobs.CONV, "mean")}
+    for name, (job, count) in cases.items():
+        run = paceline.start(device=str(place.device), progress="off", tf32=False, deterministic=True, reproducible=2)
+        models, _, _ = jobs.ours(run, job, Way("closure", count=count))
+        figures[name] = digest(jobs.weights(models))
+        run.close()
+    torch.use_deterministic_algorithms(False)
+    return figures
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return made.hexdigest()[:16]

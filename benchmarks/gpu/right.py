@@ -1,0 +1,101 @@
+"""Is the model that of a plain loop, on one device?
+
+Compared is the difference of the weights as a share of what was learnt. In fp32 without TF32 the two differ by the
+rounding of sums, as where Paceline weighs a loss by its count and the plain loop divides: 1e-7 a step, which learning
+multiplies some; the limit is 1e-4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from benchmarks.gpu import jobs
+from benchmarks.gpu.check import Place, Steps, check
+from benchmarks.gpu.jobs import Job, Way
+
+import paceline
+
+LIMIT = 1e-4
+FORMS = ("loop", "closure")
+
+
+def compare(place: Place, job: Job, ways: list[Way], limit: float = LIMIT) -> Steps:
+    """Runs the job in each way, and plainly."""
+    start = job.make()
+    yield f"{len(ways)} ways: " + "; ".join(map(str, ways))
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for way in ways:
+        try:
+            models, order = trained(place, job, way)
+            theirs = jobs.plain(job, way, order, place.device)
+            apart = jobs.apart(models, theirs, start)
+            found[str(way)] = {"difference": apart, "the same bits": jobs.same_bits(models, theirs)}
+            wrong += [f"{way}: {apart:.1e}"] * (not apart <= limit)
+        except Exception as error:  # the other ways still say something
+            wrong.append(f"{way}: {type(error).__name__}: {error}")
+    yield found
+    assert not wrong, f"differ by more than {limit:.0e} of what was learnt, or failed: " + "; ".join(wrong)
+
+
+def trained(place: Place, job: Job, way: Way, **settings: Any) -> tuple[list[Any], jobs.Order]:
+    """(models, order) of a run of its own on the place's device."""
+    given = {"device": str(place.device), "progress": "off", "tf32": False, "precision": way.precision}
+    given |= {"channels_last": way.channels_last} | way.settings | settings
+    run = paceline.start(**given)  # type: ignore[arg-type]
+    try:
+        models, order, _ = jobs.ours(run, job, way)
+    finally:
+        run.close()
+    return models, order
+
+
+@check("right", 120)
+def a_perceptron(place: Place) -> Steps:
+    ways = [Way(form, micro) for form in FORMS for micro in (None, 3)]
+    ways += [Way(form, micro, count=count) for form, micro, count in (("loop", 3, "int"), ("closure", 5, "tensor"))]
+    yield from compare(place, jobs.MLP, ways)
+
+
+@check("right", 120)
+def convolutions_with_batch_norm(place: Place) -> Steps:
+    ways = [Way(form, channels_last=last) for form in FORMS for last in (False, True)]
+    yield from compare(place, jobs.CONV, ways)
+
+
+@check("right", 120)
+def convolutions_in_micro_batches(place: Place) -> Steps:
+    yield from compare(place, jobs.CONV_WITHOUT_NORM, [Way(form, 5, channels_last=True) for form in FORMS])
+
+
+@check("right", 120)
+def a_transformer_by_its_tokens(place: Place) -> Steps:
+    ways = [Way(form, micro, count=count) for form in FORMS for micro in (None, 3) for count in ("int", "tensor")]
+    yield from compare(place, jobs.GPT, ways)
+
+
+@check("right", 120)
+def two_models_with_two_optimizers(place: Place) -> Steps:
+    yield from compare(place, jobs.GAN, [Way(form, optimizer=name) for form in FORMS for name in ("sgd", "adamw")])
+
+
+@check("right", 120)
+def kinds_of_optimizers_and_clipping(place: Place) -> Steps:
+    names = [name for name in jobs.OPTIMIZERS if name != "adamw-capturable" or place.device.type == "cuda"]
+    ways = [Way(optimizer=name, clip=clip) for name in names for clip in (None, 0.05)]
+    yield from compare(place, jobs.MLP, ways)
+
+
+@check("right", 120)
+def the_same_bits_twice(place: Place) -> Steps:
+    yield "a perceptron, convolutions and a transformer, each twice with deterministic kernels"
+    found = {}
+    for name, job in (("perceptron", jobs.MLP), ("convolutions", jobs.CONV), ("transformer", jobs.GPT)):
+        way = Way(count="tensor" if job is jobs.GPT else "mean", settings={"deterministic": True})
+        one, other = (trained(place, job, replace(way, optimizer="adamw"))[0] for _ in range(2))
+        found[name] = jobs.same_bits(one, other)
+    torch.use_deterministic_algorithms(False)
+    yield found
+    assert all(found.values()), f"not the same bits in two runs: {[name for name, same in found.items() if not same]}"
