@@ -66,9 +66,13 @@ format: $(READY)  ## lay the code out as `make lint` wants it
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-# From the source tree, with the torch that PYTHON has: such a machine may have no network. PART is right, ranks or costs.
+# From the source tree, with the torch of .venv, or else of PYTHON: a machine with a GPU may have no network.
+# PART is right, ranks or costs.
+GPU_PYTHON := $(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))
 gpu:  ## what a machine with a CUDA device shows: make gpu PART=right JSON=FILE; DRY=1 builds the checks and runs none
-	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART)) \
+	@$(GPU_PYTHON) -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" \
+	  || { echo "make gpu: $(GPU_PYTHON) has no torch. Name one that has: make gpu PYTHON=..., or run make setup"; exit 1; }
+	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART)) \
 	  $(if $(DRY),--dry,--json $(or $(JSON),benchmarks/results/gpu.json))
 
 bench: $(READY)  ## what a step costs beside hand-written DDP
