@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 -m benchmarks.gpu --part right --json gpu.json     a part, on the first GPU
     PYTHONPATH=src python3 -m benchmarks.gpu --dry                           builds every check, runs none
-    PYTHONPATH=src python3 -m benchmarks.gpu --device cpu                    what means something on a CPU too
+    PYTHONPATH=src python3 -m benchmarks.gpu --device cpu                    the checks themselves, on a CPU
 
 A part ends after 9 minutes: what it has not begun by then is named as not run. Results are added to what the file
 holds, if that was measured on the same machine with the same torch. Exit code: 0, or 1 where a check failed.
@@ -109,11 +109,11 @@ def main() -> int:
     args = parser.parse_args()
     parts = args.part or list(PARTS)
     chosen = [check for check in everything.CHECKS.values() if check.name in (args.check or everything.CHECKS)]
-    chosen = [check for check in chosen if check.part in parts and (check.on_cpu or args.device != "cpu")]
+    chosen = [check for check in chosen if check.part in parts]
     if args.dry:
         results = dry(chosen)
     elif args.device != "cpu" and not torch.cuda.is_available():
-        print("There is no CUDA device that torch can use. --dry builds the checks; --device cpu runs some of them.")
+        print("There is no CUDA device that torch can use. --dry builds the checks; --device cpu runs them on the CPU.")
         return 2
     else:
         results = {}
@@ -129,7 +129,7 @@ def main() -> int:
     if args.dry:
         for name, result in results.items():
             say(name, result)
-    if args.json:
+    elif args.json:
         write(args.json, results)
     return int(any(result["status"] not in ("passed", "dry") for result in results.values()))
 
@@ -145,8 +145,8 @@ def write(path: Path, results: dict[str, dict[str, Any]]) -> None:
     here, date = machine(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     before = json.loads(path.read_text()) if path.exists() else {}
     checks = before["checks"] if before.get("machine") == here else {}
-    checks |= {name: result | {"time": date} for name, result in results.items()}
-    command = "PYTHONPATH=src python3 -m benchmarks.gpu"
+    command = " ".join(["python3 -m benchmarks.gpu", *sys.argv[1:]])
+    checks |= {name: result | {"command": command, "time": date} for name, result in results.items()}
     path.write_text(json.dumps({"command": command, "time": date, "machine": here, "checks": checks}, indent=1) + "\n")
 
 

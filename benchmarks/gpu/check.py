@@ -48,15 +48,13 @@ class Check:
     seconds: float  # its deadline
     function: Callable[[Place], Steps]
     ranks: int  # 0: in a process without a launcher; else so many processes that `paceline run` starts
-    gpus: int  # how many it needs
-    on_cpu: bool  # whether it means something on a CPU too
 
 
 CHECKS: dict[str, Check] = {}
 
 
 def check(
-    part: str, seconds: float, *, ranks: int = 0, gpus: int = 1, on_cpu: bool = True
+    part: str, seconds: float, *, ranks: int = 0
 ) -> Callable[[Callable[[Place], Steps]], Callable[[Place], Steps]]:
     """Registers a check under its function's name. The arguments are those of Check."""
 
@@ -64,7 +62,7 @@ def check(
         name = function.__name__
         assert name not in CHECKS
         assert part in PARTS
-        CHECKS[name] = Check(name, part, seconds, function, ranks, gpus, on_cpu)
+        CHECKS[name] = Check(name, part, seconds, function, ranks)
         return function
 
     return register

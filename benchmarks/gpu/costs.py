@@ -78,7 +78,8 @@ def plain_step(job: Job, way: Way, device: torch.device) -> Callable[[], None]:
 
 
 class UnderPaceline:
-    """The same step under Paceline. The loader's yield, which opens a step, is outside: batches are ready-made."""
+    """The same step under Paceline. The loader's yield, which opens a step, is part of it: it copies a batch to the
+    device, where the plain loop has its own already. So copies are counted apart, and have no limit."""
 
     def __init__(self, job: Job, way: Way, place: Place) -> None:
         given: dict[str, Any] = {"device": str(place.device), "progress": "off", "precision": way.precision}
@@ -160,7 +161,7 @@ def synchronisations_and_launches(place: Place) -> Steps:
         wrong += [f"{name}: {waits:.1f} waits a step more"] * (waits > allowed + 0.5)
         launches = more.get("launches", 0)
         wrong += [f"{name}: {launches:.1f} launches a step more"] * (launches > MOST_LAUNCHES)
-    yield found
+    yield {"counted": place.device.type == "cuda"} | found  # on a CPU the steps only run
     assert not wrong, "; ".join(wrong)
 
 

@@ -89,7 +89,7 @@ def trained(device: str, epochs: int, folder: Any, save: bool) -> torch.nn.Modul
 
 @check("right", 120)
 def evaluation_and_export(place: Place) -> Steps:
-    yield "run.mean, run.ratio, run.gather over batches on the device, against the whole data set at once; run.export"
+    yield "run.mean and run.ratio over batches on the device, against the whole data set at once; run.export"
     run = paceline.start(device=str(place.device), progress="off", tf32=False)
     (model,) = jobs.CONV.make()
     run.prepare(model)

@@ -54,7 +54,9 @@ def main() -> None:
     path = args.json if rank is None else args.json.with_name(f"{args.json.name}.{rank}")
     with tempfile.TemporaryDirectory() as folder:
         result = run(everything.CHECKS[args.name], Place(device, Path(folder)))
-    path.write_text(json.dumps(result, indent=1))
+    part = path.with_name(f"part of {path.name}")
+    part.write_text(json.dumps(result, indent=1))
+    part.rename(path)  # whole or not at all: the check may be ended at any moment
     if not result["passed"]:
         raise SystemExit(f"{args.name}: {result['error']}")
 
