@@ -7,10 +7,10 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test conformance campaign corpus deepspeed compat lint format bench gpu compare docs examples dist clean
+.PHONY: help setup demo test test-system conformance campaign corpus chaos compat lint format bench overhead gpu gpu2 compare docs examples dist clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY)  ## create the environment (the targets below do it by themselves)
 
@@ -21,13 +21,23 @@ demo: $(READY)  ## train on real digits with 1 process and with 2, and compare t
 WORKERS ?= 2
 
 test: $(READY)  ## all tests but the fuller matrices
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not conformance and not campaign"
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not conformance and not campaign and not system"
 
-conformance: $(VENV)/.trackers $(VENV)/.foreign  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers; other libraries
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m conformance
+conformance: $(VENV)/.trackers $(VENV)/.foreign $(VENV)/.onnx  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers; other libraries
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "conformance and not campaign"
 
-campaign: $(READY)  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)
+# Needs root on Debian with slurm-wlm, munge, openmpi-bin, openssh-server, openssh-client, iproute2 and g++.
+test-system: $(VENV)/.deepspeed $(VENV)/.system  ## with Slurm, Open MPI, sshd, hosts in network namespaces and DeepSpeed, all of them real
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "system and not campaign" tests/system tests/strategies
+
+campaign: $(VENV)/.deepspeed  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)
 	@$(PYTEST) -m campaign
+
+# The cases are added to benchmarks/results/chaos.json. CASE="ddp-17" makes one again, and shows what its processes say.
+CASES ?= 30
+SEED ?= 0
+chaos: $(READY)  ## kill processes of trainings at random times, and look at what is lost: CASES=500 (15 s each)
+	@$(BIN)/python -m tests.chaos $(if $(CASE),--case "$(CASE)",--cases $(CASES) --seed $(SEED))
 
 # Needs transformers, accelerate and lightning beside the environment; a script that asks for a missing one is left out.
 corpus: $(READY)  ## what verify and doctor make of 171 scripts that were written without them in mind (an hour)
@@ -35,27 +45,22 @@ corpus: $(READY)  ## what verify and doctor make of 171 scripts that were writte
 	  $(BIN)/python -m tests.corpus.measure run $$tool build/corpus_$$tool.json \
 	    && $(BIN)/python -m tests.corpus.measure table build/corpus_$$tool.json || exit 1; done
 
-deepspeed: $(VENV)/.deepspeed  ## strategy deepspeed against plain PyTorch (installs DeepSpeed; needs a C++ compiler)
-	@$(PYTEST) tests/strategies/test_deepspeed.py tests/strategies/test_deepspeed_stages.py
-
 # What is tested is written in pyproject.toml and torch_private/support.py; environments are made in build/compat/.
 VERSIONS ?= oldest newest
 
 compat:  ## unit and two-process tests with the oldest and the newest Python and torch (6 GB each at the first time)
 	@WORKERS=$(WORKERS) $(PYTHON) -m tests.compat $(VERSIONS)
 
-# The data of the examples: make examples TEXT=FILE CIFAR10=FILE. Each example says where to get it.
-TEXT    ?= data/tinyshakespeare/input.txt
-CIFAR10 ?= data/cifar-10-python.tar.gz
+# The data of the examples: make examples TEXT=FILE CIFAR10=FILE WIKITEXT=FOLDER BCCD=FILE. Each example says where to
+# get it; a job whose data are not there is left out. JOBS="gan nanogpt" runs these alone.
+TEXT     ?= data/tinyshakespeare/input.txt
+CIFAR10  ?= data/cifar-10-python.tar.gz
+WIKITEXT ?= data/wikitext-2
+BCCD     ?= data/bccd.zip
 
-examples: $(READY)  ## run the examples on 2 processes, some hundred steps each (half an hour on two cores)
-	@$(BIN)/paceline run --nproc 2 examples/digits.py
-	@$(BIN)/python examples/before_and_after/image_before.py
-	@$(BIN)/paceline run --nproc 2 examples/before_and_after/image_after.py
-	@$(BIN)/python examples/before_and_after/text_before.py --data "$(TEXT)" --epochs 1
-	@$(BIN)/paceline run --nproc 2 examples/before_and_after/text_after.py --data "$(TEXT)" --epochs 1
-	@$(BIN)/paceline run --nproc 2 examples/char_gpt.py --data "$(TEXT)" --steps 600
-	@$(BIN)/paceline run --nproc 2 examples/cifar10_mobilenetv2.py --data "$(CIFAR10)" --limit 12800 --epochs 3
+examples: $(READY) $(VENV)/.foreign  ## the examples, small, on 1 and 2 processes: figures, and what verify says
+	@TEXT="$(TEXT)" CIFAR10="$(CIFAR10)" WIKITEXT="$(WIKITEXT)" BCCD="$(BCCD)" \
+	  $(BIN)/python benchmarks/all_examples.py $(if $(JOBS),--only $(JOBS))
 
 lint: $(READY)  ## style and types
 	@$(BIN)/ruff check .
@@ -67,16 +72,33 @@ format: $(READY)  ## lay the code out as `make lint` wants it
 	@$(BIN)/ruff format .
 
 # From the source tree, with the torch of .venv, or else of PYTHON: a machine with a GPU may have no network.
-# PART is right, ranks or costs.
+# PART is right, ranks, costs, steps or soak, each at most 9 minutes; each adds to the results, and writes their page.
 GPU_PYTHON := $(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))
-gpu:  ## what a machine with a CUDA device shows: make gpu PART=right JSON=FILE; DRY=1 builds the checks and runs none
+gpu:  ## what a machine with a CUDA device shows: make gpu PART=right; DRY=1 builds the checks and runs none
 	@$(GPU_PYTHON) -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" \
 	  || { echo "make gpu: $(GPU_PYTHON) has no torch. Name one that has: make gpu PYTHON=..., or run make setup"; exit 1; }
 	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(if $(PART),--part $(PART)) \
-	  $(if $(DRY),--dry,--json $(or $(JSON),benchmarks/results/gpu.json))
+	  $(if $(DRY),--dry,--json $(or $(JSON),benchmarks/results/gpu.json) --page $(or $(PAGE),benchmarks/gpu.md))
 
-bench: $(READY)  ## what a step costs beside hand-written DDP
+gpu2:  ## what two CUDA devices show: NCCL between them, overlap, a rank that fails, Slurm's binding
+	@$(MAKE) --no-print-directory gpu PART=several JSON=$(or $(JSON),benchmarks/results/gpu2.json) PAGE=$(or $(PAGE),benchmarks/gpu2.md)
+
+# MODELS="mlp gpt" measures these alone, SECONDS each, and CONTENDERS="hand ddp" those whose names contain one of these
+# words; what the file has of other models stays. TensorFlow has an environment of its own, since it and torch want other
+# versions of the same packages. An hour for all, on a machine with nothing else to do.
+SECONDS ?= 180
+bench: $(VENV)/.foreign $(VENV)/.deepspeed build/tensorflow/.ready  ## Paceline beside DDP by hand, Accelerate, Fabric, DeepSpeed and tf.distribute: docs/benchmarks.md
+	@$(BIN)/python -m benchmarks.suite --seconds $(SECONDS) --cifar10 "$(CIFAR10)" --text "$(TEXT)" \
+	  $(if $(MODELS),--models $(MODELS)) $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(if $(NOTE),--note "$(NOTE)")
+
+overhead: $(READY)  ## what a step costs beside hand-written DDP, in microseconds
 	@$(BIN)/paceline run --nproc 2 benchmarks/overhead.py
+
+build/tensorflow/.ready: benchmarks/suite/tensorflow.txt
+	@rm -rf build/tensorflow
+	@$(PYTHON) -m venv build/tensorflow
+	@build/tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/suite/tensorflow.txt \
+	  && touch $@ || echo "make bench: TensorFlow cannot be installed (pip's message is above); tf.distribute is left out."
 
 compare: $(READY)  ## every strategy on two examples, a table for each (docs/compare.md)
 	@$(BIN)/paceline compare --nproc 2 examples/digits.py
@@ -123,8 +145,19 @@ $(VENV)/.foreign: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[foreign]'
 	@touch $@
 
+$(VENV)/.onnx: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[onnx]'
+	@touch $@
+
 $(VENV)/.deepspeed: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[deepspeed]'
+	@echo "Compiling DeepSpeed's extension for CPUs, once (a minute or two; not within a test's deadline)."
+	@DS_ACCELERATOR=cpu PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c \
+	  'from deepspeed.accelerator import get_accelerator as on; on().create_op_builder("ShareMemCommBuilder").load()' >/dev/null
+	@touch $@
+
+$(VENV)/.system: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[system]'
 	@touch $@
 
 $(VENV)/.docs: $(READY)

@@ -101,7 +101,7 @@ class Floor(ByHand):
 
 
 def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], each: int, seconds: float) -> dict[str, Any]:
-    run = paceline.start(strategy="ddp", progress="off")
+    run = paceline.start(strategy="ddp:reducer=native", progress="off")
     by_shard = Run(run.world, dataclasses.replace(run.settings, batch_norm="shard"), run.device)
     first, second, floor = ByHand(make), ByHand(make), Floor(make)
     ours = UnderPaceline(by_shard, make), UnderPaceline(run, make)

@@ -1,8 +1,8 @@
 """What Paceline adds to a step: beside the same step in hand-written DDP, in one run.
 
-    paceline run --nproc 2 benchmarks/overhead.py [--seconds 60] [--json FILE]
+    paceline run --nproc 2 benchmarks/overhead.py [--seconds 60] [--only nothing] [--json FILE]
 
-For each of three models there are four training states that start alike: A and A' in hand-written DDP, P and P' under
+For each of four models there are four training states that start alike: A and A' in hand-written DDP, P and P' under
 Paceline's ddp. Rounds of one step each, in an order drawn anew every round (the same on all ranks), so that drift and
 neighbours hit all four alike. Two of each, because the second run of the same code in a round finds its caches warm:
 with A, A' and P alone, that is a gift to A. A step is: forward, loss, backward with all-reduce, optimizer step,
@@ -16,10 +16,12 @@ Collectives and bytes of one step are counted by torch's profiler.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
-import platform
 import random
+import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,6 +54,20 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
         "small (3 linear layers, 16 thousand)": (small, (64,)),
         "large (3 convolutions on 16x16, 19 thousand)": (large, (3, 16, 16)),
     }
+
+
+MANY = "many (5,000 parameters of 10 numbers)"
+
+
+class Many(nn.Module):
+    """So many parameters that what a step does for each of them shows: (batch, 10) -> (batch, 10)."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.randn(10) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack(list(self.rows)).mean(0)
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -100,7 +116,7 @@ class UnderPaceline:
 
 
 def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float) -> dict[str, object]:
-    run = paceline.start(strategy="ddp", progress="off")
+    run = paceline.start(strategy="ddp:reducer=native", progress="off")
     world = run.world
     another = Run(world, run.settings, run.device)
     first, second = ByHand(make), ByHand(make)
@@ -174,19 +190,28 @@ def interval(top: Tensor, bottom: Tensor, draws: int = 2000, block: int = BLOCK)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each model")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", help="the first words of models; all, if not given")
+    parser.add_argument("--json", type=Path, help="write what was found here")
     args = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(1)
     results = {}
-    for name, (make, shape) in models().items():
+    for name, (make, shape) in [*models().items(), (MANY, (lambda: Many(5000), (10,)))]:
+        if args.only and name.split()[0] not in args.only:
+            continue
         results[name] = result = measure(make, shape, args.seconds)
         if local == 0:
             report(name, result)
     if local == 0 and args.json:
-        hardware = f"{len(cores)} cores, {platform.processor() or platform.machine()}, torch {torch.__version__}"
-        args.json.write_text(json.dumps({"hardware": hardware, "results": results}, indent=1))
+        from collate_draws import machine  # beside this file; make gpu imports it as a part of a package
+
+        words = ["paceline", "run", "--nproc", os.environ["WORLD_SIZE"], "benchmarks/overhead.py", *sys.argv[1:]]
+        about = {
+            "command": shlex.join(words),
+            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+        }
+        args.json.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
 
 
 def report(name: str, result: dict) -> None:

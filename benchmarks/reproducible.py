@@ -36,9 +36,9 @@ MODELS = {**models(), "wide (5 linear layers, 4 million)": (wide, (1024,))}
 
 
 def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float) -> dict[str, object]:
-    run = paceline.start(strategy="ddp", progress="off")
+    run = paceline.start(strategy="ddp:reducer=native", progress="off")
     world = run.world
-    settings = replace(run.settings, reproducible=world.size)
+    settings = replace(run.settings, reproducible=world.size, strategy=None)
     runs = {"D": run, "D'": Run(world, run.settings, run.device)}
     runs |= {side: Run(world, settings, run.device) for side in ("R", "R'")}
     sides = {side: UnderPaceline(own, make) for side, own in runs.items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from characters import DataError, characters
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,7 +23,6 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 NOTHING = -100  # a target that is none: F.cross_entropy leaves it out
 
 
@@ -77,12 +77,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100, help="evaluate, and save, each time after so many steps")
     parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
     options = parser.parse_args()
-    files = [options.data] if options.data.is_file() else sorted(options.data.glob("*.txt"))
-    if not files:
-        parser.error(f"no text in {options.data}. Name one, or a folder, with --data. To fetch one: curl -O {URL}")
-    text = "".join(file.read_text(encoding="utf-8") for file in files)
-    alphabet = sorted(set(text))
-    tokens = torch.tensor([*map({character: n for n, character in enumerate(alphabet)}.get, text)])
+    try:
+        alphabet, tokens = characters(options.data, options.length)
+    except DataError as error:
+        parser.error(str(error))
     end = len(tokens) * 9 // 10
 
     run = paceline.start(seed=0)

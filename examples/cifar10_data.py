@@ -21,6 +21,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+ARCHIVES = (
+    "Name cifar10.zip or cifar-10-python.tar.gz with --data; the latter comes from "
+    "https://www.cs.toronto.edu/~kriz/cifar.html (170 MB)."
+)
+UNREADABLE = (tarfile.TarError, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, ValueError)
 MEAN, DEVIATION = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])  # of the training set
 ARRAYS = {
     # Written with numpy 1 and read with numpy 2, where the module has another name.
@@ -70,8 +75,7 @@ class Cifar10(Dataset[tuple[Tensor, Tensor]]):
 def load(path: Path, limit: int | None = None) -> tuple[Cifar10, Cifar10]:
     """Training and test set. limit: only so many training images, and a fifth as many to test. Raises DataError."""
     if not path.is_file():
-        raise DataError(f"there is no file {path}. Name cifar10.zip or cifar-10-python.tar.gz with --data; the latter "
-                        "comes from https://www.cs.toronto.edu/~kriz/cifar.html (170 MB).")  # fmt: skip
+        raise DataError(f"there is no file {path}. {ARCHIVES}")
     read = from_zip if zipfile.is_zipfile(path) else from_tar
     return (
         Cifar10(*read(path, "train", limit), augment=True),
@@ -89,7 +93,7 @@ def from_zip(path: Path, part: str, limit: int | None) -> tuple[np.ndarray[Any, 
         names = sorted(names, key=lambda name: name.split("/")[::-1])[:limit]  # so that a limit takes of each class
         images = [np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]
     if not images:
-        raise DataError(f"{path} has no image {part}/<class>/NNNN.jpg: it is not the CIFAR-10 zip.")
+        raise DataError(f"{path} has no image {part}/<class>/NNNN.jpg: it is not the CIFAR-10 zip. {ARCHIVES}")
     return np.stack(images), [CLASSES.index(name.split("/")[1]) for name in names]
 
 
@@ -102,16 +106,10 @@ def from_tar(path: Path, part: str, limit: int | None) -> tuple[np.ndarray[Any, 
                     batch = ArraysOnly(file, encoding="bytes").load()
                     images.append(batch[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
                     labels += batch[b"labels"]
-    except (
-        tarfile.TarError,
-        pickle.UnpicklingError,
-        EOFError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ValueError,
-    ) as error:
-        raise DataError(f"{path} cannot be read as cifar-10-python.tar.gz: {type(error).__name__}: {error}") from None
+    except UNREADABLE as error:
+        said = str(error).split("\n")[0]
+        raise DataError(f"{path} is neither a zip of JPEGs nor cifar-10-python.tar.gz ({type(error).__name__}: {said})."
+                        f" {ARCHIVES}") from None  # fmt: skip
     if not images:
-        raise DataError(f"{path} has no member {wanted}*: it is not cifar-10-python.tar.gz.")
+        raise DataError(f"{path} has no member {wanted}*: it is not cifar-10-python.tar.gz. {ARCHIVES}")
     return np.concatenate(images)[:limit], labels[:limit]

@@ -2,6 +2,7 @@
 
     python examples/cifar10_mobilenetv2.py --data cifar-10-python.tar.gz
     paceline run --nproc 2 examples/cifar10_mobilenetv2.py --data cifar10.zip --epochs 100 --checkpoints checkpoints/
+    paceline run --nproc 2 examples/cifar10_mobilenetv2.py --optimizer adam --lr 1e-3 --weights pretrained.safetensors
 
 The network is that of Sandler et al. (2018), table 2, with two changes for images of 32 x 32 pixels: the first
 convolution and the second group do not halve the image. Batch norm is over the global batch, so that the model does
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from cifar10_data import DataError, load
+from pretrained import WeightsError, load_weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -22,15 +24,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import paceline
 
 Batch = tuple[Tensor, Tensor]
-GROUPS = [  # expansion, channels, blocks, stride of the first block
-    (1, 16, 1, 1),
-    (6, 24, 2, 1),
-    (6, 32, 3, 2),
-    (6, 64, 4, 2),
-    (6, 96, 3, 1),
-    (6, 160, 3, 2),
-    (6, 320, 1, 1),
-]
+GROUPS = (1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)
+"""Expansion, channels, blocks, stride of the first block."""
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
@@ -84,17 +79,24 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only so many training images, and a fifth as many test images")
     parser.add_argument("--global-batch", type=int, default=128, help="images per step, over all processes")
     parser.add_argument("--width", type=float, default=1.0, help="multiplier of the channels")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
+    parser.add_argument("--lr", type=float, help="default: 0.05 for sgd, 1e-3 for adam")
+    parser.add_argument("--weights", type=Path, help="begin with these, of another head too: a file of a state dict")
     parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
     options = parser.parse_args()
+    run = paceline.start(seed=0)
+    model = mobilenet_v2(options.width)
     try:
         train_set, test_set = load(options.data, options.limit)
-    except DataError as error:
+        skipped = load_weights(model, options.weights) if options.weights else []
+    except (DataError, WeightsError) as error:
         parser.error(str(error))
-
-    paceline.start(seed=0)
-    model = mobilenet_v2(options.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=4e-5, nesterov=True)
+    for line in skipped:
+        run.print(f"skipped: {line}")
+    if options.optimizer == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), options.lr or 1e-3)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), options.lr or 0.05, 0.9, weight_decay=4e-5, nesterov=True)
     steps = options.epochs * -(-len(train_set) // options.global_batch)
     paceline.fit(
         model,

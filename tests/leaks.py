@@ -23,6 +23,8 @@ ENVIRONMENT_OF_LIBRARIES = {
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch.compile
     "TRITON_CACHE_DIR",  # torch.compile
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # DeepSpeed's import
+    "DS_ACCELERATOR",  # DeepSpeed reads it at its import; the strategy sets it for that
 }
 PROCESSES_OF_LIBRARIES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
 Snapshot = dict[object, object]

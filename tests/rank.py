@@ -111,6 +111,9 @@ def join(folder: Path, seconds: float) -> None:
     store = dist.PrefixStore(folder.name, agent)
     timeout = timedelta(seconds=max(seconds, 1.0))
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE, timeout=timeout)
+    # a target without a collective could leave before the others have connected to this rank: their connecting fails
+    store.set(f"joined/{RANK}", "")
+    store.wait([f"joined/{rank}" for rank in range(SIZE)], timeout)
 
 
 def call(target: str, arguments: list[str], folder: Path, seconds: float) -> None:

@@ -43,8 +43,8 @@ BREAKAGES = {
     ),
     "an example in two shards": Breakage(
         "strategies/batch_plan.py",
-        "for i in batch[low:high]]",
-        "for i in batch[max(low - 1, 0) : high]]",
+        "_integers(batch[low:high])",
+        "_integers(batch[max(low - 1, 0) : high])",
         "a-sgd and w2",
     ),
     "batch norm by shard where global is asked for": Breakage(
@@ -117,6 +117,20 @@ BREAKAGES = {
         "            pass\n",
         "one_hash_on_three or processes_of_their_own",
         "tests/reproducible/test_reproducible.py",
+    ),
+    "what each process does to its weights is done to those of all": Breakage(
+        "comm/shared_memory.py",
+        "flags=mmap.MAP_PRIVATE)",
+        "flags=mmap.MAP_SHARED)",
+        "does_to_weights",
+        "tests/strategies/test_shared.py",
+    ),
+    "what all processes do to their weights is lost": Breakage(
+        "strategies/shared.py",
+        "        self._follow()  # (3)\n",
+        "        self._arena.meetings.wait()\n",
+        "does_to_weights",
+        "tests/strategies/test_shared.py",
     ),
     "tracked objects not put back": Breakage(
         "train/state.py",

@@ -73,6 +73,7 @@ def test_the_strategy_is_text_or_a_value_or_a_table(tmp_path: Path) -> None:
         ({"tf32": "on"}, "tf32='on': True or False"),
         ({"device": 0}, "device=0: a string"),
         ({"log_dir": 3}, "log_dir=3: a string"),
+        ({"trace": 3}, "trace=3: a string"),
         ({"progress": "none"}, "progress='none' is not known"),
         ({"trackers": "tensorbord"}, "trackers='tensorbord' is not known. Did you mean 'tensorboard'"),
         ({"trackers": 3}, "trackers=3: names are needed"),
@@ -119,6 +120,9 @@ def test_an_unknown_setting_is_refused() -> None:
         ("seed = 1\nprecision = bf16\n", "paceline.toml is not valid TOML: .*line 2.*Write lines such as"),
         ("seed = 1\nseed = 2\n", "paceline.toml is not valid TOML: .*line 2"),
         ("[strategy]\nbucket_mb = 50\n", r"the table \[strategy\] needs a name"),
+        ("seed = " + "[" * 100_000, "paceline.toml is not valid TOML: .*recursion"),
+        ("seed = " + "1" * 100_000, "paceline.toml is not valid TOML"),
+        ("# \n" * 400_000, "paceline.toml is no settings file: it has more than 1,048,576 characters"),
     ],
 )
 def test_a_file_that_cannot_be(text: str, message: str, tmp_path: Path) -> None:
@@ -127,7 +131,7 @@ def test_a_file_that_cannot_be(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"none.toml' cannot be read: No such file or directory"):
+    with pytest.raises(SettingError, match=r"none.toml' cannot be read: No such file or directory. --config"):
         read_file(tmp_path / "none.toml")
     (tmp_path / "paceline.toml").mkdir()
     assert file_beside(tmp_path / "train.py") == tmp_path / "paceline.toml", "and not passed over in silence"
@@ -194,6 +198,7 @@ def test_under_the_launcher_the_command_line_counts_most_and_rank_0_tells(script
         assert told.count(note) == 1, told
 
 
+@pytest.mark.conformance
 def test_a_named_file_takes_the_place_of_the_one_beside(script: Path, tmp_path: Path) -> None:
     written(script.parent, 'seed = 2\nprecision = "bf16"\n')
     written(tmp_path / "cwd", "seed = 5\n", "other.toml")

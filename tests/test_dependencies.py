@@ -34,6 +34,8 @@ def imported(path: Path) -> set[str]:
 EXTRAS = {  # module -> what it imports of an extra, and the extra; torch itself imports tensorboard
     "services.py": {"wandb": "wandb", "mlflow": "mlflow"},
     "html_page.py": {"plotly": "compare"},
+    "onnx_check.py": {"onnxruntime": "onnx"},
+    "export_command.py": {"onnxruntime": "onnx"},
     "deepspeed_engine.py": {"deepspeed": "deepspeed"},
 }
 

@@ -11,17 +11,19 @@ import paceline
 import paceline.errors
 
 EXPORTED = [
-    "Best", "Callback", "Checkpoints", "History", "PerEpoch", "Run", "Total", "World", "__version__", "errors",
-    "evaluate", "fit", "launch", "predict", "scale_lr", "start", "strategy", "warmup",
+    "Best", "Callback", "Checkpoints", "EMA", "History", "PerEpoch", "Profiler", "Run", "SWA", "Total", "World",
+    "__version__", "errors", "evaluate", "find_micro_batch", "fit", "launch", "lr_find", "predict", "scale_lr", "start",
+    "strategy", "summary", "warmup",
 ]  # fmt: skip
 RUN = {
     "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "epochs", "export",
-    "forward_backward", "gather", "loader", "local_rank", "log", "main", "main_first", "mean", "predict", "prepare",
-    "print", "rank", "ratio", "restore", "save", "skipped", "step", "steps", "sum", "track", "wait", "world_size",
+    "forward_backward", "gather", "loader", "local_rank", "log", "log_histogram", "log_hyperparameters", "log_image",
+    "main", "main_first", "mean", "predict", "prepare", "print", "rank", "ratio", "restore", "save", "skipped", "step",
+    "steps", "sum", "track", "wait", "world_size",
 }  # fmt: skip
 START = [
     "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "device", "log_dir",
-    "trackers", "log_every", "progress", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
+    "trackers", "log_every", "progress", "trace", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
     "reproducible", "init_method", "rank", "world_size",
 ]  # fmt: skip
 
@@ -35,7 +37,8 @@ def test_the_names_of_the_package() -> None:
 
 FIT = [
     "model", "loss_fn", "train_set", "optimizer", "global_batch", "epochs", "scheduler", "evaluate_on", "metrics",
-    "max_grad_norm", "checkpoints", "best", "callbacks", "run", "loader_options",
+    "target", "val_check_interval", "limit_train_batches", "limit_val_batches", "fast_dev_run", "max_grad_norm",
+    "checkpoints", "best", "callbacks", "run", "loader_options",
 ]  # fmt: skip
 
 

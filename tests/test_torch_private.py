@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import paceline
 from paceline.errors import TorchVersionError
-from paceline.torch_private import core, elastic, observed, support
+from paceline.torch_private import core, dynamic_rendezvous, elastic, observed, support
 
 # ------------------------------------------------------------ what is said of a missing name
 
@@ -324,6 +326,9 @@ def test_what_torch_compile_wraps() -> None:
     assert core.inside_compiled(wrapped) is model
     core.compile_inside(wrapped)
     assert core.compiled_call(model) is not None
+    other = nn.Linear(1, 1)
+    core.compile_module(other)
+    assert core.compiled_call(other) is not None
     assert torch.equal(model(torch.ones(1)), core.plain_call(model)(torch.ones(1)))
 
 
@@ -363,6 +368,101 @@ def test_the_launchers_agent_overrides_what_torch_means_to_be_overridden() -> No
     for name in elastic.OVERRIDDEN:
         given = inspect.signature(theirs[name]).parameters
         inspect.signature(vars(Agent)[name]).bind(*given)  # raises TypeError where ours takes fewer
+
+
+def test_the_state_of_the_dynamic_rendezvous_is_json_and_back() -> None:
+    """Every field that torch's state has is carried; what is no state is refused."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+    state = _RendezvousState()
+    assert set(vars(state)) == set(dynamic_rendezvous._FIELDS)
+    now = datetime.now(timezone.utc)
+    one, two = _NodeDesc("a", 1, 0), _NodeDesc("b", 2, 3)
+    state.round, state.complete, state.closed, state.deadline = 3, True, True, now
+    state.participants, state.wait_list, state.redundancy_list = {one: 0, two: 1}, {one}, {two}
+    state.last_heartbeats = {one: now, two: now}
+    text = dynamic_rendezvous.to_json(pickle.dumps(state))
+    assert vars(pickle.loads(dynamic_rendezvous.from_json(text))) == vars(state)
+    empty = dynamic_rendezvous.to_json(pickle.dumps(_RendezvousState()))
+    assert vars(pickle.loads(dynamic_rendezvous.from_json(empty))) == vars(_RendezvousState())
+    known = json.loads(text)
+    wrong = [{"round": "1"}, {"complete": 1}, {"deadline": "2020-01-01"}, {"wait_list": [["a", 1]]}, {"more": 1}]
+    wrong += [{"participants": [["a", 1, 0, "0"]]}, {"last_heartbeats": {"a": 1}}, {"redundancy_list": [[["a"], 1, 1]]}]
+    for bad in ("", "[]", "[" * 100000, *(json.dumps(known | change) for change in wrong)):
+        with pytest.raises(ValueError, match="the state of the rendezvous is none"):
+            dynamic_rendezvous.from_json(bad)
+
+
+STORE_CALLS = """
+import datetime, sys, torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+def soon(seconds=0.2):
+    return datetime.timedelta(seconds=seconds)
+def tried(call, *arguments):
+    try:
+        return call(*arguments)
+    except dist.DistError as error:
+        return type(error).__name__
+stores = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False, timeout=soon(20))
+for turn, store in enumerate((stores, PrefixStore("p", stores), stores.clone())):
+    store.set("a", "1")
+    store.append("b", "x"), store.append("b", "y")
+    store.multi_set(["c", "d"], ["3", "4"])
+    print(store.get("a"), store.get("b"), store.multi_get(["c", "d"]), store.add("n", 5), store.add("n", -7))
+    print(store.check(["a", "b"]), store.check(["a", "z"]), store.delete_key("a"), store.delete_key("a"))
+    print([store.compare_set("e", *pair) for pair in (("x", "1"), ("", "2"), ("x", "3"), ("2", "4"))])
+    print(store.wait(["c"]), tried(store.wait, ["z"], soon()), store.get("c"))
+    print(store.queue_push("q", "v"), store.queue_len("q"), store.queue_pop("q"), tried(store.queue_pop, "q", False))
+    print(tried(store.barrier, "one", 1), tried(store.barrier, f"two{turn}", 2, soon()), store.get("c"))
+    for key in ("b", "c", "d", "e", "n"):
+        store.delete_key(key)
+print(sorted(stores.list_keys())[:0], stores.get_timeout() if hasattr(stores, "get_timeout") else "")
+"""
+
+
+def test_the_launchers_store_answers_torchs_client_as_torchs_own_server_does(tmp_path: Path) -> None:
+    """Which bytes that client sends is torch's own affair: a version with others is seen here."""
+    from paceline.launcher.doors import Doors, StoreDoor
+    from paceline.launcher.early_start import listen
+
+    (tmp_path / "calls.py").write_text(STORE_CALLS)
+    theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    ours = Doors(listen("127.0.0.1", 0), StoreDoor())
+    try:
+        said = [
+            subprocess.run(
+                [sys.executable, str(tmp_path / "calls.py"), str(port)],
+                capture_output=True, text=True, timeout=100, check=True,
+            ).stdout
+            for port in (theirs.port, ours.port)
+        ]  # fmt: skip
+    finally:
+        ours.close()
+        del theirs  # it stops listening
+    assert said[0] == said[1]
+    assert said[1].count("DistStoreError") == 6
+
+
+def test_torchs_rendezvous_is_led_to_the_launchers_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes its client by the name TCPStore of its own module, with the place in these two arguments."""
+    theirs = importlib.import_module("torch.distributed.rendezvous")
+
+    from paceline.launcher.store_redirect import redirect
+
+    made: list[tuple[Any, ...]] = []
+
+    def fake(host_name: str, port: int, *args: Any, **options: Any) -> dist.Store:  # type: ignore[name-defined]
+        made.append((host_name, port))
+        return dist.HashStore()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(theirs, "TCPStore", fake)
+    redirect(theirs)
+    place = {"MASTER_ADDR": "n0", "MASTER_PORT": "77", "RANK": "0", "WORLD_SIZE": "1", "PACELINE_STORE_DOOR": "88"}
+    for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    for method in ("env://", "tcp://n0:77", "tcp://n0:78"):
+        next(theirs.rendezvous(method, 0, 1))
+    assert made == [("127.0.0.1", 88), ("127.0.0.1", 88), ("n0", 78)]
 
 
 @contextmanager
@@ -421,6 +521,32 @@ def test_the_first_bucket_is_small_in_versions_that_take_a_list_of_sizes_and_oth
     monkeypatch.setattr(reducer, "_ARGUMENTS", without)
     assert reducer.bucket_sizes(25.0) == {"bucket_cap_mb": None}  # torch's own sizes: 1 MB, then 25
     assert reducer.bucket_sizes(50.0) == {"bucket_cap_mb": 50.0}
+
+
+def test_what_torch_compile_makes_is_cut_at_buckets_until_it_shall_stay_whole() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    from paceline.torch_private import reducer
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    for bucket_mb, graphs in ((0.5, 4), (1, 4), (2, 3), (None, 1)):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        reducer.cut_compiled_graphs(bucket_mb)
+        try:
+            torch.compile(Layers(), backend=counter)(torch.ones(1, 512))
+        finally:
+            reducer.cut_compiled_graphs(None)
+        assert counter.frame_count == graphs, bucket_mb
 
 
 @pytest.mark.ranks(2)

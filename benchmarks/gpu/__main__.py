@@ -4,6 +4,8 @@
     PYTHONPATH=src python3 -m benchmarks.gpu --dry                           builds every check, runs none
     PYTHONPATH=src python3 -m benchmarks.gpu --device cpu                    the checks themselves, on a CPU
 
+The part `several` needs two GPUs, and runs only where it is named.
+
 A part ends after 9 minutes: what it has not begun by then is named as not run. Results are added to what the file
 holds, if that was measured on the same machine with the same torch. Exit code: 0, or 1 where a check failed.
 """
@@ -25,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu import everything
-from benchmarks.gpu.check import PARTS, Check, Place
+from benchmarks.gpu import everything, page
+from benchmarks.gpu.check import PARTS, TIMED, Check, Place
 
 ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = 3.0  # times its deadline is what a check has there, since nothing is measured
 LEAST_SECONDS = 10.0  # that must be left of a part for one more check
 END_SECONDS = 15.0  # that a launcher has, after SIGTERM, to end its ranks
 
@@ -37,16 +40,18 @@ def dry(checks: list[Check]) -> dict[str, dict[str, Any]]:
     """Builds each check and says what it would run."""
     results = {}
     for check in checks:
-        steps = check.function(Place(torch.device("meta"), Path()))
+        steps = check.function(Place(torch.device("meta"), Path(), Path()))
         results[check.name] = {"part": check.part, "status": "dry", "what": next(steps)}
     return results
 
 
 def run(check: Check, device: str, left: float) -> dict[str, Any]:
     """The result of one check, run in a process of its own, or in as many as it has ranks."""
-    seconds = min(check.seconds, left)
+    seconds = min(check.seconds * (ON_CPU if device == "cpu" else 1.0), left)
     if seconds < LEAST_SECONDS:
         return {"part": check.part, "status": "not run", "error": "the part's minutes were over"}
+    if check.part == "several" and device != "cpu":
+        device = "cuda"  # each rank its own
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result.json")
         words = ["-m", "benchmarks.gpu.one", check.name, "--device", device, "--json", str(path)]
@@ -93,7 +98,8 @@ def machine() -> dict[str, Any]:
              "accelerators": torch.cuda.device_count(), "torch": torch.__version__,
              "python": platform.python_version()}  # fmt: skip
     if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version()}
+        found |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
 
 
@@ -106,32 +112,36 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="the most that a part takes")
     parser.add_argument("--at-once", type=int, default=1, help="checks side by side, where nothing is timed")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="a page in Markdown of all that the JSON file then holds")
     args = parser.parse_args()
-    parts = args.part or list(PARTS)
+    parts = args.part or [part for part in PARTS if part != "several" or args.dry or args.check]
     chosen = [check for check in everything.CHECKS.values() if check.name in (args.check or everything.CHECKS)]
     chosen = [check for check in chosen if check.part in parts]
+    results = dry(chosen) if args.dry else {}
+    for name, result in results.items():
+        say(name, result)
     if args.dry:
-        results = dry(chosen)
-    elif args.device != "cpu" and not torch.cuda.is_available():
+        return 0
+    if args.device != "cpu" and not torch.cuda.is_available():
         print("There is no CUDA device that torch can use. --dry builds the checks; --device cpu runs them on the CPU.")
         return 2
-    else:
-        results = {}
-        for part in parts:
-            of_part = [check for check in chosen if check.part == part]
-            end = time.monotonic() + 60 * args.minutes
-            with ThreadPoolExecutor(1 if part == "costs" else args.at_once) as pool:
-                pending = {check: pool.submit(lambda c: run(c, args.device, end - time.monotonic()), check)  # noqa: B023
-                           for check in of_part}  # fmt: skip
-                for check, future in pending.items():
-                    results[check.name] = future.result()
-                    say(check.name, results[check.name])
-    if args.dry:
-        for name, result in results.items():
-            say(name, result)
-    elif args.json:
-        write(args.json, results)
-    return int(any(result["status"] not in ("passed", "dry") for result in results.values()))
+    if args.device != "cpu" and torch.cuda.device_count() < 2 and any(check.part == "several" for check in chosen):
+        print("The part `several` needs two GPUs, and torch sees one. --device cpu runs its checks on the CPU.")
+        return 2
+    for part in parts:
+        of_part = [check for check in chosen if check.part == part]
+        end = time.monotonic() + 60 * args.minutes
+        with ThreadPoolExecutor(1 if part in TIMED else args.at_once) as pool:
+            pending = {check: pool.submit(lambda c: run(c, args.device, end - time.monotonic()), check)  # noqa: B023
+                       for check in of_part}  # fmt: skip
+            for check, future in pending.items():
+                results[check.name] = future.result()
+                say(check.name, results[check.name])
+                if args.json:  # at once: this command may be ended too
+                    write(args.json, {check.name: results[check.name]})
+    if args.json and args.page:
+        page.write(args.json, args.page)
+    return int(any(result["status"] != "passed" for result in results.values()))
 
 
 def say(name: str, result: dict[str, Any]) -> None:
@@ -147,7 +157,9 @@ def write(path: Path, results: dict[str, dict[str, Any]]) -> None:
     checks = before["checks"] if before.get("machine") == here else {}
     command = " ".join(["python3 -m benchmarks.gpu", *sys.argv[1:]])
     checks |= {name: result | {"command": command, "time": date} for name, result in results.items()}
-    path.write_text(json.dumps({"command": command, "time": date, "machine": here, "checks": checks}, indent=1) + "\n")
+    part = path.with_name(f"part of {path.name}")
+    part.write_text(json.dumps({"command": command, "time": date, "machine": here, "checks": checks}, indent=1) + "\n")
+    part.rename(path)
 
 
 if __name__ == "__main__":

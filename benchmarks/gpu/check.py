@@ -8,7 +8,7 @@
         yield {"largest difference": apart}             # figures, as often as there are some
         assert apart < 1e-6
 
-A check that raises has failed; the figures that it gave before are kept.
+A check that raises, or that is ended, has failed; the figures that it gave before are kept.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
-PARTS = ("right", "ranks", "costs")
-"""Each is one command's work, of at most 9 minutes."""
+PARTS = ("right", "ranks", "costs", "steps", "soak", "several")
+"""Each is one command's work, of at most 9 minutes. "several" needs two devices, the others one."""
+TIMED = ("costs", "steps", "soak")
+"""Those whose checks never run side by side."""
 
 Steps = Iterator["str | dict[str, Any]"]
 
@@ -31,7 +33,8 @@ class Place:
     """Where a check runs."""
 
     device: torch.device  # in a dry run "meta": tensors without memory
-    folder: Path  # an empty one, which is removed afterwards
+    folder: Path  # an empty one of this process, which is removed afterwards
+    shared: Path  # one of all ranks of the check
 
     @property
     def small(self) -> bool:

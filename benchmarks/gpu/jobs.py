@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -56,6 +57,9 @@ class Way:
                   if name not in ("form", "optimizer", "settings") and value != getattr(default, name)]  # fmt: skip
         return " ".join(words + [f"{name}={value}" for name, value in self.settings.items()])
 
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-params": torch.bfloat16, "fp16": torch.float16}
+"""In what a model computes, by precision."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=1e-3),
@@ -131,6 +135,49 @@ CONV = Job(seeded(lambda: [conv()]), conv_data, (mlp_loss,), batch=16)
 CONV_TO_COMPILE = replace(CONV, make=seeded(lambda: [Whole(conv())]))
 CONV_WITHOUT_NORM = replace(CONV, make=seeded(lambda: [conv(norm=False)]))
 
+# --- a residual network
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions beside a shortcut, as in He et al. 2015, figure 5, right. A stage's first one has its stride
+    in the first convolution, and a 1x1 convolution as its shortcut (option B)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.residual = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs),
+        )  # fmt: skip
+        self.shortcut: nn.Module = nn.Identity()
+        if (inputs, stride) != (outputs, 1):
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.shortcut(x) + self.residual(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-50 (He et al. 2015, table 1), or a like one of other depths and widths: (batch, 3, height, width) ->
+    (batch, classes)."""
+
+    def __init__(self, depths: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        layers.append(nn.MaxPool2d(3, 2, padding=1))
+        inputs = width
+        for stage, depth in enumerate(depths):
+            for number in range(depth):
+                layers.append(Bottleneck(inputs, width << stage, 2 if stage and not number else 1))
+                inputs = 4 * width << stage
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layers(x)
+        return logits
+
+
 # --- a transformer
 
 
@@ -153,12 +200,21 @@ class Block(nn.Module):
 
 class Gpt(nn.Module):
     """A decoder with learned positions and tied embeddings. GPT-2's smallest (Radford et al. 2019, 124 million
-    parameters) has width 768, 12 layers, 12 heads, 1,024 tokens and a vocabulary of 50,257."""
+    parameters) has width 768, 12 layers, 12 heads, 1,024 tokens and a vocabulary of 50,257.
+
+    recompute: keep no activations within the blocks, and compute them once more in the backward."""
 
     def __init__(
-        self, width: int = 64, layers: int = 2, heads: int = 4, tokens: int = 24, vocabulary: int = 61
+        self,
+        width: int = 64,
+        layers: int = 2,
+        heads: int = 4,
+        tokens: int = 24,
+        vocabulary: int = 61,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
@@ -168,7 +224,7 @@ class Gpt(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:  # (batch, tokens) -> (batch, tokens, vocabulary)
         x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -262,13 +318,13 @@ def backward(run: paceline.Run, loss_fn: Loss, models: Models, batch: Any, way: 
     """One backward in the way's form."""
 
     def given(of: Any, part: Any) -> Any:
-        total, count = loss_fn(of, part)
+        total, count = loss_fn(of if isinstance(of, tuple) else (of,), part)
         if way.count == "mean":
             return total / count
         return paceline.Total(total, int(count) if way.count == "int" else count)
 
     if way.form == "closure":
-        return run.forward_backward(given, tuple(models), batch, **only)
+        return run.forward_backward(given, tuple(models) if len(models) > 1 else models[0], batch, **only)
     total, count = loss_fn(models, batch)
     if way.count == "mean":
         run.backward(total / count, **only)
@@ -286,36 +342,50 @@ def plain_order(job: Job, epochs: int) -> Order:
     return [[list(range(i, min(i + job.batch, length)))] for _ in range(epochs) for i in range(0, length, job.batch)]
 
 
+class Plainly:
+    """The parts of a plain loop: models on a device, their optimizers, autocast and a scaler."""
+
+    def __init__(self, job: Job, way: Way, device: torch.device) -> None:
+        self.models = [model.to(device) for model in job.make()]
+        if way.precision == "bf16-params":
+            self.models = [model.bfloat16() for model in self.models]
+        if way.channels_last:
+            self.models = [model.to(memory_format=torch.channels_last) for model in self.models]
+        self.optimizers = [OPTIMIZERS[way.optimizer](model.parameters()) for model in self.models]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=way.precision == "fp16")
+        self._device, self._dtype, self._clip = device, DTYPES[way.precision], way.clip
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
+
+    def update(self, which: int) -> None:
+        """One optimizer's, from the gradients that are there."""
+        self.scaler.unscale_(self.optimizers[which])
+        if self._clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.models[which].parameters(), self._clip)
+        self.scaler.step(self.optimizers[which])
+
+
 def plain(job: Job, way: Way, order: Order, device: torch.device, left_out: Sequence[int] = ()) -> list[nn.Module]:
     """The models after a plain loop over the same examples. left_out: numbers of steps without an update."""
-    models = [model.to(device) for model in job.make()]
-    if way.precision == "bf16-params":
-        models = [model.bfloat16() for model in models]
-    if way.channels_last:
-        models = [model.to(memory_format=torch.channels_last) for model in models]
-    optimizers = [OPTIMIZERS[way.optimizer](model.parameters()) for model in models]
+    loop = Plainly(job, way, device)
+    models = loop.models
     columns = [column.to(device) for column in job.data().tensors]
-    dtype = {"bf16": torch.bfloat16, "bf16-params": torch.bfloat16, "fp16": torch.float16}.get(way.precision)
-    scaler = torch.amp.GradScaler(device.type, enabled=way.precision == "fp16")
     for number, parts in enumerate(order):
         batches = [[column[part] for column in columns] for part in parts]
         for model in models:
             model.zero_grad()
-        for which, (loss_fn, optimizer) in enumerate(zip(job.losses, optimizers, strict=True)):
-            optimizer.zero_grad()
+        for which, loss_fn in enumerate(job.losses):
+            loop.optimizers[which].zero_grad()
             whole = sum(map(len, parts)) if way.count == "mean" else sum(counted(job, batch) for batch in batches)
             for batch in batches:
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                with loop.autocast():
                     total, _ = loss_fn(models, batch)
-                scaler.scale(total / whole).backward(inputs=list(models[which].parameters()))
-            if number in left_out:
-                continue
-            scaler.unscale_(optimizer)
-            if way.clip is not None:
-                torch.nn.utils.clip_grad_norm_(models[which].parameters(), way.clip)
-            scaler.step(optimizer)
+                loop.scaler.scale(total / whole).backward(inputs=list(models[which].parameters()))
+            if number not in left_out:
+                loop.update(which)
         if number not in left_out:
-            scaler.update()
+            loop.scaler.update()
     return models
 
 
@@ -327,13 +397,37 @@ def counted(job: Job, batch: Batch) -> Any:
 # --- compared
 
 
+LIMIT = 1e-4
+
+
+def limit(precision: str) -> float:
+    """The most by which ours and a plain loop may be apart (see `apart`).
+
+    fp32, without TF32: they differ by the rounding of sums, as where Paceline weighs a loss by its count and the plain
+    loop divides: 1e-7 a step, which learning multiplies some.
+
+    16 bits: they run the same kernels, but where a mean is scaled, or a batch cut, otherwise, which moves roundings of
+    at most half the dtype's epsilon about: 4 epsilon in all, 3e-2 for bf16 and 4e-3 for fp16. That is as much as a
+    plain loop in 16 bits differs from one in fp32 (0.005 to 0.043 for bf16 here), and less than one example that is
+    lost (0.09). Where the weights too have 16 bits, each update rounds once more: twice that.
+    """
+    if precision == "fp32":
+        return LIMIT
+    return (8 if precision == "bf16-params" else 4) * torch.finfo(DTYPES[precision]).eps
+
+
 def apart(ours: Models, theirs: Models, start: Models) -> float:
-    """||ours - theirs|| / ||theirs - start||, over all weights: the difference as a share of what was learnt."""
-    with torch.no_grad():
-        pairs = [tuple(p.detach().double().cpu() for p in three) for three in zip(*map(weights, (ours, theirs, start)),
-                                                                                 strict=True)]  # fmt: skip
-        away = sum(float((a - b).square().sum()) for a, b, _ in pairs)
-        moved = sum(float((b - c).square().sum()) for _, b, c in pairs)
+    """The difference of all weights as a share of what was learnt (see `share`)."""
+    return share(*map(weights, (ours, theirs, start)))
+
+
+def share(ours: Sequence[Tensor], theirs: Sequence[Tensor], start: Sequence[Tensor]) -> float:
+    """||ours - theirs|| / ||theirs - start||."""
+    away = moved = 0.0
+    for three in zip(ours, theirs, start, strict=True):
+        a, b, c = (tensor.detach().double().cpu() for tensor in three)
+        away += float((a - b).square().sum())
+        moved += float((b - c).square().sum())
     return (away / moved) ** 0.5 if moved else float("inf")
 
 

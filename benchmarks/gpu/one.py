@@ -13,15 +13,18 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from benchmarks.gpu import everything
 from benchmarks.gpu.check import Check, Place
 
+Result = dict[str, object]
 
-def run(check: Check, place: Place) -> dict[str, object]:
-    """{"passed", "what", "figures", "seconds", "error"} of a check."""
+
+def run(check: Check, place: Place, keep: Callable[[Result], None]) -> None:
+    """Runs a check, and keeps {"passed", "what", "figures", "seconds", "error"}: as it is so far, and at the end."""
     figures: dict[str, object] = {}
     what, error, start = "", "", time.perf_counter()
     try:
@@ -30,13 +33,17 @@ def run(check: Check, place: Place) -> dict[str, object]:
                 what = given
             else:
                 figures |= given
+            so_far = {"passed": False, "what": what, "figures": figures, "seconds": time.perf_counter() - start}
+            keep(so_far | {"error": "it was ended before it had come to its end"})
         if place.device.type == "cuda":
             torch.cuda.synchronize()  # a kernel's error may be told only here
     except Exception as caught:
         message = f"{type(caught).__name__}: {caught}"
         error = message if isinstance(caught, AssertionError) else f"{message}\n{traceback.format_exc()}"
     took = round(time.perf_counter() - start, 1)
-    return {"passed": not error, "what": what, "figures": figures, "seconds": took, "error": error}
+    keep({"passed": not error, "what": what, "figures": figures, "seconds": took, "error": error})
+    if error:
+        raise SystemExit(f"{check.name}: {error}")
 
 
 def main() -> None:
@@ -50,15 +57,20 @@ def main() -> None:
         if device.index is None:  # each rank its own
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # nothing is measured there, and other programs may run beside it
     rank = os.environ.get("RANK")
     path = args.json if rank is None else args.json.with_name(f"{args.json.name}.{rank}")
+    shared = args.json.with_name("shared")
+    shared.mkdir(exist_ok=True)
+
+    def keep(result: Result) -> None:
+        part = path.with_name(f"part of {path.name}")
+        part.write_text(json.dumps(result, indent=1))
+        part.rename(path)  # whole or not at all: the check may be ended at any moment
+
     with tempfile.TemporaryDirectory() as folder:
-        result = run(everything.CHECKS[args.name], Place(device, Path(folder)))
-    part = path.with_name(f"part of {path.name}")
-    part.write_text(json.dumps(result, indent=1))
-    part.rename(path)  # whole or not at all: the check may be ended at any moment
-    if not result["passed"]:
-        raise SystemExit(f"{args.name}: {result['error']}")
+        run(everything.CHECKS[args.name], Place(device, Path(folder), shared), keep)
 
 
 if __name__ == "__main__":

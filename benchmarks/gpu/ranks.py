@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ import torch.distributed as dist
 from benchmarks.gpu import jobs
 from benchmarks.gpu.check import Place, Steps, check
 from benchmarks.gpu.jobs import Job, Way
-from benchmarks.gpu.right import LIMIT
 
 import paceline
 from paceline.comm import collectives, transport
@@ -47,54 +48,90 @@ def collectives_with_one_rank(place: Place) -> Steps:
     run.close()
 
 
-def over_ranks(place: Place, cases: dict[str, tuple[Job, Way, dict[str, Any]]], limit: float = LIMIT) -> Steps:
-    """Trains under each strategy with the ranks there are, and on rank 0 plainly over the global batches."""
+Case = tuple[Job, Way, "dict[str, Any]"]  # the settings of paceline.start
+WAIT_SECONDS = 60.0  # for the other ranks at the end of a case
+
+
+def over_ranks(place: Place, cases: dict[str, Case]) -> Steps:
+    """Trains in each case with the ranks there are, and on rank 0 plainly over the global batches.
+
+    A case that raises on all ranks alike, or at its start, leaves the others to run. Where a rank waits for one that
+    has raised, it cannot be brought back: the cases after it are named as not run."""
     yield f"{len(cases)} cases: " + ", ".join(cases)
-    found: dict[str, Any] = {}
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wrong: list[str] = []
-    for name, (job, way, settings) in cases.items():
-        run = paceline.start(device=str(place.device), progress="off", tf32=False, precision=way.precision, **settings)
+    for number, (name, (job, way, settings)) in enumerate(cases.items()):
+        error, trained = "", None
+        try:
+            trained = trained_by_ranks(place, f"weights of case {number}", job, way, settings)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        try:
+            errors = exchanged(place.shared, f"end of case {number}", error, rank, size)
+        except TimeoutError as late:
+            left = list(cases)[number + 1 :]
+            wrong.append(f"{name}: {error or late}; not run after it: {', '.join(left) or 'none'}")
+            break
+        if any(errors):
+            wrong.append(f"{name}: " + "; ".join(f"rank {of}: {text}" for of, text in enumerate(errors) if text))
+        elif rank == 0 and trained is not None:
+            mine, order, backends = trained
+            try:
+                apart = jobs.share(mine, *map(jobs.weights, (jobs.plain(job, way, order, place.device), job.make())))
+            except Exception as caught:
+                wrong.append(f"{name}, the plain loop: {type(caught).__name__}: {caught}")
+                continue
+            limit = jobs.limit(way.precision)
+            yield {name: {"difference": apart, "limit": limit, "backends": backends}}
+            wrong += [f"{name}: {apart:.1e}"] * (not apart <= limit)
+    assert not wrong, "differ by more than the limit, or failed: " + "; ".join(wrong)
+
+
+def exchanged(folder: Path, what: str, own: str, rank: int, size: int, wait: float = WAIT_SECONDS) -> list[str]:
+    """What each rank says, in rank order: through files, since after an error a process group may be of no use.
+
+    Raises TimeoutError where a rank says nothing in `wait` seconds."""
+    part = folder / f"part of {what}.{rank}"
+    part.write_text(own)
+    part.rename(folder / f"{what}.{rank}")
+    paths = [folder / f"{what}.{of}" for of in range(size)]
+    end = time.monotonic() + wait
+    while silent := [of for of, path in enumerate(paths) if not path.exists()]:
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank {', '.join(map(str, silent))} did not come to its end in {wait:.0f} s")
+        time.sleep(0.02)
+    return [path.read_text() for path in paths]
+
+
+def trained_by_ranks(
+    place: Place, title: str, job: Job, way: Way, settings: dict[str, Any]
+) -> tuple[list[torch.Tensor], jobs.Order, str]:
+    """(weights as run.export writes them, the examples of each global batch, backends) of a run. title: names files."""
+    run = paceline.start(device=str(place.device), progress="off", tf32=False, precision=way.precision, **settings)
+    try:
         models, order, _ = jobs.ours(run, job, way)
         whole = [[[i for rank in ranks for part in rank for i in part]]
                  for ranks in zip(*collectives.gather_objects(order), strict=True)]  # fmt: skip
-        mine = [
-            [p.detach().cpu() for p in run_weights(run, place, model, number)] for number, model in enumerate(models)
-        ]
-        backend = transport.backends_of() if dist.is_initialized() else "none"
+        weights = []
+        for number, (model, fresh) in enumerate(zip(models, job.make(), strict=True)):
+            weights += exported(run, place.shared / f"{title}.{number}", model, fresh)
+        return weights, whole, transport.backends_of() if dist.is_initialized() else "none"
+    finally:
         run.close()
-        if run.main:
-            theirs = jobs.plain(job, way, whole, place.device)
-            apart = share(mine, theirs, job.make())
-            found[name] = {"difference": apart, "backends": backend}
-            wrong += [f"{name}: {apart:.1e}"] * (not apart <= limit)
-    yield found
-    assert not wrong, f"differ by more than {limit:.0e} of what was learnt: " + "; ".join(wrong)
 
 
-def run_weights(run: paceline.Run, place: Place, model: Any, number: int) -> list[torch.Tensor]:
-    """The whole weights, as run.export writes them, in the order of the parameters."""
+def exported(run: paceline.Run, path: Path, model: Any, fresh: torch.nn.Module) -> list[torch.Tensor]:
+    """The whole weights in the order of jobs.weights([fresh])."""
     from safetensors.torch import load_file
 
-    path = collectives.broadcast_object(str(place.folder / f"weights.{number}"))
-    names = [name for name, _ in model.named_parameters()]
     run.export(path, model)
     collectives.barrier()
     state = load_file(path)
-    collectives.barrier()
-    return [state[name] for name in names]
+    names = {tensor: name for name, tensor in [*fresh.named_parameters(), *fresh.named_buffers()]}
+    return [state[names[tensor]] for tensor in jobs.weights([fresh])]
 
 
-def share(mine: list[list[torch.Tensor]], theirs: jobs.Models, start: jobs.Models) -> float:
-    """As jobs.apart, of parameters alone."""
-    away = moved = 0.0
-    for own, plain, first in zip(mine, theirs, start, strict=True):
-        for a, b, c in zip(own, plain.parameters(), first.parameters(), strict=True):
-            away += float((a.double() - b.detach().double().cpu()).square().sum())
-            moved += float((b.detach().double().cpu() - c.detach().double().cpu()).square().sum())
-    return (away / moved) ** 0.5
-
-
-def strategies() -> dict[str, tuple[Job, Way, dict[str, Any]]]:
+def strategies() -> dict[str, Case]:
     """Under which two ranks train as one device does."""
     mlp, gpt = (jobs.MLP, Way()), (jobs.GPT, Way(count="tensor"))
     named = {f"ddp:reducer={name}": ("ddp", {"reducer": name}) for name in ("ring", "hierarchical", "reduce_to_one")}
@@ -129,7 +166,7 @@ def two_ranks_with_tensor_parallelism(place: Place) -> Steps:
 def two_ranks_in_bf16(place: Place) -> Steps:
     cases = {f"{name} {precision}": (jobs.GPT, Way(count="tensor", precision=precision), {"strategy": name})
              for name in ("ddp", "fsdp:stage=3") for precision in ("bf16", "fp16")}  # fmt: skip
-    yield from over_ranks(place, cases, limit=0.1)
+    yield from over_ranks(place, cases)
 
 
 @check("ranks", 200)
@@ -144,9 +181,9 @@ def replicas_of_one_process(place: Place) -> Steps:
     yield from in_one_process(place, cases)
 
 
-def in_one_process(place: Place, cases: dict[str, tuple[Job, Way, dict[str, Any]]]) -> Steps:
+def in_one_process(place: Place, cases: dict[str, Case]) -> Steps:
     yield f"{len(cases)} cases: " + ", ".join(cases)
-    found, wrong = {}, []
+    wrong = []
     for name, (job, way, settings) in cases.items():
         try:
             run = paceline.start(device=str(place.device), progress="off", tf32=False, **settings)
@@ -156,12 +193,11 @@ def in_one_process(place: Place, cases: dict[str, tuple[Job, Way, dict[str, Any]
                 run.close()
             flat = [[[i for part in parts for i in part]] for parts in order]
             apart = jobs.apart(models, jobs.plain(job, way, flat, place.device), job.make())
-            found[name] = {"difference": apart}
-            wrong += [f"{name}: {apart:.1e}"] * (not apart <= LIMIT)
+            yield {name: {"difference": apart, "limit": jobs.LIMIT}}
+            wrong += [f"{name}: {apart:.1e}"] * (not apart <= jobs.LIMIT)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}")
-    yield found
-    assert not wrong, f"differ by more than {LIMIT:.0e} of what was learnt, or failed: " + "; ".join(wrong)
+    assert not wrong, "differ by more than the limit, or failed: " + "; ".join(wrong)
 
 
 @check("ranks", 120)

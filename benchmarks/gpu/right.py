@@ -1,8 +1,6 @@
 """Is the model that of a plain loop, on one device?
 
-Compared is the difference of the weights as a share of what was learnt. In fp32 without TF32 the two differ by the
-rounding of sums, as where Paceline weighs a loss by its count and the plain loop divides: 1e-7 a step, which learning
-multiplies some; the limit is 1e-4.
+Compared is the difference of the weights as a share of what was learnt (`jobs.apart`), with `jobs.limit`.
 """
 
 from __future__ import annotations
@@ -17,27 +15,25 @@ from benchmarks.gpu.jobs import Job, Way
 
 import paceline
 
-LIMIT = 1e-4
 FORMS = ("loop", "closure")
 
 
-def compare(place: Place, job: Job, ways: list[Way], limit: float = LIMIT) -> Steps:
+def compare(place: Place, job: Job, ways: list[Way]) -> Steps:
     """Runs the job in each way, and plainly."""
     start = job.make()
     yield f"{len(ways)} ways: " + "; ".join(map(str, ways))
-    found: dict[str, Any] = {}
     wrong: list[str] = []
     for way in ways:
         try:
             models, order = trained(place, job, way)
             theirs = jobs.plain(job, way, order, place.device)
             apart = jobs.apart(models, theirs, start)
-            found[str(way)] = {"difference": apart, "the same bits": jobs.same_bits(models, theirs)}
+            limit = jobs.limit(way.precision)
+            yield {str(way): {"difference": apart, "limit": limit, "the same bits": jobs.same_bits(models, theirs)}}
             wrong += [f"{way}: {apart:.1e}"] * (not apart <= limit)
         except Exception as error:  # the other ways still say something
             wrong.append(f"{way}: {type(error).__name__}: {error}")
-    yield found
-    assert not wrong, f"differ by more than {limit:.0e} of what was learnt, or failed: " + "; ".join(wrong)
+    assert not wrong, "differ by more than the limit, or failed: " + "; ".join(wrong)
 
 
 def trained(place: Place, job: Job, way: Way, **settings: Any) -> tuple[list[Any], jobs.Order]:

@@ -41,7 +41,7 @@ def compiled_models(place: Place) -> Steps:
         breaks = {str(reason)[:120]: count for reason, count in counters["graph_break"].items()}
         found[name] = {"difference": apart, "graphs": stats.get("unique_graphs", 0), "graph breaks": breaks,
                        "frames": frames, "compiled anew": sum(counters["recompiles"].values())}  # fmt: skip
-        limit = 1e-3 if way.precision == "fp32" else 0.1
+        limit = max(1e-3, jobs.limit(way.precision))  # what is fused is not rounded between
         wrong += [f"{name}: {apart:.1e}"] * (not apart <= limit)
         wrong += [f"{name}: nothing was compiled"] * (not found[name]["graphs"])
     yield found

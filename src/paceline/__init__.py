@@ -19,11 +19,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.config import strategy
+    from paceline.fitting.best import Best
     from paceline.fitting.callbacks import Callback
     from paceline.fitting.evaluate import evaluate, predict
-    from paceline.fitting.fit_state import PerEpoch
-    from paceline.fitting.history import Best, Checkpoints, History
+    from paceline.fitting.fit_plan import PerEpoch
+    from paceline.fitting.history import Checkpoints, History
     from paceline.fitting.loop import fit
+    from paceline.fitting.lr_finder import lr_find
+    from paceline.fitting.micro_batch_finder import find_micro_batch
+    from paceline.fitting.model_summary import summary
+    from paceline.fitting.profiler import Profiler
+    from paceline.fitting.weight_averaging import EMA, SWA
     from paceline.launching import launch
     from paceline.run import Run
     from paceline.session import start
@@ -34,42 +40,54 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "EMA",
+    "SWA",
     "Best",
     "Callback",
     "Checkpoints",
     "History",
     "PerEpoch",
+    "Profiler",
     "Run",
     "Total",
     "World",
     "__version__",
     "errors",
     "evaluate",
+    "find_micro_batch",
     "fit",
     "launch",
+    "lr_find",
     "predict",
     "scale_lr",
     "start",
     "strategy",
+    "summary",
     "warmup",
 ]
 
 _HOME = {
-    "Best": "paceline.fitting.history",
+    "EMA": "paceline.fitting.weight_averaging",
+    "SWA": "paceline.fitting.weight_averaging",
+    "Best": "paceline.fitting.best",
     "Callback": "paceline.fitting.callbacks",
     "Checkpoints": "paceline.fitting.history",
     "History": "paceline.fitting.history",
-    "PerEpoch": "paceline.fitting.fit_state",
+    "PerEpoch": "paceline.fitting.fit_plan",
+    "Profiler": "paceline.fitting.profiler",
     "Run": "paceline.run",
     "Total": "paceline.train.loss",
     "World": "paceline.world",
     "evaluate": "paceline.fitting.evaluate",
+    "find_micro_batch": "paceline.fitting.micro_batch_finder",
     "fit": "paceline.fitting.loop",
     "launch": "paceline.launching",
+    "lr_find": "paceline.fitting.lr_finder",
     "predict": "paceline.fitting.evaluate",
     "scale_lr": "paceline.train.learning_rate",
     "start": "paceline.session",
     "strategy": "paceline.config",
+    "summary": "paceline.fitting.model_summary",
     "warmup": "paceline.train.learning_rate",
 }
 

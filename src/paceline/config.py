@@ -92,6 +92,7 @@ class Settings:
     trackers: tuple[str, ...] = ("jsonl",)
     log_every: int = 10
     progress: str = "auto"
+    trace: str | None = None
     channels_last: bool = False
     deterministic: bool = False
     cudnn_benchmark: bool | None = None
@@ -113,7 +114,7 @@ class Settings:
         for setting in ("cudnn_benchmark", "tf32"):
             if getattr(self, setting) is not None:
                 _true_or_false(setting, getattr(self, setting))
-        for setting in ("device", "log_dir"):
+        for setting in ("device", "log_dir", "trace"):
             if not isinstance(getattr(self, setting), (str, type(None))):
                 raise SettingError(f"{setting}={getattr(self, setting)!r}: a string is needed.")
         if self.reproducible is not None:
@@ -163,6 +164,9 @@ def file_beside(script: str | Path | None) -> Path | None:
     return path if path.exists() else None
 
 
+_MOST_CHARACTERS = 2**20  # of a settings file
+
+
 def read_file(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file: `key = value` lines; the strategy as on the command line, or as a table with `name`
     and its options.
@@ -175,10 +179,19 @@ def read_file(path: str | Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors write a byte-order mark
+        with open(path, encoding="utf-8-sig") as file:  # some editors write a byte-order mark
+            text = file.read(_MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:  # or has no end
+            raise SettingError(f"{path} is no settings file: it has more than {_MOST_CHARACTERS:,} characters.")
+        found = tomllib.loads(text)
     except OSError as error:
-        raise SettingError(f"the settings file {str(path)!r} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(
+            f"the settings file {str(path)!r} cannot be read: {error.strerror}. "
+            "--config names a settings file; without it the paceline.toml beside the script is read, if there is one."
+        ) from None
+    except SettingError:
+        raise
+    except (ValueError, RecursionError) as error:  # numbers too long for int(), nesting too deep
         raise SettingError(f'{path} is not valid TOML: {error}. Write lines such as: precision = "bf16"') from None
     known = [f.name for f in dataclasses.fields(Settings)]
     for key in found:

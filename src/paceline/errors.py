@@ -10,7 +10,8 @@
     │   ├── UnusedParameterError   parameters that some rank's loss did not reach
     │   └── EmptyShardError        the model or the loss cannot take a zero-length batch
     ├── NonFiniteError    a loss or a gradient is inf or NaN
-    └── CheckpointError   a checkpoint is missing, damaged, or of another program
+    ├── CheckpointError   a checkpoint is missing, damaged, or of another program
+    └── ExportError       a model cannot be exported as it was asked for
 
 A message names the setting or call, what was received, and the remedy; of a misspelt name the nearest known one.
 """
@@ -68,6 +69,10 @@ class NonFiniteError(PacelineError, ArithmeticError):
 
 class CheckpointError(PacelineError):
     """A checkpoint is missing, damaged, or of another program."""
+
+
+class ExportError(PacelineError):
+    """A model cannot be exported as it was asked for."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,18 +14,21 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm import collectives, mesh, transport
-from paceline.comm.replicas import ProcessReplicas
+from paceline.comm.replicas import ProcessReplicas, separate
 from paceline.config import Settings
 from paceline.errors import ModelError, UsageError
+from paceline.monitor import media
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.strategies import make
 from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
-from paceline.train import backends, metrics, randomness
+from paceline.train import backends, metrics, predict_files, randomness
+from paceline.train.checkpoint import Retention
 from paceline.train.elsewhere import of_run
 from paceline.train.guards import Guards
+from paceline.train.heartbeat import Heartbeat
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.train.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
@@ -33,19 +37,22 @@ from paceline.train.normalisation import Normalisation
 from paceline.train.objective import step_by_closure
 from paceline.train.precision import Precision
 from paceline.train.predict import check_options, on_first_input, predict
+from paceline.train.preemption import Preemption
 from paceline.train.preparable import (
     check_optimizer,
     check_preparable,
     check_scheduler,
+    compile_module,
     unwrapped,
     with_loaders,
     without_wrapper,
 )
 from paceline.train.run_position import Epochs, RunPosition
-from paceline.train.sources import LoaderArguments, make_source
-from paceline.train.state import State, model_number
+from paceline.train.sources import LoaderArguments, make_sources
+from paceline.train.state import State, fits, model_number
 from paceline.train.step import Stepper
-from paceline.world import World
+from paceline.train.zero_rows import ZERO_ROWS
+from paceline.world import STOP_FILE, World
 
 
 class Run:
@@ -82,12 +89,28 @@ class Run:
         self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
         self._evaluations = 0
-        self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.gradient)
+        self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
+        self._preemption = self._follow_launcher()
+        self._heartbeat = Heartbeat()
         self.closed = False
         self._put_backends_back = backends.apply(settings)
         self._state.begin()
+
+    def _follow_launcher(self) -> Preemption | None:
+        """What looks after each step whether the launcher asks the run to stop; None: this launcher never does."""
+        path = os.environ.get(STOP_FILE)
+        if not path:
+            return None
+
+        def between_steps() -> bool:
+            loaders = self._state.loaders.values()
+            return all(one.current is None or one.stepped for one in loaders) and not self._stepper.incomplete
+
+        return Preemption(
+            path, self._strategy, self.device, ready=between_steps, steps=lambda: self.steps, save=self.save
+        )
 
     @property
     def main(self) -> bool:
@@ -147,12 +170,13 @@ class Run:
                 if self.settings.channels_last:
                     backends.channels_last(model)
                 if self.settings.compile:
-                    model.compile()
+                    compile_module(model)
                 self._models.append(model)
         if self._noise is not None:
             check_modules(self._models)
         for model in self._models:  # also those of earlier calls: a layer may have been added
             self._normalisation.convert(model)
+        separate(self._strategy.mesh, self._models)
         names = parameter_names(self._models)
         for optimizer in optimizers:
             self._add_optimizer(optimizer, names)
@@ -189,7 +213,7 @@ class Run:
         self,
         dataset: Any,
         *,
-        global_batch: int | None = None,
+        global_batch: int | Mapping[int, int] | None = None,
         micro_batch: int | None = None,
         shuffle: bool = False,
         train: bool = True,
@@ -199,13 +223,14 @@ class Run:
         name: str | None = None,
         shuffle_buffer: int | None = None,
         collate: str = "example",
+        limit_batches: int | float | None = None,
         **options: Any,
     ) -> Loader:
         """A loader that yields this process's part of each global batch, on `run.device`.
 
         Args:
             dataset: map-style, or iterable (then every process reads the whole stream and keeps its part).
-            global_batch: examples of one optimizer step, over all devices.
+            global_batch: examples of one optimizer step, over all devices; {0: 64, 4: 128} is 128 from epoch 4 on.
             micro_batch: the most examples that one replica computes at once.
             shuffle: another order in each epoch, of the seed; for an iterable data set among `shuffle_buffer` examples.
             train: False for evaluation: each example counts once, every pass is alike, and training is not disturbed.
@@ -217,6 +242,7 @@ class Run:
             collate: what collate_fn is handed. "example": this process's part; rows that it draws with torch belong to
                 their examples. "global": the whole global batch on every process, for what mixes examples or draws
                 otherwise. "shard": this process's part, with draws of its own, which changes the model.
+            limit_batches: use so many global batches of an epoch or pass (an int), or this part of them (a float).
             options: num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, worker_init_fn, timeout,
                 multiprocessing_context, as of torch.utils.data.DataLoader.
 
@@ -228,7 +254,6 @@ class Run:
         options.setdefault("pin_memory", self.device.type == "cuda")
         plan = (lambda: self._strategy.plan) if train else self._evaluation_plan
         given = LoaderArguments(
-            global_batch=global_batch,
             micro_batch=micro_batch,
             shuffle=shuffle,
             train=train,
@@ -238,11 +263,14 @@ class Run:
             name=name,
             shuffle_buffer=shuffle_buffer,
             collate=collate,
+            limit_batches=limit_batches,
             options=options,
         )
-        source = make_source(dataset, given, seed=self.seed, plan=plan)
+        sources = make_sources(dataset, given, global_batch, seed=self.seed, plan=plan)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
-        loader = Loader(source, device=self.device, noise=self._noise, **hooks)
+        if self._preemption is not None:
+            hooks["on_body_end"] = self._preemption.after_batch
+        loader = Loader(sources.pop(0), device=self.device, noise=self._noise, later=sources, **hooks)
         if train:
             self._state.add_loader(loader)
         return loader
@@ -284,6 +312,7 @@ class Run:
         return one_shard(collectives.size_of(data), collectives.rank_of(data))
 
     def _on_yield(self, loader: Loader) -> None:
+        self._heartbeat()
         self.latest = loader
         if loader.train:
             self._epochs.on_training_yield()
@@ -427,9 +456,12 @@ class Run:
         *,
         global_batch: int,
         fn: Callable[[Any, Any], Any] | None = None,
+        to: str | Path | None = None,
+        resume: bool = False,
+        rows_per_file: int | None = None,
         **options: Any,
     ) -> Any:
-        """The result for each example of a data set, once, in its order, on the CPU of every process.
+        """The result for each example of a data set, once, in its order, on the CPU of every process; or in files.
 
         fn(model, batch) returns a tensor or list with an entry for each example, or a dict or tuple of these; if not
         given, model(batch), or model(batch[0]) of a batch that is a tuple or list. The model is in evaluation mode
@@ -438,11 +470,37 @@ class Run:
         Returns a tensor (examples, ...) for a tensor, or a list of its rows where they differ in shape; a list for a
         list; in dicts and tuples as fn returned them. An iterable data set is read to its end, and its order is that of
         the stream. Raises UsageError for other results.
+
+        to: a new folder. Each process writes its results there as it goes, at most rows_per_file examples into a file,
+        and the folder's path is returned (docs/fit.md, "To files"). resume: the folder may be that of a pass that was
+        stopped, on any number of processes, which then goes on; or of one that ended, and nothing is done.
         """
         check_options(options)
+        if to is not None:
+            target = predict_files.Target(Path(to), resume, rows_per_file)
+            return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
+        if resume or rows_per_file is not None:
+            raise UsageError("run.predict(resume=..., rows_per_file=...): they belong to a folder, to=...")
         loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
         with metrics.evaluating(model):
             return predict(model, fn or on_first_input, loader, self.autocast)
+
+    def _predict_to(
+        self,
+        target: predict_files.Target,
+        model: Any,
+        dataset: Any,
+        global_batch: int,
+        fn: Callable[[Any, Any], Any],
+        options: dict[str, Any],
+    ) -> Path:
+        cut = predict_files.cut(target, dataset, global_batch, options.pop("micro_batch", None))
+        left = predict_files.start(target, dataset, self._state.digest(self._models, model))
+        if left is not None:
+            options["sampler"] = left
+        loader = self.loader(dataset, train=False, **cut._asdict(), **options) if left != [] else None
+        with metrics.evaluating(model):
+            return predict_files.write(model, fn, loader, self.autocast, target)
 
     def compute(self, metric: Any) -> Any:
         """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
@@ -460,6 +518,20 @@ class Run:
         """
         self._monitor.log(values, named)
 
+    def log_hyperparameters(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Records settings of the script in the trackers: run.log_hyperparameters(vars(args)). Rank 0's are written."""
+        self._monitor.log_hyperparameters(media.hyperparameters(values, named))
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Records rank 0's image in the trackers that take images: a tensor or array (3, height, width), (1, height,
+        width) or (height, width), of floats from 0 to 1 or of whole numbers to 255. Waits for the device."""
+        self._monitor.log_media("log_image", name, lambda: media.image(name, image))
+
+    def log_histogram(self, name: str, values: Any) -> None:
+        """Records the distribution of rank 0's values, such as a weight or a gradient, in the trackers that take
+        histograms: a tensor or array of any shape. Waits for the device."""
+        self._monitor.log_media("log_histogram", name, lambda: media.histogram(name, values))
+
     def print(self, *values: Any, **options: Any) -> None:
         """Prints on rank 0 only, above a progress bar. Arguments as of print."""
         if self.main:
@@ -472,21 +544,37 @@ class Run:
     # --- state
 
     def track(self, **objects: Any) -> None:
-        """Puts objects with state_dict and load_state_dict (an EMA, a best score) into checkpoints, by name."""
+        """Puts objects with state_dict and load_state_dict (an EMA, a best score) into checkpoints, by name.
+
+        state_dict() is called on rank 0 alone. An object whose state lies on several processes gathers it in
+        before_save(), which all processes call, if it has one, before each checkpoint.
+        """
         for name, thing in objects.items():
             self._state.add_tracked(name, thing)
 
-    def save(self, directory: str | Path, *, keep: int | None = None) -> Path:
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = None,
+        keep_best: int = 0,
+        score: float | None = None,
+        mode: str = "min",
+    ) -> Path:
         """Writes a checkpoint into a new directory below `directory`, and returns its path. All processes call it.
 
-        keep: how many checkpoints to leave there. Raises UsageError in the middle of a global batch, CheckpointError
-        where it cannot be written; earlier checkpoints are then untouched.
+        keep: how many of the newest checkpoints to leave there. keep_best: how many more to leave, those with the best
+        scores; mode: whether "min" or "max" is best. score: of this checkpoint, rank 0's.
+
+        Raises UsageError in the middle of a global batch, CheckpointError where it cannot be written; earlier
+        checkpoints are then untouched.
         """
+        retention = Retention(keep, keep_best, score, mode)
         self._stepper.prepare_save()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, keep, self._position.counters())
+            return self._state.save(directory, self.steps, retention, self._position.counters())
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
@@ -499,9 +587,12 @@ class Run:
         if transport.arriving():  # the others go on, and hand over where they are
             return True
         found = self._state.restore(directory, missing_ok)
+        if self._preemption is not None:
+            self._preemption.restores(Path(directory))
         if found is None:
             return False
-        self._position.load_counters(found)
+        with fits(directory):
+            self._position.load_counters(found)
         self._monitor.restored(directory, self.steps)
         return True
 
@@ -545,9 +636,11 @@ class Run:
             loader.close()
         self._monitor.close()
         self._put_backends_back()
+        ZERO_ROWS.close()
         if self._noise is not None:
             self._noise.close()
         self._guards.close()
+        self._heartbeat.close()
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)

@@ -17,9 +17,10 @@ from paceline import world as worlds
 from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
-from paceline.errors import WorldError
+from paceline.errors import UsageError, WorldError
 from paceline.run import Run
 from paceline.strategies import on_cpu as on_cpu_of
+from paceline.timeline.worker.tracer import Tracer
 from paceline.train.excepthook import explain_uncaught
 from paceline.trials.spec import TrialSpec
 from paceline.verify.worker.recorder import Recorder
@@ -44,6 +45,7 @@ def start(
     trackers: str | Sequence[str] | None = None,
     log_every: int | None = None,
     progress: str | None = None,
+    trace: str | Path | None = None,
     channels_last: bool | None = None,
     deterministic: bool | None = None,
     cudnn_benchmark: bool | None = None,
@@ -60,7 +62,7 @@ def start(
 
     Args:
         strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "mirrored",
-            "central_storage", "fsdp", "tensor", "pipeline", "local_sgd", "diloco", "parameter_server",
+            "central_storage", "shared", "fsdp", "tensor", "pipeline", "local_sgd", "diloco", "parameter_server",
             "deepspeed"; with options, "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
         seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
@@ -74,7 +76,9 @@ def start(
         log_dir: where `run.log` writes; not given, nothing is written.
         trackers: what it writes there: "jsonl" (the default), "tensorboard", "wandb", "mlflow"; several as a list.
         log_every: `run.log` writes the mean over this many optimizer steps, 10 if not given.
-        progress: "bar", "lines" or "off"; "auto" is a bar on a terminal, else lines.
+        progress: "bar", "lines" or "off"; "auto" is a bar in a notebook and on a terminal, else lines.
+        trace: a file for what each rank did when, in a format that ui.perfetto.dev opens; at the end of the run it is
+            also said which rank was slow (docs/logging.md).
         channels_last: convolutions' weights lie channels last: faster in 16 bits on GPUs with tensor cores.
         deterministic: only kernels that give the same bits in each run; slower, and an error where there is none.
         cudnn_benchmark: try several convolution kernels and keep the fastest: costs seconds for each new input shape.
@@ -107,6 +111,7 @@ def start(
         "trackers": trackers,
         "log_every": log_every,
         "progress": progress,
+        "trace": None if trace is None else str(trace),
         "channels_last": channels_last,
         "deterministic": deterministic,
         "cudnn_benchmark": cudnn_benchmark,
@@ -127,6 +132,8 @@ def start(
     run = Run(world, settings, where)
     if spec is not None:
         (Probe if spec.reference is None else Recorder)(run, spec)
+    if settings.trace is not None:
+        Tracer(run, settings.trace)
     _open.append(run)
     return run
 
@@ -190,6 +197,11 @@ def _close_all() -> None:
 
 
 def _world(init_method: str | None, rank: int | None, world_size: int | None) -> World:
+    if worlds.EXPORT in os.environ:
+        raise UsageError(
+            f"paceline export imports {os.environ[worlds.EXPORT]} for its model, and it starts a run. Put what trains "
+            'under `if __name__ == "__main__":`.'
+        )
     if rank is None and world_size is None and init_method is None:
         return worlds.from_env(os.environ)
     if rank is None or world_size is None or not 0 <= rank < world_size:

@@ -33,6 +33,8 @@ SETTINGS = "PACELINE_SETTINGS"  # JSON object of the settings given on the comma
 THREAD_BUDGET = "PACELINE_THREAD_BUDGET"  # OMP_NUM_THREADS, where the launcher chose it and not the user
 ERROR_FILE = "PACELINE_ERROR_FILE"  # where a worker writes the exception that ended it, as JSON
 DOCTOR = "PACELINE_DOCTOR"  # JSON object: this run is recorded by `paceline doctor` (doctor/doctor_worker.py)
+CELL_FILE = "PACELINE_CELL_FILE"  # where rank 0 writes its progress for the notebook that has called paceline.launch
+EXPORT = "PACELINE_EXPORT"  # the module that `paceline export` imports for its model: no run shall start
 TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` or `verify` (trials/spec.py)
 # Suffixes of ERROR_FILE. A file of that name is a rank's message to the launcher.
 MAY_DIE = ".may-die"  # the others can go on without this rank
@@ -40,6 +42,17 @@ ROLE = ".role"  # what the rank is for the others, in words, where that is not t
 TICKET_FILE = ".ticket"  # what a process needs that is started in this rank's place while the others go on
 TICKET = "PACELINE_TICKET"  # path of a TICKET_FILE: this process takes a killed rank's place in a run that goes on
 JOINED = ".joined"  # the others count on the process that was started in this rank's place
+LEFT = ".left"  # where in the script the rank is about to end with exit code 0, in words
+FAILING = ".failing"  # the rank is about to end with this exit code, which is not 0, and without an exception
+DONE = ".done"  # after LEFT: all exit functions of Python's have run too
+BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endian, written in place
+TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
+SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; the content is its path
+# A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
+STOP_FILE = "PACELINE_STOP_FILE"
+# A port on this machine's loopback, behind which is what torch looks for at MASTER_ADDR:MASTER_PORT (store_place).
+STORE_DOOR = "PACELINE_STORE_DOOR"
+LOOK, DECIDE = 1, 2  # its byte; 0: nobody has asked the run to stop
 
 Environment = Mapping[str, str]
 
@@ -102,17 +115,34 @@ class Served(SystemExit):
         super().__init__(0)
 
 
+class Preempted(SystemExit):
+    """Ends a process that was asked to stop and has saved a checkpoint. No error: the exit code is 0, and the
+    launcher's says that the run is not done."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
 def tell_launcher(environ: Environment, what: str, text: str = "") -> None:
     """Leave a message for the launcher, in a file that only this user can read. Other launchers do not read it.
 
     Args:
-        what: MAY_DIE, ROLE, TICKET_FILE or JOINED.
+        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE or SAVED.
         text: the content of the file.
     """
     path = environ.get(ERROR_FILE)
     if path:
         with open(os.open(path + what, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text)
+
+
+def read_beat(path: str) -> int:
+    """The content of a file as BEAT names it; 0 where there is none yet."""
+    try:
+        with open(path, "rb") as file:
+            return int.from_bytes(file.read(8), "little")
+    except OSError:
+        return 0
 
 
 FAILED_SECONDS = 10.0
@@ -175,6 +205,13 @@ def _local_place(environ: Environment, given: list[str], rank: int, size: int) -
     if size == 1 or is_loopback(environ.get("MASTER_ADDR", "")):  # one machine
         place = (rank, size)
     elif not given:  # one process on each machine, as Kubernetes' PyTorchJob starts them
+        several = environ.get("PET_NPROC_PER_NODE", "")
+        if several.isdecimal() and int(several) > 1:
+            raise WorldError(
+                f"PET_NPROC_PER_NODE={several}, and LOCAL_RANK is not set: the PyTorchJob counts {several} processes "
+                f"in each pod, and this one is alone. Start the script with `paceline run train.py` or torchrun, which "
+                f"start that many, or set the job's nprocPerNode to 1."
+            )
         place = (0, 1)
     else:
         missing = "LOCAL_WORLD_SIZE" if given == ["LOCAL_RANK"] else "LOCAL_RANK"
@@ -360,6 +397,14 @@ def _port(job: str) -> int:
     which Linux takes ports for outgoing connections (32768 and up).
     """
     return 15000 + zlib.crc32(job.encode()) % 14400
+
+
+def store_place(host: str, port: int, environ: Environment = os.environ) -> tuple[str, int]:
+    """Where to connect for a store at this place: the launcher's, at MASTER_ADDR:MASTER_PORT, may have a door on this
+    machine's loopback."""
+    door = environ.get(STORE_DOOR)
+    launchers = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    return ("127.0.0.1", int(door)) if door and (host, str(port)) == launchers else (host, port)
 
 
 def is_loopback(addr: str) -> bool:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -170,6 +171,7 @@ for (x,) in run.loader(TensorDataset(torch.randn(800, 2)), global_batch=8):
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(90)
 def test_of_a_rank_killed_beside_a_batch_norm_the_launcher_names_the_killed_one(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -183,3 +185,23 @@ def test_of_a_rank_killed_beside_a_batch_norm_the_launcher_names_the_killed_one(
     assert done.returncode != 0
     assert "rank 1 was killed by SIGKILL" in done.stderr
     assert "rank 0 failed" not in done.stderr.partition("\n")[0]
+
+
+@pytest.mark.ranks(2)
+def test_a_look_whether_the_others_live_waits_for_nothing() -> None:
+    met = neighbours.meet(None)
+    assert met is not None
+    met.rows(torch.ones(1))
+    began = time.monotonic()
+    met.check()
+    dist.barrier()  # until the other has looked too: what is sent in between would be taken for the end
+    met.rows(torch.ones(1))
+    if met.rank == 0:
+        met.close()
+        dist.barrier()
+    else:
+        dist.barrier()
+        with pytest.raises(ConnectionError, match="rank 0 of the processes on this machine has gone"):
+            met.check()
+        met.close()
+    assert time.monotonic() - began < 60.0  # it was the socket's timeout, half an hour

@@ -5,6 +5,9 @@ A group ends with its threads: one that lives on may abort the process at its ex
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +29,40 @@ def threads() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
+def meet_at_an_address(port: str) -> tuple[int, int]:
+    """In processes of `paceline run`, as users write it who have the numbers from elsewhere."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init_method = f"tcp://127.0.0.1:{port or os.environ['MASTER_PORT']}"
+    run = paceline.start(init_method=init_method, rank=rank, world_size=size, device="cpu", progress="off")
+    return run.world.local_rank, run.sum(1)
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("own", [True, False])
+def test_an_address_of_ones_own_under_a_launcher(own: bool) -> None:
+    """By itself torch waits there for ever, since no rank opens a store; also under torchrun."""
+    port = ""
+    if own:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+    assert paceline.launch(meet_at_an_address, port, nproc=2, timeout=60, device="cpu") == [(0, 2), (1, 2)]
+
+
+def test_torch_takes_the_launchers_store_only_for_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCHELASTIC_USE_AGENT_STORE"
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "4000")
+    monkeypatch.delenv(name, raising=False)
+    with process_group._own_store("tcp://10.0.0.1:1"):
+        assert name not in os.environ
+    monkeypatch.setenv(name, "True")
+    for method, said in (("tcp://10.0.0.1:1", "False"), ("tcp://10.0.0.1:4000", "True"), ("env://", "True")):
+        with process_group._own_store(method):
+            assert os.environ[name] == said
+        assert os.environ[name] == "True"
+
+
 def leave_after_training() -> tuple[list[str], list[str]]:
     run = paceline.start(device="cpu", progress="off")
     model = torch.nn.Linear(3, 2)
@@ -45,6 +82,47 @@ def test_no_thread_of_the_group_outlives_it() -> None:
     for before, after in run_ranks(2, "tests.comm.test_process_group:leave_after_training", deadline=60):
         assert before
         assert not after
+
+
+RAISES = """
+import os, time
+import torch, torch.distributed as dist
+import paceline, paceline.world
+paceline.world.FAILED_SECONDS = 1.0
+run = paceline.start(init_method=os.environ["MEETING"], rank=int(os.environ["TASK"]), world_size=2, device="cpu",
+                     progress="off")
+run.wait()
+if run.rank == 0:
+    print("here", flush=True)
+    time.sleep(300)
+work = dist.all_reduce(torch.ones(3), async_op=True)
+raise ValueError("the cause")
+"""
+
+
+@pytest.mark.timeout(150)
+def test_an_error_does_not_wait_for_the_others_where_no_launcher_ends_them(tmp_path: Path) -> None:
+    """As under srun: rank 0 never comes to the collective that rank 1 has under way when it raises."""
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    plain = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=plain | {"TASK": str(rank), "MEETING": f"file://{tmp_path}/meeting"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = ranks[1].communicate(timeout=100)[1]
+        assert ranks[0].poll() is None, "rank 0 still waits, and is not why rank 1 has ended"
+        assert ranks[1].returncode == 1
+        assert "ValueError: the cause" in said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 # ---------------------------------------------------------------- before there is a group

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from paceline.comm import collectives
+from paceline.comm import codec_sums, collectives, shared_memory
 from paceline.comm.codec_sums import NativeSums, ReducerSums
 from paceline.comm.codecs import PowerSGD, Rounding, TopK, parse
 from paceline.comm.endpoints import ProcessEndpoint
 from paceline.comm.reducers import REDUCERS, ring
+from paceline.comm.shared_memory import PART_BYTES
 
 MEGABYTES = 4
 
@@ -168,3 +169,34 @@ def test_power_sgd_sums_as_torchs_own_hook_does() -> None:
         states = codec.total(flat, shapes, states, sums)
         torch.testing.assert_close(flat, expected, rtol=1e-8, atol=1e-8)
         assert not torch.allclose(flat, sum(torch.stack(collectives.gather_objects(gradient))), rtol=1e-3)
+
+
+@pytest.mark.ranks(2, conformance=(3, 4))
+def test_the_hierarchical_sum_is_exact_with_shared_memory_within_each_machine() -> None:
+    """On one machine; on two, each with half of the processes; on two, one of which has one process; and where the
+    processes of one machine cannot share memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for nodes in ([0] * size, [k * 2 // size for k in range(size)], [int(k == 1) for k in range(size)]):
+        for able in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if not able and nodes[rank] == 0:
+                    patch.setattr(shared_memory, "supported", lambda: False)
+                sums = codec_sums.make("hierarchical", nodes[rank], torch.device("cpu"))
+            alone = nodes.count(nodes[rank]) == 1
+            assert (sums._memory is not None) == (not alone and (able or nodes[rank] == 1))  # type: ignore[attr-defined]
+            for numel in (0, 1, 5, 1001, 2 * PART_BYTES // 8 + 3):
+                total = own(numel)
+                sums.add(total)
+                expected = sum(torch.stack(collectives.gather_objects(own(numel))))
+                torch.testing.assert_close(total, expected if numel else total, rtol=1e-12, atol=1e-12)
+                assert not collectives.digest_mismatch([("sum", total)])
+            sums.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks(conformance=4)
+def test_within_a_machine_the_hierarchical_sum_sends_nothing() -> None:
+    """Two machines of two processes: the ring of the two firsts sends 2 (2 - 1) / 2 of the bytes from each."""
+    sums = codec_sums.make("hierarchical", dist.get_rank() // 2, torch.device("cpu"))
+    flat = torch.ones(MEGABYTES * 2**20 // 4)
+    must_send(lambda: sums.add(flat), 2.0)
+    sums.close()  # type: ignore[attr-defined]

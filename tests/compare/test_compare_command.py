@@ -22,6 +22,7 @@ from paceline.cli import main
 
 SCRIPT = str(Path(small.__file__))
 STEPS = 8
+DDP = "ddp:reducer=native"  # what one machine's processes sum in shared memory is not sent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -42,7 +43,7 @@ def compared(folder: Path) -> Result:
         patch.chdir(folder)
         patch.setenv("TMPDIR", str(folder / "tmp"))
         patch.setattr("tempfile.tempdir", None)
-        options = ["--nproc", "2", "--strategies", "ddp,pipeline:cut=9,single", "--steps", str(STEPS)]
+        options = ["--nproc", "2", "--strategies", f"{DDP},pipeline:cut=9,single", "--steps", str(STEPS)]
         options += ["--rounds", "1", "--device", "cpu", "--json", "out.json", "--html", "out.html"]
         result = compare(*options, SCRIPT)
     assert result.exit_code == 0, result.output
@@ -66,7 +67,7 @@ def test_a_trial_leaves_nothing_of_the_scripts(folder: Path, compared: Result) -
 
 def test_the_table_and_the_sentence(compared: Result, document: Any) -> None:
     lines = compared.stdout.splitlines()
-    assert [line.split()[0] for line in lines[4:6]] == ["single", "ddp"]
+    assert [line.split()[0] for line in lines[4:6]] == ["single", DDP]
     assert "epoch" not in compared.output  # what the script prints
     reason = "SettingError: strategy pipeline: cut='9': 2 stages need 1 places"
     assert f"  pipeline:cut=9: {reason}" in compared.stdout
@@ -88,17 +89,17 @@ def test_losses_are_those_of_plain_pytorch(document: Any) -> None:
         loss.backward()
         optimizer.step()
         wanted.append(loss.item())
-    for name in ("single", "ddp"):
+    for name in ("single", DDP):
         losses = [entry["loss"] for entry in rows(document)[name]["losses"]]
         assert losses == pytest.approx(wanted, rel=1e-12), name
-    found = rows(document)["ddp"]["loss_difference"]
-    own, base = ([entry["loss"] for entry in rows(document)[name]["losses"]] for name in ("ddp", "single"))
+    found = rows(document)[DDP]["loss_difference"]
+    own, base = ([entry["loss"] for entry in rows(document)[name]["losses"]] for name in (DDP, "single"))
     assert found == max(abs(a - b) for a, b in zip(own, base, strict=True))
     assert found <= 1e-12
 
 
 def test_times_and_bytes(document: Any) -> None:
-    single, ddp = rows(document)["single"], rows(document)["ddp"]
+    single, ddp = rows(document)["single"], rows(document)[DDP]
     for row, examples in ((single, 32), (ddp, 16)):
         step, parts = row["step_seconds"], row["mean_step"]
         assert parts["waiting_for_data_seconds"] >= examples * 1e-3  # each example sleeps 1 ms

@@ -279,3 +279,10 @@ def test_nothing_ran() -> None:
     assert "<b>" not in text
     assert "&lt;b&gt;no&lt;/b&gt; &amp; words" in text
     assert "&lt;x&gt;.py" in text
+
+
+def test_a_script_that_starts_no_run_is_told_what_compare_takes(tmp_path: Path) -> None:
+    told = rounds._read_records(str(tmp_path), 1, Length(3, 1, 60.0))
+    assert isinstance(told, str)
+    assert told.startswith("rank 0 never called paceline.start")
+    assert "`paceline doctor` watches others" in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.compare.worker import resources
 from paceline.compare.worker.communication_profile import communication_time, overlap, union
 from paceline.compare.worker.probe import TrialEnded
 from paceline.compare.worker.resources import peak_memory, traffic
@@ -226,6 +228,18 @@ def test_bytes_of_this_process_alone() -> None:
     assert (both.sent - before.sent, both.received - before.received) == (100_000, 100_000)
     assert one.sent - before.sent == 100_000
     assert one.received - before.received <= 1  # the end of a connection counts as one
+
+
+def test_bytes_that_had_to_be_sent_again_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's answer is made here, with the offsets of linux/tcp.h: few kernels can be made to lose packets."""
+    info = bytearray(256)
+    struct.pack_into("=Q", info, 200, 5000)  # tcpi_bytes_sent
+    struct.pack_into("=Q", info, 208, 1000)  # tcpi_bytes_retrans
+    answers = iter([bytes(info)])
+    monkeypatch.setattr(resources, "_tcp_info", lambda descriptor: next(answers, None))
+    found = traffic()
+    assert found is not None
+    assert found.sent == 4000
 
 
 def test_peak_memory_does_not_fall() -> None:

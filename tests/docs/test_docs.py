@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(?P<note><!-- not run: [^\n]+ -->\n)?^ *```(?P<kind>\w*)\n(?P<code>.*?)^ *```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+WIDEST = 118
 PRELUDE = """
 import safetensors.torch
 import torch
@@ -90,6 +91,68 @@ def test_commands_and_their_options_exist(page: Path) -> None:
                 break  # what follows is the script's own
             if word.startswith("-"):
                 assert word.split("=")[0] in known, f"{page.name}: paceline {name} has no {word}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_of_the_examples_exist(page: Path) -> None:
+    for block in FENCE.finditer(page.read_text(encoding="utf-8")):
+        for line in block["code"].replace("\\\n", " ").splitlines():
+            found = re.search(r"(examples/[\w/]+\.py)( [^#]*)?", line)
+            if found is None:
+                continue
+            script = ROOT / found[1]
+            beside = script.parent.glob("job.py")  # the options that the pairs of migrate/ share
+            known = "".join(file.read_text(encoding="utf-8") for file in (script, *beside))
+            own = re.findall(r"--[\w-]+", found[2] or "")
+            assert [word for word in own if f'"{word}"' not in known] == [], f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize(
+    ("command", "page"),
+    [("run", "launching"), ("submit", "slurm"), *((name, name) for name in ("compare", "verify", "doctor", "export"))],
+)
+def test_every_option_of_a_command_stands_on_its_page(command: str, page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    if command == "submit":  # passes on what `paceline run` takes
+        text += (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+    options = [option for option in main.commands[command].params if isinstance(option, click.Option)]
+    missing = [option.opts for option in options if not any(f"`{name}" in text for name in option.opts)]
+    assert not missing, f"docs/{page}.md lacks {missing}"
+
+
+def skeleton(text: str) -> dict[str, object]:
+    """What a README has in any language: sections, paragraphs of a list, tables, links, names in code, and code itself
+    without its comments."""
+    prose = FENCE.sub("", text)
+    code = (re.sub(r" *#.*", "", line) for block in FENCE.finditer(text) for line in block["code"].splitlines())
+    return {
+        "sections": [len(marks) for marks in re.findall(r"^(#+) ", prose, re.M)],
+        "points": len(re.findall(r"^- ", prose, re.M)),
+        "columns": [line.count("|") for line in prose.splitlines() if line.startswith("|")],
+        "links": sorted(set(LINK.findall(prose)) - {"README.md", "README.zh-CN.md"}),
+        "names": sorted(set(re.findall(r"`[^`\n]+`", prose))),
+        "code": list(code),
+    }
+
+
+def test_the_readme_in_chinese_has_what_the_english_one_has() -> None:
+    english, chinese = (
+        skeleton((ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "README.zh-CN.md")
+    )
+    for part, there in english.items():
+        assert chinese[part] == there, part
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_is_not_wider_than_its_column_on_a_laptop(page: Path) -> None:
+    """At 1366 x 768 a line has room for WIDEST characters; docs/widths.py sees what else is wide, in Chromium.
+
+    Longer lines of output (```text) are broken, as in a terminal.
+    """
+    if page.is_relative_to(ROOT / "docs"):
+        found = FENCE.finditer(page.read_text(encoding="utf-8"))
+        lines = (line for match in found if match["kind"] != "text" for line in match["code"].splitlines())
+        assert [line for line in lines if len(line) > WIDEST] == []
 
 
 def test_the_site_has_every_page() -> None:

@@ -99,8 +99,15 @@ def test_faults_are_found_and_twins_are_clean(tmp_path: Path) -> None:
 
 @pytest.mark.conformance
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize(
+    ("processes", "bf16"),
+    [
+        pytest.param(2, False, id="2-fp32"),
+        pytest.param(3, True, id="3-bf16"),
+        pytest.param(2, True, id="2-bf16", marks=pytest.mark.campaign),
+        pytest.param(3, False, id="3-fp32", marks=pytest.mark.campaign),
+    ],
+)
 def test_the_whole_table(processes: int, bf16: bool, tmp_path: Path) -> None:
     check([p for p in PLANTED if not p.hangs], HEALTHY, tmp_path, processes, bf16)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from paceline.doctor import doctor_command
 from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
 from paceline.doctor.recorders.statements import Statement, statement_at
 from paceline.doctor.rules import collective_rules, cost_rules, data_rules, model_rules, replica_rules, schedule_rules
@@ -460,3 +461,8 @@ def test_reductions_that_nobody_waits_for() -> None:
     left = {"unwaited": [2, ["train.py", 5]]}
     found = replica_rules.findings(RecordedRun([replica(**left), replica(after=2.0, grads=2.0, **left)]))
     assert [(f.cause, f.at, f.beside) for f in found] == [("gradients_differ", "train.py:5", "train.py:7")]
+
+
+def test_a_script_without_torch_is_told_what_doctor_takes() -> None:
+    told = doctor_command._unwatched(RecordedRun([[], []]), failed=False)
+    assert told == "the script never imported torch. Name one that trains with PyTorch, as for torchrun."

@@ -59,7 +59,10 @@ def run() -> dict[str, str]:
         _, printed[name] = start(script, arguments)
         current = session.current()
         assert current is not None, f"{script} made no run"
-        current.export(folder / f"{name}.{size}.safetensors")
+        models = current._models
+        for number, model in enumerate(models):
+            own_name = name if len(models) == 1 else f"{name} {number}"
+            current.export(folder / f"{own_name}.{size}.safetensors", model)
 
     for kind, arguments in PAIRS.items():
         given = [argument.format(text=text) for argument in arguments]
@@ -72,4 +75,50 @@ def run() -> dict[str, str]:
         newest = max(saved.glob("*/"), key=lambda path: path.stat().st_mtime)
         shutil.rmtree(newest)
     example("gpt resumed", EXAMPLES / "char_gpt.py", [*gpt, "--micro-batch", "4"])
+    few = ["--data", images, "--global-batch", "15", "--epochs", "1", "--width"]
+    example("contrastive", EXAMPLES / "contrastive.py", [*few, "4"])
+    example("gan", EXAMPLES / "gan.py", [*few, "8", "--sheet", str(own / "sheet.png")])
+    nano = ["--data", text, "--steps", "8", "--every", "4", "--length", "16", "--layers", "1", "--width", "32"]
+    example("nanogpt", EXAMPLES / "nanogpt.py", [*nano, "--global-batch", "6"])
+    example("nanogpt in parts", EXAMPLES / "nanogpt.py", [*nano, "--global-batch", "6", "--micro-batch", "2"])
     return printed
+
+
+def image_jobs() -> None:
+    """For test_image_jobs.py: weights and output are left in the folder."""
+    torch.set_default_dtype(torch.float64)
+    sys.path.insert(0, str(EXAMPLES))
+    import cifar10_mobilenetv2
+
+    folder, size, rank = Path(os.environ[FOLDER]), os.environ["WORLD_SIZE"], os.environ["RANK"]
+    weights = folder / f"thousand.{size}.{rank}.pt"
+    torch.manual_seed(3)
+    torch.save(cifar10_mobilenetv2.mobilenet_v2(0.25, classes=1000).state_dict(), weights)
+    few = ["--data", str(folder / "cifar.tar.gz"), "--global-batch", "16"]
+    large = [
+        *few,
+        "--base-batch",
+        "4",
+        "--epochs",
+        "2",
+        "--warmup",
+        "1",
+        "--blocks",
+        "1",
+        "--width",
+        "4",
+        "--lr",
+        "0.01",
+    ]
+    adam = [*few, "--epochs", "1", "--width", "0.25", "--optimizer", "adam", "--weights", str(weights)]
+    for name, script, words in (
+        ("resnet scaled", "resnet_large_batch.py", large),
+        ("resnet", "resnet_large_batch.py", [*large, "--no-scaling"]),
+        ("mobilenet", "cifar10_mobilenetv2.py", adam),
+    ):
+        _, printed = start(EXAMPLES / script, words)
+        if rank == "0":
+            (folder / f"{name}.{size}.txt").write_text(printed)
+        current = session.current()
+        assert current is not None
+        current.export(folder / f"{name}.{size}.safetensors")

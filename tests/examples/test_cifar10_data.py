@@ -108,8 +108,8 @@ def test_malicious_pickles_are_refused(reader: Any, tmp_path: Path, function: st
     ("name", "content", "said"),
     [
         ("missing.tar.gz", None, "cs.toronto.edu"),
-        ("damaged.tar.gz", b"\x1f\x8bnot an archive", "cannot be read as cifar-10-python.tar.gz"),
-        ("a.txt", b"text", "cannot be read as cifar-10-python.tar.gz"),
+        ("damaged.tar.gz", b"\x1f\x8bnot an archive", "is neither a zip of JPEGs nor cifar-10-python.tar.gz"),
+        ("a.txt", b"text", "is neither a zip of JPEGs nor cifar-10-python.tar.gz"),
     ],
 )
 def test_other_files_are_named(reader: Any, tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
@@ -130,7 +130,7 @@ def test_archives_of_other_things_are_named(reader: Any, tmp_path: Path) -> None
     with pytest.raises(reader.DataError, match="has no member data_batch_"):
         reader.load(tmp_path / "other.tar.gz")
     data.archive(tmp_path / "short.tar.gz", {"data_batch_1": pickle.dumps({"labels": [0]}, protocol=2)})
-    with pytest.raises(reader.DataError, match="cannot be read"):
+    with pytest.raises(reader.DataError, match="is neither a zip of JPEGs nor"):
         reader.load(tmp_path / "short.tar.gz")
 
 

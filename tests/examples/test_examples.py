@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_examples_are_short(script: Path) -> None:
     assert lines < MOST_LINES, f"{script} has {lines} lines"
 
 
-@pytest.mark.parametrize("name", ["image", "text", "cifar", "gpt"])
+@pytest.mark.parametrize("name", ["image", "text", "cifar", "gpt", "nanogpt", "contrastive", "gan 0", "gan 1"])
 def test_one_and_two_processes_give_one_model(results: Results, name: str) -> None:
     assert distance(results.weights(name, 1), results.weights(name, 2)) <= BOUND
 
@@ -74,6 +75,31 @@ def test_one_and_two_processes_give_one_model(results: Results, name: str) -> No
 def test_a_stopped_gpt_goes_on_with_micro_batches_to_the_same_model(results: Results, size: int) -> None:
     assert "goes on after step 8" in results.printed[size]["gpt resumed"]
     assert distance(results.weights("gpt", size), results.weights("gpt resumed", size)) <= BOUND
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_nanogpt_is_the_same_model_in_micro_batches(results: Results, size: int) -> None:
+    assert "step 8: held-out loss" in results.printed[size]["nanogpt in parts"]
+    assert distance(results.weights("nanogpt", 1), results.weights("nanogpt in parts", size)) <= BOUND
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(600)
+def test_the_nanogpt_compiled_and_in_micro_batches_is_the_same_model(tmp_path: Path) -> None:
+    """In float32, by torch.compile's own backend for CPUs."""
+    (tmp_path / "text.txt").write_text(data.text())
+    words = ["--steps", "6", "--every", "6", "--length", "16", "--layers", "1", "--width", "32", "--global-batch", "6"]
+    found = []
+    for size, settings, more in ((1, [], []), (2, ["--compile"], ["--micro-batch", "2"])):
+        saved = tmp_path / f"checkpoints.{size}"
+        script = [str(jobs.EXAMPLES / "nanogpt.py"), "--data", str(tmp_path / "text.txt"), *words, *more]
+        command = ["run", "--nproc", str(size), *settings, *script, "--checkpoints", str(saved)]
+        for line in (command, ["export", str(saved), "-o", str(tmp_path / f"{size}.safetensors")]):
+            paceline = [sys.executable, "-m", "paceline", *line]
+            done = subprocess.run(paceline, capture_output=True, text=True, timeout=500)
+            assert done.returncode == 0, done.stdout + done.stderr
+        found.append(load_file(tmp_path / f"{size}.safetensors"))
+    assert distance(*found) <= 1e-6  # it comes to 3e-9; with batches of 5 it is 7e-4
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -113,6 +139,7 @@ def test_the_guide_shows_the_whole_difference() -> None:
     assert shown == [line[0] + line[2:] for line in differing]
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("kind", jobs.PAIRS)
 @pytest.mark.usefixtures("float64")
 def test_before_and_after_give_one_model(
@@ -126,7 +153,18 @@ def test_before_and_after_give_one_model(
         assert distance(plain, results.weights(kind, size)) <= BOUND
 
 
-@pytest.mark.parametrize("script", ["char_gpt.py", "cifar10_mobilenetv2.py", "before_and_after/text_after.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "char_gpt.py",
+        "nanogpt.py",
+        "cifar10_mobilenetv2.py",
+        "contrastive.py",
+        "gan.py",
+        "resnet_large_batch.py",
+        "before_and_after/text_after.py",
+    ],
+)
 def test_missing_data_is_an_error_that_says_what_to_do(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,3 +178,29 @@ def test_missing_data_is_an_error_that_says_what_to_do(
     assert "nowhere/at/all" in said
     assert "--data" in said.split("error:")[1]
     assert "http" in said
+
+
+@pytest.mark.parametrize(
+    ("script", "content", "told"),
+    [
+        ("char_gpt.py", b"\xd4\x00", "is no text in UTF-8"),
+        ("nanogpt.py", b"\xd4\x00", "is no text in UTF-8"),
+        ("char_gpt.py", b"hello", "has 5 characters, and pieces of --length 128 need 1290"),
+        ("nanogpt.py", b"hello", "has 5 characters, and pieces of --length 128 need 1290"),
+        ("contrastive.py", b"hello", "is neither a zip of JPEGs nor cifar-10-python.tar.gz"),
+    ],
+)
+def test_data_of_another_format_are_an_error_that_says_what_to_do(
+    script: str, content: bytes, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = jobs.EXAMPLES / script
+    (tmp_path / "data.txt").write_bytes(content)
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.setattr(sys, "argv", [str(path), "--data", str(tmp_path / "data.txt")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.split("error:")[1]
+    assert told in said
+    assert said.count("\n") == 1, "one line"

@@ -57,7 +57,7 @@ class Log(paceline.Callback):
         self.events.append("end")
 
 
-def test_the_six_events_come_in_order() -> None:
+def test_the_events_come_in_order() -> None:
     log = Log()
     with started() as run:
         history = a_fit(run, global_batch=11, evaluate_on=TEST, callbacks=[log])

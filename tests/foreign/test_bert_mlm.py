@@ -59,14 +59,11 @@ def test_a_collator_with_a_seed_draws_the_same_on_several_processes() -> None:
     assert masks == one["masks"]
 
 
-def test_an_empty_shard_which_the_model_cannot_take_is_named() -> None:
-    """transformers' attention has view(..., -1, ...), which torch cannot resolve for a batch of no examples."""
+def test_a_shard_without_examples() -> None:
+    """transformers' attention has view(..., -1, ...), which torch alone refuses for a batch of no examples."""
     from tests.foreign.bert import trained
 
-    from paceline.errors import EmptyShardError
-
-    with pytest.raises(EmptyShardError, match=r"this rank's shard of the global batch is empty.*drop_last=True"):
-        trained("single:shards=4", "0")
+    assert trained("single:shards=4", "0")["distance"] <= 1e-8
 
 
 @pytest.mark.parametrize(

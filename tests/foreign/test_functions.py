@@ -13,8 +13,10 @@ from tests.ranks import run_ranks
 
 from paceline.errors import SettingError, UsageError
 
+LONG = pytest.param("word_language_model", marks=pytest.mark.conformance)
 
-@pytest.mark.parametrize("job", JOBS)
+
+@pytest.mark.parametrize("job", [LONG if job == "word_language_model" else job for job in JOBS])
 def test_one_process_trains_as_the_original(job: str) -> None:
     assert JOBS[job]() < CLOSE
     assert JOBS[job](micro_batch=3, strategy="single:shards=2") < CLOSE

@@ -6,7 +6,7 @@ import pytest
 from tests.foreign import step_jobs as jobs
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(2, conformance=(1, 3))
 def test_lbfgs_of_the_time_sequence_example_is_its_plain_original() -> None:
     jobs.compare(jobs.time_sequence, jobs.plain_time_sequence, 1e-8)
 

@@ -15,6 +15,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -22,7 +24,7 @@ from tests.ranks import children
 
 from paceline import launcher
 from paceline.errors import LaunchError
-from paceline.launcher import processes
+from paceline.launcher import process_state, processes
 from paceline.launcher.interrupts import Interrupts, Stopped
 
 DEADLINE_SECONDS = 60.0  # for what takes two seconds on an idle machine
@@ -283,8 +285,12 @@ def test_a_rank_that_leaves_early_is_named(launches: Launches, capfd: pytest.Cap
     """
     assert launcher.run(str(launches.directory / launches.script(code)), nproc=2) == 1
     err = capfd.readouterr().err
-    assert err.startswith("rank 1 failed: RuntimeError: ")
-    assert err.endswith("rank 0 had ended before, without an error: do all ranks take the same number of steps?\n")
+    first, second, *_ = err.splitlines()
+    assert first == (
+        "rank 0 ended early, with exit code 0, by os._exit() at script.py, line 7, while others still needed it: do "
+        "all ranks take the same number of steps?"
+    )
+    assert second.startswith("rank 1 failed: RuntimeError: ")
     assert err.count("Traceback") == 1
 
 
@@ -315,6 +321,12 @@ VICTIM_FIRST = """
             1,
             "rank 1 failed: ValueError: why",
             id="error and a slow end",
+        ),
+        pytest.param(
+            VICTIM_FIRST.format(end="import atexit; atexit.register(time.sleep, 300); sys.exit(3)"),
+            3,
+            "rank 1 ended with exit code 3",
+            id="exit code and a slow end",
         ),
         pytest.param(
             VICTIM_FIRST.format(end="time.sleep(300)"), 1, "rank 0 failed: RuntimeError: [pair.cc]", id="nothing else"
@@ -348,11 +360,15 @@ def test_cause(
     assert set(children()) <= set(before)
 
 
-def test_failure_ends_what_the_rank_started(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("session", [False, True], ids=["", "session of its own"])
+def test_failure_ends_what_the_rank_started(
+    launches: Launches, capfd: pytest.CaptureFixture[str], session: bool
+) -> None:
     """A killed rank cannot end its own children."""
-    code = """
+    code = f"""
         import os, subprocess, sys
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+        child = subprocess.Popen(sleep, start_new_session={session})
         open("child", "w").write(str(child.pid))
         os.kill(os.getpid(), 9)
     """
@@ -467,11 +483,13 @@ def test_nohup(launches: Launches) -> None:
 
 
 def test_killed_launcher_leaves_nothing(launches: Launches) -> None:
-    """kill -9 of the launcher ends the ranks at once, with their DataLoader workers and whatever else they started."""
+    """kill -9 of the launcher ends the ranks at once, with their DataLoader workers and whatever else they started; its
+    temporary folder goes too."""
     code = """
         import os, pathlib, subprocess, time
         import torch
         subprocess.Popen(["sleep", "300"])
+        subprocess.Popen(["sleep", "300"], start_new_session=True)
         class Data(torch.utils.data.Dataset):
             def __len__(self): return 1000
             def __getitem__(self, i): time.sleep(0.1); return i
@@ -485,6 +503,7 @@ def test_killed_launcher_leaves_nothing(launches: Launches) -> None:
     process.kill()
     wait_for(lambda: not any(p.is_running() and p.status() != "zombie" for p in ranks), "the end of the ranks", 3)
     wait_for(lambda: marked(launches.mark) == [], "the end of all that they started", 3)
+    assert list(launches.temporary.glob("paceline-*")) == []
     process.communicate(timeout=DEADLINE_SECONDS)
 
 
@@ -497,6 +516,40 @@ def test_a_process_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"Process 1 of 2 could not be started.*--nproc"):
         processes.start([sleep, processes.Command([str(tmp_path / "none")], {})])
     assert set(children()) <= set(before)
+
+
+def test_a_process_that_does_not_end_is_not_said_to_wait_for_a_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the kernel says of it is read first."""
+    for name in ("GRACE_SECONDS", "_KILL_SECONDS", "_RELEASE_SECONDS"):
+        monkeypatch.setattr(processes, name, 0.0)
+    monkeypatch.setattr(os, "killpg", lambda pid, signum: None)
+    slow = SimpleNamespace(pid=os.getpid(), poll=lambda: None, send_signal=lambda signum: None)
+    group = processes.Processes([])
+    group._started.append(cast("subprocess.Popen[bytes]", slow))
+    group.stop()
+    assert re.fullmatch(r"paceline: process \d+ has not ended yet, though it was killed.*\n", capsys.readouterr().err)
+    waits = process_state.ProcessState(process_state.IN_KERNEL, wait_channel="nfs_wait")
+    monkeypatch.setattr(process_state, "read_state", lambda pid: waits)
+    group.stop()
+    assert capsys.readouterr().err.endswith("it waits in the kernel, for a disk or a device (nfs_wait).\n")
+
+
+def test_output_that_cannot_be_written(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python makes exit code 120 of it; the reason could not be printed either."""
+    code = """
+        import os, resource, signal
+        if os.environ["RANK"] == "1":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+            print("some words", end="")
+    """
+    script = str(launches.directory / launches.script(code))
+    assert launcher.run(script, nproc=2, output=str(launches.directory)) == 120
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "rank 1 ended with exit code 120: what it printed last could not be written"
+    assert f"Its output goes to {launches.directory / 'rank-1.log'}: is there no room, or a quota?" in "\n".join(lines)
 
 
 REFUSES = """

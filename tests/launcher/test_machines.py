@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -35,7 +37,8 @@ if mode == "fail" and rank == 1:
     if count == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("bad data")
-for _ in range(600 if mode == "long" and count == "0" else 3):
+long = {"long": count == "0", "long until told": not Path("told").exists()}.get(mode, False)
+for _ in range(600 if long else 3):
     dist.all_reduce(total)
     time.sleep(0.1)
 print("end", rank)
@@ -78,10 +81,32 @@ class Machines:
             self.start(mode, *place, *options)
 
     def wait_for(self, *names: str) -> None:
+        self.wait_until(lambda: all((self.directory / name).exists() for name in names), f"no files {names}")
+
+    @staticmethod
+    def wait_until(condition: Callable[[], bool], otherwise: str = "it did not come to it") -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while not all((self.directory / name).exists() for name in names):
-            assert time.monotonic() < deadline, f"no files {names}"
+        while not condition():
+            assert time.monotonic() < deadline, otherwise
             time.sleep(0.05)
+
+    def wait_until_listening(self) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    @staticmethod
+    def wait_for_word(launcher: subprocess.Popen[str], word: str) -> None:
+        """Until a line with it comes on the launcher's stderr. What comes before it is read and dropped."""
+        assert launcher.stderr is not None
+        for line in launcher.stderr:
+            if word in line:
+                return
+        pytest.fail(f"it ended without a line that has {word!r}")
 
     def end(self) -> list[tuple[int, str, str]]:
         """(exit code, stdout, stderr) of each launcher."""
@@ -116,6 +141,7 @@ def test_a_killed_worker_restarts_all_of_both_and_the_cause_is_told_on_both(mach
     assert second[2].count("Traceback") == 1
 
 
+@pytest.mark.conformance
 def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     machines.start_two("long")
     machines.wait_for("ready0-0", "ready1-0")
@@ -128,6 +154,43 @@ def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     assert "is lost" in err or "Connection closed by peer" in err or "Connection reset" in err
     assert "frame #" not in err
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(300)
+def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_others(machines: Machines) -> None:
+    """As Kubernetes starts a pod again. Its ranks die with it; those of the other are ended, and all start again."""
+    machines.start_two("long", "--max-restarts", "2")
+    machines.wait_for("ready0-0", "ready1-0")
+    first = machines.launchers.pop(0)
+    first.kill()
+    first.communicate()
+    machines.wait_for_word(machines.launchers[0], "is there again")
+    place = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(machines.port)]
+    machines.start("long", *place, "--max-restarts", "2")
+    (_, told, _), (_, _, _) = found = machines.end()
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert told.splitlines()[-2:] == ["start 1 2 1", "end 1"], found
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(300)
+def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_gone(machines: Machines) -> None:
+    """Both are at the endpoint's machine, so that the other can keep it."""
+    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
+    machines.start("long until told", *place, "--max-restarts", "1")
+    machines.wait_until_listening()
+    machines.start("long until told", *place, "--max-restarts", "1")
+    # On a busy machine the first one begins alone, and all start again when the second has come.
+    machines.wait_until(lambda: bool(list(machines.directory.glob("ready1-*"))))
+    (machines.directory / "told").touch()
+    machines.launchers.pop(0).kill()
+    ((code, out, err),) = machines.end()
+    assert code == 0, (out, err)
+    last = out.splitlines()[-2:]
+    assert re.fullmatch(r"start \d+ 1 0", last[0]), out
+    assert last[1] == "end 0", out
+    assert "paceline: restart 1 of 1, when the launcher at 127.0.0.1:" in err, err
 
 
 @pytest.mark.conformance
@@ -164,5 +227,5 @@ def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}")
-        with pytest.raises(LaunchError, match=f"something that is no launcher listens on port {port}"):
+        with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
             rendezvous.make_rendezvous(nodes)

@@ -34,12 +34,14 @@ TWO = Nodes(min_nodes=2, max_nodes=2, backend="c10d", host="n0", port=29400)
     ],
 )
 def test_where_two_machines_meet(options: dict[str, object], backend: str, endpoint: str) -> None:
-    nodes = read_nodes(nnodes="2", **options)  # type: ignore[arg-type]
+    nodes = read_nodes(nnodes="2", rdzv_insecure=True, **options)  # type: ignore[arg-type]
     assert (nodes.min_nodes, nodes.max_nodes, nodes.backend, nodes.endpoint) == (2, 2, backend, endpoint)
 
 
 def test_numbers_and_details_of_the_rendezvous() -> None:
-    nodes = read_nodes(nnodes="1:4", rdzv_endpoint="n0:1", rdzv_id="job", rdzv_conf="join_timeout=9, a=b")
+    nodes = read_nodes(
+        nnodes="1:4", rdzv_endpoint="n0:1", rdzv_id="job", rdzv_conf="join_timeout=9, a=b", rdzv_insecure=True
+    )
     assert (nodes.min_nodes, nodes.max_nodes, nodes.run_id) == (1, 4, "job")
     assert nodes.conf == {"join_timeout": "9", "a": "b"}
     assert not nodes.loopback
@@ -92,7 +94,8 @@ def test_what_means_nothing_on_one_machine_is_said() -> None:
     )
     assert (nodes.run_id, nodes.port) == ("r", 4000)
     assert read_nodes(standalone=True, master_port=4000).unused == ("--master-port 4000",)
-    assert read_nodes(nnodes="2", rdzv_endpoint="n0:1").unused == read_nodes(node_rank=0).unused == ()
+    several = read_nodes(nnodes="2", rdzv_endpoint="n0:1", rdzv_insecure=True)
+    assert several.unused == read_nodes(node_rank=0).unused == ()
 
 
 def test_only_one_machine_is_kept_on_loopback() -> None:
@@ -127,6 +130,10 @@ def test_inside_another_launcher() -> None:
     checks.check_outer_world(SRUN, four)  # srun starts one launcher on each of four machines
     with pytest.raises(LaunchError, match="but --node-rank is 3"):
         checks.check_outer_world(SRUN, Nodes(min_nodes=4, max_nodes=4, backend="static", host="n0", port=1, rank=3))
+    pod = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_NNODES": "2"}
+    checks.check_outer_world(pod, TWO)  # of a PyTorchJob of two pods, with two processes in each
+    with pytest.raises(LaunchError, match="rank 1 of 4 of another launcher"):
+        checks.check_outer_world({**pod, "TORCHELASTIC_RUN_ID": "x"}, TWO)  # and in it a torchrun, which has started us
     checks.check_outer_world({"RANK": "3"}, ALONE)  # a stale half of a world, which the workers do not see
     checks.check_outer_world(SRUN | {"SLURM_NTASKS": "1"}, ALONE)
 
@@ -175,6 +182,9 @@ def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             checks.check_module(name)
     (package / "__main__.py").touch()
     checks.check_module("thing")
+    (tmp_path / "plain" / "inner").mkdir(parents=True)  # folders without an __init__.py are packages too
+    (tmp_path / "plain" / "inner" / "train.py").touch()
+    checks.check_module("plain.inner.train")
 
 
 def test_ranks() -> None:
@@ -216,6 +226,7 @@ def test_torchruns_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "run", fake)
     line = (
         "run --nproc_per_node auto --nnodes=1:4 --rdzv_backend c10d --rdzv_endpoint n0:1 --rdzv_id=7 --rdzv_conf a=b "
+        "--rdzv_insecure "
     )
     line += (
         "--max_restarts 3 --monitor_interval 0.5 --local_addr n1 --log_dir logs --batch_norm shard -m pkg.train --a_b 1"
@@ -223,12 +234,14 @@ def test_torchruns_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, line.split())
     assert result.exit_code == 0, result.output
     nodes = Nodes(
-        min_nodes=1, max_nodes=4, backend="c10d", host="n0", port=1, run_id="7", conf={"a": "b"}, local_addr="n1"
+        min_nodes=1, max_nodes=4, backend="c10d", host="n0", port=1, run_id="7", conf={"a": "b"}, local_addr="n1",
+        insecure=True,
     )  # fmt: skip
     assert calls == [
         {
             "script": "pkg.train", "args": ("--a_b", "1"), "nproc": "auto", "nodes": nodes, "module": True,
-            "max_restarts": 3, "monitor_seconds": 0.5, "output": None, "tee": "",
+            "max_restarts": 3, "monitor_seconds": 0.5, "output": None, "tee": "", "grace": None,
+                "stall_seconds": None, "stall_action": "say",
             "settings": {"log_dir": "logs", "batch_norm": "shard"},
         }
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from paceline import launcher
 from paceline.errors import LaunchError
 from paceline.launcher import early_exits, stalls
-from paceline.launcher.early_exits import StackSample, is_waiting
 from paceline.launcher.output import Output
+from paceline.launcher.stacks import StackSample, is_waiting
 
 
 @pytest.fixture
@@ -51,10 +52,43 @@ def test_a_failed_run_keeps_them_and_shows_the_last_lines(place: Path, capfd: py
     (kept,) = (place / "tmp").iterdir()
     assert out == "rank 0\n"
     assert err == (
-        "rank 1 was killed by SIGSEGV (a crash in native code)\nThe last it printed:\n  rank 1\n  almost\n"
+        "rank 1 was killed by SIGSEGV (a crash in native code), at script.py, line 6\n"
+        "The last it printed:\n  rank 1\n  almost\n"
         f"What the other ranks printed is in {kept} (rank-1.log, ...).\n"
     )
     assert sorted(path.name for path in kept.iterdir()) == ["rank-1.log", "rank-2.log"]
+
+
+AT_NATIVE_EXIT = """
+import atexit, ctypes, sys
+libc = ctypes.CDLL(None)
+# The C library calls it after the end of the interpreter, as it calls the destructors of torch's libraries.
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
+if rank == 1: atexit.register(print, "exit functions")
+print("all done", end="")
+{end}
+"""
+
+
+def test_a_crash_of_native_code_after_all_exit_functions_costs_nothing(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.run(script(place, AT_NATIVE_EXIT.format(end="")), nproc=2, output="logs") == 0
+    out, err = capfd.readouterr()
+    assert out == "all done"
+    assert (place / "logs" / "rank-1.log").read_text() == "all doneexit functions\n"
+    assert sorted(err.splitlines()) == [
+        f"paceline: rank {rank} was killed by SIGABRT (native code gave up; it said why above) when its script and all "
+        "exit functions had ended: it counts as ended well."
+        for rank in (0, 1)
+    ]
+
+
+def test_a_crash_of_native_code_at_the_exit_of_a_failed_rank_is_a_failure(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher.run(script(place, AT_NATIVE_EXIT.format(end="sys.exit(3)")), nproc=2) == 128 + signal.SIGABRT
+    assert "counts as ended well" not in capfd.readouterr().err
 
 
 def test_tee_shows_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,9 +153,12 @@ def test_a_rank_that_others_wait_for_in_vain(
     code = "if rank == 1: sys.exit()\nimport torch.distributed as dist\ndist.init_process_group('gloo')"
     assert launcher.run(script(place, code), nproc=2) == 1
     notice, story = capfd.readouterr().err.splitlines()
-    assert notice == "paceline: rank 1 ended 1 s ago, without an error; rank 0 still runs."
+    assert notice == (
+        "paceline: rank 1 ended 1 s ago, with exit code 0, by sys.exit() at script.py, line 3; rank 0 still runs."
+    )
     assert story.startswith(
-        "rank 1 ended without an error, and rank 0 has waited since then at script.py, line 5, in init_process_group()"
+        "rank 1 ended early, with exit code 0, by sys.exit() at script.py, line 3, and rank 0 has waited since then at "
+        "script.py, line 5, in init_process_group()"
     )
 
 
@@ -166,11 +203,13 @@ def test_ranks_that_move_are_not_waiting(
 @pytest.mark.parametrize(
     "code",
     [
+        "import signal\nfrom paceline.launcher.worker import STACK_SIGNAL\n"
+        "if STACK_SIGNAL: signal.signal(STACK_SIGNAL, signal.SIG_DFL); os.kill(os.getpid(), STACK_SIGNAL)",
         "import faulthandler, signal\nfrom paceline.launcher.worker import STACK_SIGNAL\n"
         "if STACK_SIGNAL: faulthandler.unregister(STACK_SIGNAL); os.kill(os.getpid(), STACK_SIGNAL)",  # as at its exit
         "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(1.5)'])",
     ],
-    ids=["exit", "exec"],
+    ids=["unhandled", "exit", "exec"],
 )
 def test_to_be_asked_kills_nobody(place: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(stalls, "POLL_SECONDS", 0.1)
@@ -186,7 +225,7 @@ def test_a_rank_that_goes_on_alone_may(
     assert launcher.run(script(place, "if rank == 0: time.sleep(2); print('uploaded')"), nproc=2) == 0
     out, err = capfd.readouterr()
     assert out == "uploaded\n"
-    assert re.fullmatch(r"paceline: rank 1 ended 0 s ago, without an error; rank 0 still runs\.\n", err)
+    assert err == "paceline: rank 1 ended 0 s ago, with exit code 0, at the end of script.py; rank 0 still runs.\n"
 
 
 TORCH = "/v/lib/python3.11/site-packages/torch"

@@ -28,7 +28,7 @@ WRAPPED = Ending(4, 1, 1.0, error(0.5, "TrainingFailed: step 3", CLOSED))
 KILLED = Ending(2, -9, 5.0)
 EXITED = Ending(5, 3, 0.5)
 REFUSED, REFUSED_FIRST = Ending(0, 2, 2.0), Ending(1, 2, 1.5)
-FINE = Ending(6, 0, 0.1)
+FINE = Ending(6, 0, 0.1, place="by sys.exit() at train.py, line 5")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_consequence(message: str, consequence: bool) -> None:
         ([Ending(0, None, 0.0, error(0.0, "E: x\ny"))], "rank 0 failed: E: x\nTraceback of E: x\ny\n"),
         (
             [FINE, VICTIM],
-            f"rank 1 failed: {CLOSED}\nTraceback of {CLOSED}\n"
-            "rank 6 had ended before, without an error: do all ranks take the same number of steps?\n",
+            "rank 6 ended early, with exit code 0, by sys.exit() at train.py, line 5, while others still needed it: do "
+            f"all ranks take the same number of steps?\nrank 1 failed: {CLOSED}\nTraceback of {CLOSED}\n",
         ),
     ],
 )
@@ -185,6 +185,15 @@ def test_errors_of_paceline_show_only_the_script() -> None:
     assert 'from_env({"RANK": "x"})' in text
     assert "world.py" not in text
     assert text.splitlines()[-1].startswith("paceline.errors.WorldError: RANK='x'")
+
+
+def test_a_syntax_error_is_summed_up_by_what_is_wrong() -> None:
+    try:
+        compile("x = (1,\n", "train.py", "exec")
+    except SyntaxError as caught:
+        record = worker.describe(caught)
+    assert record["summary"] == "SyntaxError: '(' was never closed (train.py, line 1)"
+    assert "    x = (1," in str(record["traceback"])
 
 
 def test_frames_without_a_file_and_causes_inside_paceline_are_left_out_too() -> None:

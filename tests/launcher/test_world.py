@@ -249,3 +249,26 @@ def test_ports_of_two_steps_differ_and_ranks_agree() -> None:
 def test_no_torch() -> None:
     code = "import sys, paceline.world, paceline.cli, paceline.launcher.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# What Kubeflow's training operator sets in a pod of a PyTorchJob: pkg/controller.v1/pytorch/envvar.go and master.go of
+# its release 1.9.0. RANK is the number of the pod, and WORLD_SIZE its count times nprocPerNode.
+POD = {
+    "PYTHONUNBUFFERED": "1",
+    "MASTER_PORT": "23456",
+    "PET_MASTER_PORT": "23456",
+    "MASTER_ADDR": "job-master-0",
+    "PET_MASTER_ADDR": "job-master-0",
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NNODES": "2",
+}
+
+
+def test_a_pod_of_a_pytorchjob() -> None:
+    assert from_env(POD) == World(1, 2, 0, 1, 1, 2, "torchrun", "job-master-0", 23456)
+    assert from_env({**POD, "PET_NPROC_PER_NODE": "1"}).local_size == 1
+    with pytest.raises(WorldError, match=r"PET_NPROC_PER_NODE=2, and LOCAL_RANK is not set: .* `paceline run"):
+        from_env({**POD, "PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "4"})  # it would wait for two that nobody starts

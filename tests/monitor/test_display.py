@@ -187,6 +187,7 @@ for batch in run.loader(TensorDataset(torch.ones(80, 2)), global_batch=4):
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(90)
 def test_what_the_launcher_says_of_a_killed_rank_has_a_line_of_its_own(tmp_path: Path) -> None:
     """The bar of rank 0, whose line has no end, is wiped away; and no count of steps follows a failure."""

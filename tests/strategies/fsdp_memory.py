@@ -98,6 +98,6 @@ def buckets_of(run: Any) -> int:
 
 
 def all_stages() -> dict[str, Any]:
-    strategies = ("ddp", *(f"fsdp:stage={stage},min_params=1" for stage in STAGES))
+    strategies = ("ddp:reducer=native", *(f"fsdp:stage={stage},min_params=1" for stage in STAGES))
     found = {strategy: measured(strategy, False) for strategy in strategies}
     return {strategy: {**found[strategy], **measured(strategy, True)} for strategy in strategies}

@@ -60,6 +60,7 @@ BAD = [  # spec, processes (None: not known), what the message holds
     ("diloco:outer_lr=inf", 2, "outer_lr=inf"),
     ("diloco:outer_momentum=1", 2, "outer_momentum=1.0"),
     ("diloco:every=2,fragments=3", 2, "fragments=3 with every=2"),
+    ("shared", 1, "at least two processes"),
     ("pipeline", 1, "at least two processes"),
     ("pipeline:stages=1", 2, "stages=1: it must divide the number of processes, 2, and be at least 2. Here that is 2."),
     ("pipeline:stages=3", 2, "Here that is 2; or start 3 processes"),
@@ -81,7 +82,7 @@ GOOD = [
     ("fsdp:mixed=bf16,offload=true", None), ("pipeline:stages=2,schedule=1f1b", 4), ("pipeline", 3),
     ("pipeline:stages=3", None), ("tensor:size=2", 4), ("tensor:plan=up:column+down:row", 2), ("local_sgd", 1),
     ("diloco:every=2,fragments=2", 2), ("data_parallel:devices=cpu,cpu", 1), ("mirrored:devices=cpu+cpu", 1),
-    ("data_parallel", 1), ("central_storage", 1), ("central_storage:devices=cpu", 1),
+    ("data_parallel", 1), ("shared", 2), ("shared", None), ("central_storage", 1), ("central_storage:devices=cpu", 1),
 ]  # fmt: skip
 PYTHON_VALUES = [
     (StrategySpec("ddp", {"bucket_mb": "x"}), "bucket_mb='x': a number is needed"),

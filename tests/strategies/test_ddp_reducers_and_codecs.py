@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.comm import collectives
+from paceline.comm.codec_sums import SHARED_MEMORY
 from paceline.comm.reducers import REDUCERS
 from paceline.errors import ModelError
 
@@ -72,7 +73,7 @@ def taking_turns(strategy: str | None) -> nn.Module:
 def test_every_reducer_trains_as_plain_pytorch() -> None:
     reference = {adam: plainly(Net, both_heads, adam=adam) for adam in (False, True)}
     turns, norm, paths = taking_turns(None), plainly(with_norm, both_heads), plainly(Net, by_data)
-    for reducer in REDUCERS:
+    for reducer in (*REDUCERS, SHARED_MEMORY):
         strategy = f"ddp:reducer={reducer}"
         same(under_paceline(Net, both_heads, strategy=strategy, micro=1, closure=False), reference[False])
         same(under_paceline(Net, both_heads, strategy=strategy, adam=True), reference[True], 1e-8)

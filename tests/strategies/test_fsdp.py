@@ -18,7 +18,7 @@ from paceline.world import World
 # Bytes per parameter in fp32 with Adam, of n replicas: after an update; and with the gradients of a whole batch there.
 # Stage 1's gradients lie in its buckets, which stay; stage 2's parameters are in slices while nothing is computed.
 FORMULAS: dict[str, Any] = {
-    "ddp": (lambda n: 4 + 4 + 8, lambda n: 4 + 4 + 8),
+    "ddp:reducer=native": (lambda n: 4 + 4 + 8, lambda n: 4 + 4 + 8),
     "fsdp:stage=1,min_params=1": (lambda n: 4 + 4 + 8 / n, lambda n: 4 + 4 + 8 / n),
     "fsdp:stage=2,min_params=1": (lambda n: (4 + 8) / n, lambda n: (4 + 4 + 8) / n),
     "fsdp:stage=3,min_params=1": (lambda n: (4 + 8) / n, lambda n: (4 + 4 + 8) / n),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -304,6 +306,25 @@ def test_evaluation_between_steps_and_predictions_use_the_weights_of_the_last_up
             model = run.prepare(built(Net, sgd)[0])
             found = run.predict(model, data(), global_batch=4, fn=lambda m, b: m(b[0], b[1]))
             torch.testing.assert_close(found, built(Net, sgd)[0](X, TOKENS).detach())
+
+
+@pytest.mark.ranks(2, campaign=(3, 4))
+def test_a_steady_step_of_stage_1_makes_no_dtensor() -> None:
+    made: list[int] = []
+    steps: list[int] = []
+    from_local = DTensor.from_local
+
+    def counted(*args: Any, **kwargs: Any) -> DTensor:
+        made.append(len(steps))
+        return from_local(*args, **kwargs)
+
+    with started(strategy="fsdp:stage=1") as run, mock.patch.object(DTensor, "from_local", counted):
+        model, optimizer = run.prepare(*built(Net, adamw))
+        for batch in run.loader(data(), global_batch=BATCH):
+            run.forward_backward(both_heads, model, batch)
+            steps.append(run.step(optimizer))
+        assert len(steps) > 2
+        assert set(made) == {0}
 
 
 # --- options
@@ -602,3 +623,42 @@ def _whole(value: Any) -> Tensor:
 
 def _mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+class Saving(nn.Module):
+    """With the method by which Hugging Face's models, PEFT's and others write themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def generates(self) -> bool:
+        return False
+
+    def save_pretrained(self, path: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        assert not self.generates()
+        torch.save(self.state_dict() if state_dict is None else state_dict, path)
+
+
+@pytest.mark.ranks(2)
+def test_save_pretrained_on_rank_0_writes_what_it_is_given_and_nobody_waits() -> None:
+    """Each public method gathers the parameters, which one rank alone would wait for."""
+    for strategy in STAGES[1:]:
+        with started(strategy=strategy) as run:
+            torch.manual_seed(0)
+            model = run.prepare(Saving().double())
+            plain = {name: _whole(p) for name, p in model.state_dict().items()}
+            path = Path(tempfile.gettempdir()) / f"saving-{os.getpid()}.pt"
+            if run.main:
+                with pytest.raises(UsageError, match=r"save_pretrained.*run\.export\(path\).*state_dict="):
+                    model.save_pretrained(path)
+                model.save_pretrained(path, state_dict=plain)
+                for name, value in torch.load(path).items():
+                    assert torch.equal(value, plain[name])
+                path.unlink()
+            model(torch.ones(1, 4).double())  # and the model computes as before

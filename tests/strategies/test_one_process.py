@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -385,24 +386,27 @@ def test_replicas_out_of_step_are_named() -> None:
             run.forward_backward(loss_fn, model, next(batches))
 
 
-def test_copies_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["single", ONE])
+@pytest.mark.parametrize("torchs_own", [False, True])
+def test_every_model_and_copy_is_compiled_also_of_a_class_of_torchs_own(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, torchs_own: bool
+) -> None:
     compiled_in = []
-    plain_compile = nn.Module.compile
 
     def backend(graph: Any, inputs: Any) -> Any:
-        compiled_in.append(threading.current_thread().name)
+        compiled_in.append(threading.current_thread().name.rpartition("-")[0])
         return graph.forward
 
-    def compile(module: nn.Module) -> None:
-        plain_compile(module, backend=backend)
-        compiled.append(module)
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 3), nn.Tanh()) if torchs_own else Compilable()
 
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", compile)
-    trained = checks.under_paceline(Compilable, checks.sequential_loss, compile=True, strategy=ONE)
-    checks.same(trained, checks.plainly(Compilable, checks.sequential_loss))
-    assert len(set(compiled)) == 3
-    assert {name.rpartition("-")[0] for name in compiled_in} == {"paceline-replica"}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    trained = checks.under_paceline(make, checks.sequential_loss, compile=True, strategy=strategy)
+    checks.same(trained, checks.plainly(make, checks.sequential_loss))
+    assert set(compiled_in) == {"" if strategy == "single" else "paceline-replica"}
+    # Copies share a graph: one is for shards of 2 rows, one for 1. No rows are computed without one.
+    assert len(compiled_in) >= (1 if strategy == "single" else 2)
 
 
 class Compilable(nn.Module):

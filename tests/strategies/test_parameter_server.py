@@ -445,11 +445,9 @@ def test_not_in_step_each_example_is_used_once(
 NEXT_EPOCH = [("after", 1, 2, 1), ("step", 0, 3, 2)]
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(
-    ("where", "victim", "workers", "servers"),
-    [pytest.param(*case, marks=[pytest.mark.conformance] if i else []) for i, case in enumerate(NEXT_EPOCH)],
-)
+@pytest.mark.parametrize(("where", "victim", "workers", "servers"), NEXT_EPOCH)
 def test_not_in_step_a_worker_that_was_killed_comes_back_in_the_next_epoch(
     tmp_path: Path, where: str, victim: int, workers: int, servers: int
 ) -> None:

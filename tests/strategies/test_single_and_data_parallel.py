@@ -139,6 +139,7 @@ def test_a_copy_of_a_model_under_autocast_computes_with_its_own_weights() -> Non
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+@pytest.mark.conformance
 def test_compile_gives_the_same_model() -> None:
     trained = checks.under_paceline(checks.layers, checks.sequential_loss, compile=True)
     checks.same(trained, checks.plainly(checks.layers, checks.sequential_loss), 1e-9)
@@ -157,6 +158,7 @@ def test_strategies_of_one_process_refuse_several() -> None:
     assert set(STRATEGIES) == {
         "single",
         "ddp",
+        "shared",
         "data_parallel",
         "mirrored",
         "central_storage",

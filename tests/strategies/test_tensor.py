@@ -133,7 +133,7 @@ def strategies() -> list[Any]:
     return ["tensor"] if size == 2 else ["tensor:size=2", "tensor:size=4"]
 
 
-@pytest.mark.ranks(2, campaign=4)
+@pytest.mark.ranks(conformance=2, campaign=4)
 def test_blocks_that_are_found_train_as_plain_pytorch() -> None:
     for strategy in strategies():
         for model, adam, micro, loop in (

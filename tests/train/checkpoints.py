@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.train.checkpoint import read, write
+from paceline.train.checkpoint import Retention, read, write
 
 HASH = r"[0-9a-f]{64}"
 
@@ -21,7 +21,7 @@ def parts(step: int, elements: int = 10) -> dict[str, Any]:
 
 
 def save(directory: Path, step: int, keep: int | None = None, elements: int = 10) -> Path:
-    return write(directory, step=step, parts=parts(step, elements), keep=keep, meta={"step": step})
+    return write(directory, step=step, parts=parts(step, elements), retention=Retention(keep), meta={"step": step})
 
 
 def assert_content(path: Path, step: int, elements: int = 10) -> None:

@@ -49,7 +49,9 @@ def check_whole(path: Path) -> int:
 
 
 def save(directory: Path, step: int, elements: int, keep: int) -> None:
-    checkpoint.write(directory, step=step, parts=parts(step, elements), meta={"step": step}, keep=keep)
+    checkpoint.write(
+        directory, step=step, parts=parts(step, elements), meta={"step": step}, retention=checkpoint.Retention(keep)
+    )
 
 
 def forked(body: Callable[[], None]) -> int:

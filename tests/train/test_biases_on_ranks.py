@@ -19,7 +19,7 @@ from paceline.train.biases import convert
 @pytest.mark.ranks(2)
 def test_adam_in_float32_leaves_a_bias_without_effect_at_zero_under_every_strategy() -> None:
     expected = plain(4).state_dict()
-    for strategy in ("ddp", "fsdp:stage=1", "fsdp:wrap=Linear,min_params=1"):
+    for strategy in ("ddp", "shared", "fsdp:stage=1", "fsdp:wrap=Linear,min_params=1"):
         state = under(4, strategy=strategy)
         same_as_plain(state, expected)
         assert abs(evaluated(state) - evaluated({**expected, **{n: torch.zeros(32) for n in BIASES}})) < 1e-6

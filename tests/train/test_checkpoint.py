@@ -238,7 +238,7 @@ def test_truncated_missing_and_replaced_files_are_named(three: Path) -> None:
     now = hashlib.sha256(cut.read_bytes()).hexdigest()
     assert re.fullmatch(f"{cut}: 100 bytes instead of [0-9]+; expected sha256 {whole}, found {now}", found.damage[0])
     assert found.damage[1] == f"{gone}: missing (expected sha256 {gone_hash})"
-    assert "optimizer.json: unreadable (Is a directory)" in found.damage[2]
+    assert "optimizer.json: unreadable (it is a directory)" in found.damage[2]
     assert_content(found.path, 1)
 
 

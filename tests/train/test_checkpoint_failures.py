@@ -246,7 +246,7 @@ def test_an_export_is_what_load_state_dict_takes_ties_included(tmp_path: Path) -
     other.load_state_dict(loaded)
     assert torch.equal(other["head"].weight, model["embed"].weight)
     assert other["head"].weight is other["embed"].weight
-    assert names(tmp_path / "new") == ["model.safetensors"]
+    assert names(tmp_path / "new") == ["model.safetensors", "model.safetensors.sha256"]
     with safetensors.safe_open(path, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -264,4 +264,30 @@ def test_an_export_that_fails_leaves_the_older_file(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"The model could not be exported to {path}: File too large"):
             export(path, {"x": torch.ones(1_000_000)})
     assert torch.equal(safetensors.torch.load_file(path)["x"], torch.ones(2))
-    assert names(tmp_path) == ["directory", "model.safetensors"]
+    assert names(tmp_path) == ["directory", "model.safetensors", "model.safetensors.sha256"]
+
+
+def test_a_directory_that_was_taken_away_between_two_saves_is_said(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    save(place, 1)
+    place.rename(tmp_path / "elsewhere")
+    with pytest.warns(UserWarning, match=f"{place}, to which this run has saved before, was removed, or replaced"):
+        save(place, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(place, 3)
+    assert find(place).step == 3
+
+
+def test_a_disk_that_is_no_longer_mounted_is_said(tmp_path: Path, tiny_disk: Path) -> None:
+    place = tiny_disk / "checkpoints"
+    save(place, 1)
+    subprocess.run(["umount", tiny_disk], check=True)
+    try:
+        with pytest.warns(
+            UserWarning, match=f"{place}.* is on another file system than before: was its disk unmounted"
+        ):
+            save(place, 2)
+        assert find(place).step == 2
+    finally:
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tiny_disk], check=True)

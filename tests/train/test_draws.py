@@ -17,7 +17,8 @@ from paceline.train.randomness import mix, mix_each
 
 
 def drawing(examples: Sequence[int]) -> ExampleDraws:
-    return ExampleDraws(RowKeys(mix_each(mix(7), np.array(examples))), lambda call, number: call.plain())
+    keys = RowKeys(len(examples), lambda: mix_each(mix(7), np.array(examples)))
+    return ExampleDraws(keys, lambda call, number: call.plain())
 
 
 DRAWS: dict[str, Callable[[int], Tensor]] = {

@@ -105,7 +105,8 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-NOISES = ["dropout", "normal", "recurrent", "transformer", "weighed", "recomputed", "batchwise"]
+LONG = pytest.param("recurrent", marks=pytest.mark.conformance)
+NOISES = ["dropout", "normal", LONG, "transformer", "weighed", "recomputed", "batchwise"]
 
 
 @pytest.mark.parametrize("kind", NOISES)

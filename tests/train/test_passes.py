@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ print("steps", run.steps)
 """
 
 
+@pytest.mark.conformance
 def test_an_iterator_that_is_never_read_to_its_end_says_nothing_when_the_script_ends(tmp_path: Path) -> None:
     for workers in ("0", "1"):
         (tmp_path / "script.py").write_text(SCRIPT.replace("WORKERS", workers))

@@ -126,8 +126,15 @@ def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_sh
 
 @pytest.mark.conformance
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize(
+    ("processes", "precision"),
+    [
+        (2, "fp32"),
+        (3, "bf16"),
+        pytest.param(2, "bf16", marks=pytest.mark.campaign),
+        pytest.param(3, "fp32", marks=pytest.mark.campaign),
+    ],
+)
 def test_every_fault(processes: int, precision: str, tmp_path: Path) -> None:
     assert len(FAULTS) == len(set(FAULTS)) == 45
     assert wrong(answers(tmp_path, [(f, twin) for f in FAULTS for twin in TWINS], processes, precision)) == {}
@@ -150,7 +157,8 @@ def test_what_changes_the_mathematics_on_purpose_is_no_fault(tmp_path: Path) -> 
 
 @pytest.mark.conformance
 @pytest.mark.parametrize(
-    "strategy", ["fsdp:stage=1", "fsdp:stage=2", "fsdp:stage=3", "data_parallel", "mirrored", "central_storage"]
+    "strategy",
+    ["shared", "fsdp:stage=1", "fsdp:stage=2", "fsdp:stage=3", "data_parallel", "mirrored", "central_storage"],
 )
 def test_other_strategies(strategy: str, tmp_path: Path) -> None:
     assert ask(tmp_path / "healthy", strategy).code == SAME

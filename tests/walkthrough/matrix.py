@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from .common import Case
-from .strategies import WAYS, Way
+from .strategies import WAYS, Way, processes
 
 MODULES = {
     "a": "job_a_image",
@@ -108,7 +108,7 @@ def cut_of_strategies() -> list[Case]:
         mine = [case for case in under_strategies() if case.strategy == name]
         jobs = sorted({case.job for case in mine})
         for k, job in list(enumerate(jobs))[number % 2 if len(jobs) > 1 else 0 :: 2]:
-            worlds = WAYS[name].worlds
+            worlds = [world for world in WAYS[name].worlds if processes(name, world) <= 3]
             world = worlds[1] if len(worlds) > 1 and (k + number) % 3 == 0 else worlds[0]
             on_more = [case for case in mine if case.job == job and case.worlds[0] == world]
             here = on_more or [case for case in mine if case.job == job and case.worlds[0] == worlds[0]]
@@ -117,21 +117,17 @@ def cut_of_strategies() -> list[Case]:
 
 
 def cut() -> list[Case]:
-    """Of each job and variant two opposite ways on one process, and another one each on 2 and on 3."""
+    """Of each job and variant one way on one process, and the opposite one on 2 or on 3; (f) stops and goes on."""
     cases = []
     for number, (job, variant) in enumerate(variants()):
-        for world in (1, 2, 3):
-            all_ways, k = ways(job, variant), (number + world) % 4
-            both = (all_ways[k], all_ways[-1 - k])
-            for way in both if world == 1 or job == "f" else both[world - 2 : world - 1]:
-                if (job, variant) == ("f", "other"):
-                    worlds = ((1, 2, 3), (3, 1))[world % 2]
-                    if world < 3:
-                        cases += [Case(job, variant, worlds=worlds, stops=CHAINS[worlds], **way)]
-                elif job == "f":
-                    if world < 3:
-                        cases += [Case(job, variant, worlds=(world,), **way)]
-                        cases += [Case(job, variant, worlds=(world,) * 4, stops=STOPS_EXACT, **way)]
-                else:
-                    cases += [Case(job, variant, worlds=(world,), **way)]
+        all_ways, k = ways(job, variant), number % 4
+        for world, way in ((1, all_ways[k]), (2 + number % 2, all_ways[-1 - k])):
+            if (job, variant) == ("f", "other"):
+                worlds = ((1, 2, 3), (3, 1))[world % 2]
+                cases.append(Case(job, variant, worlds=worlds, stops=CHAINS[worlds], **way))
+            elif job == "f":
+                cases.append(Case(job, variant, worlds=(min(world, 2),), **way))
+                cases.append(Case(job, variant, worlds=(min(world, 2),) * 4, stops=STOPS_EXACT, **way))
+            else:
+                cases.append(Case(job, variant, worlds=(world,), **way))
     return cases

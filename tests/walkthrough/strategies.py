@@ -49,6 +49,7 @@ WAYS = {
     "ddp-ring": Way("ddp:reducer=ring"),
     "ddp-hierarchical": Way("ddp:reducer=hierarchical"),
     "ddp-reduce_to_one": Way("ddp:reducer=reduce_to_one"),
+    "shared": Way("shared"),
     "fsdp-1": Way("fsdp:stage=1", sgd=1e-8),
     "fsdp-2": Way("fsdp:stage=2", sgd=1e-8, jobs="abcegh", refused=("separate",), refuses=_SLICES),
     "fsdp-3": Way("fsdp:stage=3", sgd=1e-8, jobs="abcegh", refused=("separate",), refuses=_SLICES),
@@ -58,7 +59,13 @@ WAYS = {
     "hsdp-1": Way("fsdp:replicate=2,stage=1", sgd=1e-10, worlds=(4,), daily=False),
     "pipeline": Way("pipeline", forms=("closure",), jobs="abe", sgd=1e-8, worlds=(2, 3), refuses=_STAGES),
     "pipeline-2": Way(
-        "pipeline:stages=2,schedule=1f1b", forms=("closure",), jobs="abe", sgd=1e-8, worlds=(2,), factor=2
+        "pipeline:stages=2,schedule=1f1b",
+        forms=("closure",),
+        jobs="abe",
+        sgd=1e-8,
+        worlds=(2,),
+        factor=2,
+        daily=False,
     ),
     "tensor": Way("tensor:size=2", jobs="bg", sgd=1e-8, worlds=(1, 2), factor=2, refuses=_BLOCKS),
     "fsdp-tensor": Way("fsdp+tensor:size=2", jobs="bg", sgd=1e-10, worlds=(2,), factor=2, refuses=_BLOCKS, daily=False),

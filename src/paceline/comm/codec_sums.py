@@ -7,24 +7,41 @@ is in a collective.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import collectives, fork_safety, transport
+from paceline.comm import collectives, fork_safety, shared_memory, transport
+from paceline.comm.direct import Direct
 from paceline.comm.endpoints import ProcessEndpoint
-from paceline.comm.reducers import REDUCERS, Endpoint, Reducer, ring
+from paceline.comm.reducers import REDUCERS, Endpoint, Reducer, hierarchical, ring, ring_of_machines
+from paceline.comm.shared_memory import SharedMemory
+from paceline.errors import SettingError
+from paceline.torch_private.core import profiling
 
 if TYPE_CHECKING:
     from paceline.comm.codecs import Rounding, Sums
+
+SHARED_MEMORY = "shared_memory"
+"""A reducer beside REDUCERS, for the processes of one machine."""
+
+DIRECT = "direct"
+"""Another: direct exchange, between processes only."""
 
 
 def make(reducer: str, node: int, device: torch.device) -> Sums:
     """All processes make it together. node: the number of this process's machine. device: where the tensors lie."""
     if reducer == "native" and collectives.size_of() > 1:
         return NativeSums()
+    if reducer == SHARED_MEMORY and collectives.size_of() > 1:
+        return _shared_memory_or_error(device)
+    if reducer == DIRECT and collectives.size_of() > 1:
+        return DirectSums(device)
+    if reducer == "hierarchical" and device.type == "cpu" and collectives.size_of() > 1:
+        return HierarchicalSums(ProcessEndpoint(node, device))
     return ReducerSums(REDUCERS.get(reducer, ring), ProcessEndpoint(node, device))  # alone, a ring sends nothing
 
 
@@ -32,12 +49,24 @@ class NativeSums:
     """The backend's all_reduce, all_gather and all_to_all."""
 
     def __init__(self) -> None:
-        self.group = dist.new_group()
         self.size = collectives.size_of(self.group)
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """Made when it is first asked for, by all processes at the same place of their threads."""
+        return dist.new_group()
+
+    def close(self) -> None:
+        """Ends what `make` began."""
 
     def add(self, flat: Tensor) -> None:
         if flat.numel():
             collectives.all_reduce(flat, group=self.group)
+
+    def add_sparse(self, sparse: Tensor) -> None:
+        """Replaces a sparse tensor on the CPU by the sum of all processes'."""
+        dist.all_reduce(sparse, group=self.group)
+        fork_safety.keep(sparse)
 
     def gather(self, flat: Tensor) -> Tensor:
         if not flat.numel():
@@ -78,12 +107,74 @@ class NativeSums:
         return list(received.to(flat.device).view(flat.dtype).split(list(lengths)))
 
 
+class SharedMemorySums(NativeSums):
+    """Sums in memory that the processes of one machine share. What a codec sends, and sparse gradients, go by the
+    backend's collectives."""
+
+    def __init__(self, memory: SharedMemory) -> None:  # without a group: most runs never need one
+        self.size = collectives.size_of()
+        self._memory = memory
+
+    def add(self, flat: Tensor) -> None:
+        if not profiling():
+            self._memory.add(flat)
+            return
+        with torch.profiler.record_function("memory:all_reduce"):
+            self._memory.add(flat)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def shared_memory_sums() -> SharedMemorySums | None:
+    """Collective. None, on all processes, where they cannot share memory."""
+    memory = shared_memory.meet()
+    return None if memory is None else SharedMemorySums(memory)
+
+
+def _shared_memory_or_error(device: torch.device) -> SharedMemorySums:
+    """Raises SettingError where there is no such memory."""
+    sums = shared_memory_sums() if device.type == "cpu" else None
+    if sums is None:
+        why = "they are on several machines, or in containers of their own"
+        if device.type != "cpu":
+            why = f"the gradients are on {device.type}, which has faster ways (reducer=native)"
+        elif not shared_memory.supported():
+            why = "it takes Linux on x86-64"
+        raise SettingError(
+            f"strategy ddp: reducer={SHARED_MEMORY}: the processes cannot share memory for their gradients: {why}. "
+            "Use reducer=native."
+        )
+    _ = sums.group  # made here, in the main thread, for a codec
+    return sums
+
+
+class DirectSums(NativeSums):
+    """Sums by direct exchange. What a codec sends, and sparse gradients, go by the backend's collectives."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises SettingError where gradients are not on CPUs."""
+        if device.type != "cpu":
+            raise SettingError(
+                f"strategy ddp: reducer={DIRECT}: the gradients are on {device.type}, and this is for CPUs. Use "
+                "reducer=native."
+            )
+        super().__init__()
+        self._direct = Direct(self.group)
+
+    def add(self, flat: Tensor) -> None:
+        self._direct.add(flat)
+
+
 class ReducerSums:
     """A reducer over an endpoint."""
 
     def __init__(self, reducer: Reducer, endpoint: Endpoint) -> None:
         self._reduce, self._endpoint = reducer, endpoint
         self.size = endpoint.size
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def add(self, flat: Tensor) -> None:
         self._reduce(flat, self._endpoint)
@@ -103,6 +194,35 @@ class ReducerSums:
         endpoint = _RoundedEndpoint(self._endpoint, rounding, scale, flat)
         self._reduce(flat, endpoint)
         return endpoint.kept
+
+
+class HierarchicalSums(ReducerSums):
+    """The hierarchical reducer between processes that compute on CPUs: within a machine in memory that its processes
+    share, where they can. What a codec rounds goes by the endpoint alone."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        """Collective. Each machine finds for itself whether its processes can share memory."""
+        super().__init__(hierarchical, endpoint)
+        self._endpoint = endpoint
+        near = next(machine for machine in endpoint.machines if endpoint.rank in machine)
+        group, _ = dist.new_subgroups_by_enumeration([list(machine) for machine in endpoint.machines])
+        self._memory = shared_memory.meet(group) if len(near) > 1 else None
+        self._alone = len(near) == 1  # on its machine
+
+    def add(self, flat: Tensor) -> None:
+        if self._memory is None and not self._alone:
+            super().add(flat)
+            return
+        if self._memory is not None:
+            self._memory.add(flat)
+        if len(self._endpoint.machines) > 1:
+            ring_of_machines(flat, self._endpoint)
+            if self._memory is not None:
+                self._memory.spread(flat)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
 
 
 class _RoundedEndpoint:

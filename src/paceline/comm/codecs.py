@@ -52,6 +52,9 @@ class Sums(Protocol):
     def add_rounded(self, flat: Tensor, rounding: Rounding, scale: Tensor | None) -> Tensor:
         """As `add`, with messages that `rounding` encodes. Returns the sum of what this replica has rounded off."""
 
+    def close(self) -> None:
+        """Ends what it has opened."""
+
 
 class Codec(ABC):
     """How a bucket of gradients is added up over replicas."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import fork_safety, transport
-from paceline.comm.mesh import Group, current, replicas_here
+from paceline.comm.mesh import ALONE, Group, current, replicas_here
 from paceline.comm.transport import rank_of as rank_of
 from paceline.comm.transport import size_of as size_of
 from paceline.errors import SettingError, UsageError, WorldError, suggest
@@ -261,6 +261,33 @@ def gather_objects(obj: T, group: Group = None) -> list[T]:
     if group is None:
         check_everywhere()
     return [obj] if size_of(group) == 1 else transport.gather_objects(obj, group)
+
+
+def exchange_rows(tensor: Tensor, outwards: Sequence[int], group: Group = None) -> tuple[Tensor, list[int]]:
+    """Sends the first `outwards[0]` rows of the tensor to rank 0, the next `outwards[1]` to rank 1, and so on.
+
+    All ranks' tensors have one dtype, and one shape but for dimension 0, which is the sum of `outwards`.
+
+    Returns:
+        what the ranks have sent to this one, joined along dimension 0 in rank order; and how many rows each sent.
+    """
+    if size_of(group) == 1:
+        return tensor.detach().clone(), list(outwards)
+    inwards = [counts[rank_of(group)] for counts in gather_objects(list(outwards), group)]
+    row_bytes = tensor.element_size() * tensor.shape[1:].numel()
+    sent = _as_bytes(tensor).to(device_of(group, tensor.device))
+    received = sent.new_empty(sum(inwards) * row_bytes)
+    transport.exchange(
+        sent, [count * row_bytes for count in outwards], received, [count * row_bytes for count in inwards], group
+    )
+    joined = received.to(tensor.device).view(tensor.dtype)
+    return joined.reshape(sum(inwards), *tensor.shape[1:]), inwards
+
+
+def separate_group() -> Group:
+    """A new group of all processes: its collectives need not keep the order of other groups'. All ranks call it alike,
+    and let go of it before the process group ends."""
+    return ALONE if size_of() == 1 else dist.new_group()
 
 
 # ---- from one rank to all ----

@@ -40,14 +40,16 @@ class ProcessEndpoint:
         collectives.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def exchange(self, send: Tensor | None, to: int, into: Tensor | None, source: int) -> None:
+        # The receive is asked for first: gloo tells the other side, which sends then, and not only when all of `send`
+        # has gone (see direct.py).
         operations, arriving = [], None
-        if send is not None and send.numel():
-            sent = send.view(torch.uint8).to(collectives.device_of(self._group, send.device))
-            operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
         if into is not None and into.numel():
             arriving = into.view(torch.uint8)
             arriving = arriving.to(collectives.device_of(self._group, into.device))  # itself where that can receive
             operations.append(dist.P2POp(dist.irecv, arriving, group=self._group, group_peer=source))
+        if send is not None and send.numel():
+            sent = send.view(torch.uint8).to(collectives.device_of(self._group, send.device))
+            operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         if into is not None and arriving is not None and arriving.device != into.device:

@@ -1,7 +1,7 @@
 """The processes of a run as a mesh of named dimensions, and over which of them something is cut, summed or compared.
 
     dimension    processes along it have               used by
-    replicate    other examples, the same parameters   ddp, local_sgd, the replicas of fsdp, tensor and pipeline
+    replicate    other examples, the same parameters   ddp, shared, local_sgd, the replicas of fsdp, tensor, pipeline
     shard        other examples, slices of parameters  fsdp, deepspeed
     stage        the same examples, other layers       pipeline
     tensor       the same examples, parts of layers    tensor
@@ -14,9 +14,9 @@ machine:
               replicate 0:      rank 0     rank 1
               replicate 1:      rank 2     rank 3
 
-A mesh has groups by purpose: `data`, the data-parallel group; `gradient`, over which gradients are summed; and `model`,
-the model-parallel group, whose processes have other parameters of the same replica. torch's DeviceMesh is made when a
-group of it is first needed.
+A mesh has groups by purpose: `data`, the data-parallel group; `gradient`, over which gradients are summed; `layers`, of
+the same processes, over which layers sum in the middle of a forward; and `model`, the model-parallel group, whose
+processes have other parameters of the same replica. torch's DeviceMesh is made when a group of it is first needed.
 
 The mesh of the open run is the only ambient object (`current`). Layers in a user's model have no argument for it, and
 neither have calls that concern all members of a run whose members may come and go (`channel`).
@@ -143,6 +143,7 @@ class Mesh:
             place, self.coordinates[name] = divmod(place, self.sizes[name])
         self.data: Group = self._over(DATA)
         self.gradient: Group = ALONE if independent else self.data
+        self.layers: Group = self.gradient  # see `separate_layers`
         self.model: Group = self._over(("shard", *MODEL))
 
     def size(self, name: str) -> int:
@@ -183,6 +184,12 @@ class Mesh:
         whole = self._device_mesh()
         return whole if tuple(self.sizes) == names else whole[names if len(names) > 1 else names[0]]
 
+    def separate_layers(self) -> None:
+        """Gives the sums of layers a group of their own, in which they do not queue behind gradients. Collective over
+        the world. A second call finds the same group, and so does a later run."""
+        if self.layers is self.gradient and self.gradient is not ALONE:
+            self.layers = self._subgroup(tuple(name for name in self.sizes if name in DATA), "layers")
+
     def _over(self, names: tuple[str, ...]) -> Group:
         """The group of the processes that differ from this one along these dimensions only."""
         chosen = tuple(name for name in self.sizes if name in names)
@@ -192,13 +199,14 @@ class Mesh:
             return None
         return self._subgroup(chosen)
 
-    def _subgroup(self, chosen: tuple[str, ...]) -> dist.ProcessGroup:
-        """torch's group of the processes that differ from this one along these dimensions only."""
-        if prod(self.sizes.values()) == prod(self.sizes[name] for name in chosen):
+    def _subgroup(self, chosen: tuple[str, ...], purpose: str = "") -> dist.ProcessGroup:
+        """torch's group of the processes that differ from this one along these dimensions only. purpose: where it is
+        to be another group than that of all purposes."""
+        if not purpose and prod(self.sizes.values()) == prod(self.sizes[name] for name in chosen):
             world = dist.group.WORLD
             assert world is not None
             return world
-        key = (id(dist.group.WORLD), *self.sizes.items(), *chosen)
+        key = (id(dist.group.WORLD), *self.sizes.items(), *chosen, purpose)
         if key not in _made:
             others = [[(name, i) for i in range(self.sizes[name])] for name in self.sizes if name not in chosen]
             inner = [[(name, i) for i in range(self.sizes[name])] for name in chosen]
@@ -232,7 +240,7 @@ class Mesh:
 
     def close(self) -> None:
         """Drops the groups, whose threads must end before the interpreter does."""
-        self.data = self.gradient = self.model = ALONE
+        self.data = self.gradient = self.layers = self.model = ALONE
         self.replicas, self.channel = OneReplica(), None
         self.leave_neighbours()
 

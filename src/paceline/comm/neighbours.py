@@ -11,6 +11,7 @@ Nobody can be more than one exchange ahead, so that two messages at most lie in 
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import socket
 import struct
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from paceline.comm import collectives, mesh
 from paceline.comm.mesh import Group
+from paceline.comm.waits import waits
 from paceline.errors import UsageError
 from paceline.torch_private.core import profiling
 
@@ -39,13 +41,14 @@ _SECONDS = 1800  # that a neighbour may be late, as gloo's timeout
 _open: weakref.WeakSet[Neighbours] = weakref.WeakSet()  # closed in a forked child, as a DataLoader's worker is
 
 
+@waits("rows")
 class Neighbours:
     """The other processes of a group, all on this machine, as one of them sees them."""
 
     def __init__(self, connections: list[socket.socket | None], group: Group = None) -> None:
         self.group = group
         self._connections = connections  # by rank in the group; None for this process
-        self._rank = connections.index(None)
+        self.rank, self.size = connections.index(None), len(connections)
         self._count = 0  # how many exchanges there were
         _open.add(self)
 
@@ -62,12 +65,12 @@ class Neighbours:
 
     def _rows(self, row: Tensor) -> Tensor:
         table = row.new_empty(len(self._connections), *row.shape)
-        table[self._rank] = row
+        table[self.rank] = row
         memory = memoryview(table.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         size = row.nbytes
         head = _HEAD.pack(self._count, size)
         self._count += 1
-        own = memory[self._rank * size : (self._rank + 1) * size]
+        own = memory[self.rank * size : (self.rank + 1) * size]
         message = head + own
         for rank, connection in enumerate(self._connections):
             if connection is not None:
@@ -80,6 +83,25 @@ class Neighbours:
                 _receive(connection, memory[rank * size : (rank + 1) * size], head, rank)
         return table
 
+    def share(self, handle: int) -> int:
+        """An open file of rank 0, as a descriptor of this process. Collective. handle: rank 0's."""
+        if self.rank == 0:
+            for connection in self._connections:
+                if connection is not None:
+                    socket.send_fds(connection, [b"f"], [handle])
+            return handle
+        first = self._connections[0]
+        assert first is not None
+        _, (received, *_), _, _ = socket.recv_fds(first, 1, 1)
+        return received
+
+    def check(self) -> None:
+        """Raises ConnectionError where a process has gone. Between exchanges, when nobody sends; it does not wait."""
+        for rank, connection in enumerate(self._connections):
+            # Not by recv(MSG_DONTWAIT): a socket with a timeout first waits for that long until it can be read.
+            if connection is not None and select.select([connection], [], [], 0)[0]:
+                raise _gone(rank)
+
     def close(self) -> None:
         """Ends the connections. What was sent can still be read at their other ends."""
         for connection in self._connections:
@@ -87,9 +109,9 @@ class Neighbours:
                 connection.close()
 
 
-def meet(group: Group) -> Neighbours | None:
+def meet(group: Group, able: bool = True) -> Neighbours | None:
     """Connect the processes of a group. Collective. None, on all of them, where they are on several machines, too many,
-    or cannot reach each other's sockets, as from one container to another."""
+    or cannot reach each other's sockets, as from one container to another; or one is not `able` to do what is meant."""
     size, rank = collectives.size_of(group), collectives.rank_of(group)
     if size > MOST:
         return None
@@ -103,7 +125,7 @@ def meet(group: Group) -> Neighbours | None:
                 listening.listen(size)
             except OSError:  # a path that is too long for a socket's address
                 path = ""
-            paths = collectives.gather_objects((socket.gethostname(), path), group)
+            paths = collectives.gather_objects((_host(), path if able else ""), group)
             reached = len({host for host, _ in paths}) == 1 and all(path for _, path in paths)
             reached = reached and _connect(connections, [path for _, path in paths[:rank]], rank)
             if all(collectives.gather_objects(reached, group)):
@@ -115,6 +137,14 @@ def meet(group: Group) -> Neighbours | None:
         return None
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _host() -> tuple[str, str]:
+    """Names this host, or what stands for one: its name, and the namespace of its network, where there are such."""
+    try:
+        return socket.gethostname(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        return socket.gethostname(), ""
 
 
 def _connect(connections: list[socket.socket | None], paths: list[str], rank: int) -> bool:

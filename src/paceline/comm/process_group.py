@@ -7,13 +7,14 @@ Which backends it needs, and which device each process takes, may depend on the 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import gc
 import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -68,7 +69,8 @@ class Rendezvous:
             store: Store = _store(world, self._timeout)
         else:
             method = self._init_method or "env://"
-            store = next(rendezvous(method, world.rank, world.size, timeout=self._timeout))[0]
+            with _own_store(method):
+                store = next(rendezvous(method, world.rank, world.size, timeout=self._timeout))[0]
             store.set_timeout(self._timeout)
         return PrefixStore("default_pg", store)  # the prefix that torch gives it
 
@@ -112,6 +114,23 @@ class Rendezvous:
             device_id=device if bound else None,
         )
         atexit.register(leave)
+
+
+@contextlib.contextmanager
+def _own_store(init_method: str) -> Iterator[None]:
+    """While the processes meet: rank 0 opens a store at `init_method`, also under torchrun and `paceline run`. There
+    torch takes the store at any address for the launcher's, which is at one of them: all would wait for ever."""
+    name = "TORCHELASTIC_USE_AGENT_STORE"
+    told = os.environ.get(name)
+    launchers = f"tcp://{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if told is None or not init_method.startswith("tcp://") or init_method.partition("?")[0].rstrip("/") == launchers:
+        yield
+        return
+    os.environ[name] = "False"
+    try:
+        yield
+    finally:
+        os.environ[name] = told
 
 
 def check_versions(world: World, everyone: Sequence[tuple[str, Mapping[str, str]]] | None = None) -> None:

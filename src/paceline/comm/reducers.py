@@ -9,7 +9,9 @@ Every sum is finished on one replica and copied from there: all replicas end wit
 n replicas, B bytes:
   ring             n pieces travel around a ring, twice.       Each sends 2 (n - 1) / n B, in 2 (n - 1) turns.
   hierarchical     to one replica on each machine, the ring    A machine sends and receives 2 (m - 1) / m B (m machines)
-                   between those, and back.                    whatever number of replicas it has.
+                   between those, and back. (Where the         whatever number of replicas it has.
+                   processes of a machine share memory, they
+                   add up and copy there: codec_sums.py.)
   reduce_to_one    to the first replica, and back, by trees.   The first sends and receives up to log2(n) B, the others
                                                                about B each; 2 log2(n) turns.
 """
@@ -86,9 +88,15 @@ def hierarchical(flat: Tensor, endpoint: Endpoint) -> None:
     tf.distribute.HierarchicalCopyAllReduce. Machines may have unequally many replicas."""
     (near,) = (machine for machine in endpoint.machines if endpoint.rank in machine)
     _reduce(flat, endpoint, near)
-    if endpoint.rank == near[0]:
-        ring(flat, _Subset(endpoint, [machine[0] for machine in endpoint.machines]))
+    ring_of_machines(flat, endpoint)
     _spread(flat, endpoint, near)
+
+
+def ring_of_machines(flat: Tensor, endpoint: Endpoint) -> None:
+    """The ring between each machine's first replica. What the others pass stays as it is."""
+    firsts = [machine[0] for machine in endpoint.machines]
+    if endpoint.rank in firsts:
+        ring(flat, _Subset(endpoint, firsts))
 
 
 REDUCERS: dict[str, Reducer] = {"ring": ring, "hierarchical": hierarchical, "reduce_to_one": reduce_to_one}

@@ -10,10 +10,13 @@ A layer asks `replicas_here()` and calls `sum`.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable
 
-from paceline.comm import collectives, neighbours
-from paceline.comm.mesh import Group, Replicas
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import collectives, neighbours, transport
+from paceline.comm.mesh import Group, Mesh, Replicas
 from paceline.comm.mesh import OneReplica as OneReplica
 from paceline.comm.mesh import replicas_here as replicas_here
 
@@ -40,11 +43,38 @@ class ProcessReplicas(Replicas):
 
     def rows(self, row: Tensor) -> Tensor:
         near = neighbours.here(self._group, row)
-        return super().rows(row) if near is None else near.rows(row.detach())
+        if near is not None:
+            return near.rows(row.detach())
+        if _on_accelerator(self._group, row.device):  # where each operation less is a launch less
+            return transport.all_gather(row.detach().reshape(-1), self._group).view(self.size, *row.shape)
+        return super().rows(row)
+
+
+def _on_accelerator(group: Group, device: torch.device) -> bool:
+    """Whether a backend of accelerators, such as NCCL, carries the tensors of this device in the group."""
+    return device.type != "cpu" and collectives.device_of(group, device) == device
 
 
 class CrossesReplicas:
     """A layer that needs a sum over replicas in the middle of its forward, as batch norm over the global batch does."""
+
+
+def crosses_replicas(models: Iterable[nn.Module]) -> bool:
+    """Whether a model has such a layer."""
+    return any(isinstance(module, CrossesReplicas) for model in models for module in model.modules())
+
+
+def separate(mesh: Mesh, models: Iterable[nn.Module]) -> None:
+    """Gives layers that cross replicas a process group of their own, where they would wait for gradients in that of the
+    gradients: NCCL computes what is in one group one after the other, and in the backward buckets of gradients are
+    there before a layer's small sum. Over sockets and gloo nothing queues up. Collective.
+
+    mesh: its replicas are processes. models: all that are prepared, the same on all processes.
+    """
+    if _on_accelerator(mesh.gradient, mesh.device) and crosses_replicas(models):
+        mesh.separate_layers()
+        if isinstance(mesh.replicas, ProcessReplicas):  # not where a strategy has others outside of its step
+            mesh.replicas = ProcessReplicas(mesh.layers)
 
 
 def differentiable_sum(tensor: Tensor, replicas: Replicas) -> Tensor:

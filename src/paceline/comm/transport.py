@@ -15,7 +15,10 @@ from torch import Tensor
 from paceline.comm import fork_safety, mesh, wire
 from paceline.comm.channel import Channel, Handover, Phase
 from paceline.comm.mesh import ALONE, Group
+from paceline.comm.waits import waits
 from paceline.errors import UsageError
+
+waits("wait")(dist.Work)  # also of a collective that is called without async_op, and of torch's own engines
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,6 +113,12 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     _all_gather(received, sent, group=_native(group))
     fork_safety.keep(sent, received)
     return received.view(tensor.dtype)
+
+
+def exchange(sent: Tensor, outwards: list[int], received: Tensor, inwards: list[int], group: Group) -> None:
+    """All-to-all of 1-d tensors: `outwards[r]` elements to rank r, `inwards[r]` from it. Not through a channel."""
+    dist.all_to_all_single(received, sent, inwards, outwards, group=_native(group))
+    fork_safety.keep(sent, received)
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from paceline.comm import collectives
 from paceline.comm.codec_sums import NativeSums
 from paceline.comm.devices import add_tensors
+from paceline.comm.scalars import upload
 from paceline.comm.threads import Meeting, ThreadReplicas
 from paceline.torch_private.core import foreach_copy_
 
@@ -159,7 +160,7 @@ class TreeSums:
             places = [sent[position] for position in bucket]
             some = like[places[0]]
             flats = {node: _flat([sums[i] for i in places], [like[i] for i in places]) for node, sums in tree.partial}
-            mask = torch.tensor([] if number else mine, dtype=some.dtype, device=some.device)
+            mask = upload(torch.tensor([] if number else mine, dtype=some.dtype), some.device)
             whole, everyone = self.add(flats, mask)
             if not number:
                 union = [any(column) for column in zip(*(row.tolist() for row in everyone), strict=True)]

@@ -96,7 +96,10 @@ def _read_records(directory: str, processes: int, length: Length) -> list[Record
             with open(os.path.join(directory, f"rank-{rank}.json")) as file:
                 records.append(json.load(file))
         except FileNotFoundError:
-            return f"rank {rank} never called paceline.start, or ended at once (os._exit?)"
+            return (
+                f"rank {rank} never called paceline.start, or ended at once (os._exit?). Compare runs scripts that "
+                "train with Paceline; `paceline doctor` watches others"
+            )
     made = max(len(record["steps"]) for record in records)
     if made <= length.warmup:
         return (

@@ -197,7 +197,7 @@ def _unwatched(run: RecordedRun, failed: bool) -> str:
     if failed:
         return "the script failed (above) before it could be watched to its end."
     if not any(run.ranks):
-        return "the script never imported torch."
+        return "the script never imported torch. Name one that trains with PyTorch, as for torchrun."
     if run.processes > 1 and run.world_size == 1:
         return (
             "the script never called torch.distributed.init_process_group: its processes know nothing of each other, "

@@ -7,6 +7,15 @@ from typing import Any
 
 MODEL, COST, NOTE = "model", "cost", "note"
 
+# Sections of docs/troubleshooting.md.
+_UNUSED = "expected-to-have-finished-reduction-in-the-prior-iteration"
+_HANG = "it-hangs-at-the-end-of-an-epoch"
+_FIRST_GPU = "the-first-gpu-is-fuller-than-the-others"
+_EMPTY_CACHE = "torchcudaempty_cache"
+_DATA = "the-gpus-wait-for-data"
+_WORSE = "worse-accuracy-on-more-devices"
+_SLOWER = "slower-on-more-devices"
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -16,6 +25,12 @@ class Cause:
     title: str
     consequence: str  # what it leads to
     remedy: str  # what to do
+    see: str = ""  # the section of docs/troubleshooting.md on what the user notices of it, by its anchor; or ""
+
+    @property
+    def page(self) -> str | None:
+        """Where that section is, or None."""
+        return f"docs/troubleshooting.md#{self.see}" if self.see else None
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class Finding:
             "evidence": self.evidence,
             "consequence": about.consequence,
             "remedy": about.remedy,
+            "see": about.page,
         }
 
 
@@ -56,6 +72,7 @@ CAUSES = {
         "Each example counts several times; more processes add no data, and an epoch is not what it says.",
         "Give the training DataLoader a DistributedSampler (and no shuffle=True); draw random batches from a generator "
         "that is seeded with the rank too.",
+        see=_WORSE,
     ),
     "examples_missed": Cause(
         MODEL,
@@ -68,6 +85,7 @@ CAUSES = {
         "A sampler without set_epoch",
         "Every epoch has the same order, and the same batches: the data are never shuffled anew.",
         "Call sampler.set_epoch(epoch) before each epoch's loop.",
+        see=_WORSE,
     ),
     "same_in_workers": Cause(
         MODEL,
@@ -93,6 +111,7 @@ CAUSES = {
         "A schedule is not as long as the training",
         "The rate is over before the training's end, or never comes down.",
         "Count the updates that this process makes: epochs * len(loader) // accumulation, of the loader as it is used.",
+        see=_WORSE,
     ),
     "padded_evaluation": Cause(
         MODEL,
@@ -100,6 +119,7 @@ CAUSES = {
         "Some examples count twice in the metric, and it changes with the number of processes.",
         "Evaluate on shards without padding (indices[rank::world_size] in a Subset or an own sampler), or drop the "
         "duplicates before the metric is computed.",
+        see=_WORSE,
     ),
     "batch_norm": Cause(
         MODEL,
@@ -107,6 +127,7 @@ CAUSES = {
         "Each replica normalises by the statistics of its own few examples: another model than with the whole batch on "
         "one device. DDP keeps rank 0's running statistics.",
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before DDP (on GPUs), or GroupNorm or LayerNorm.",
+        see=_WORSE,
     ),
     "weights_differ_at_start": Cause(
         MODEL,
@@ -188,6 +209,7 @@ CAUSES = {
         "Tokens (or boxes, or pixels) of a rank that has fewer count more: the gradient is not that of the mean over "
         "the whole batch.",
         "Sum the loss, all_reduce the count, and multiply by world_size / count before backward.",
+        see=_WORSE,
     ),
     "modes_differ": Cause(
         MODEL,
@@ -207,6 +229,7 @@ CAUSES = {
         "Gradients are summed over the ranks and not divided",
         "The update is that of a learning rate times the number of processes.",
         "Divide by the number of processes after the sum (ReduceOp.AVG with NCCL).",
+        see=_WORSE,
     ),
     "no_gradient": Cause(
         MODEL,
@@ -214,6 +237,7 @@ CAUSES = {
         "They are never trained: the loss does not reach them.",
         "Use them in the forward pass, or say that they are not trained: requires_grad_(False), and leave them out of "
         "the optimizer.",
+        see=_UNUSED,
     ),
     "lr_differs": Cause(
         MODEL,
@@ -227,6 +251,7 @@ CAUSES = {
         "The learning rate runs through its schedule too early; the rest of the training has another rate than meant.",
         "Step it once per epoch or once per optimizer step, whichever its lengths are counted in, and never once per "
         "process or micro-batch.",
+        see=_WORSE,
     ),
     "accumulation": Cause(
         MODEL,
@@ -263,12 +288,14 @@ CAUSES = {
         "A metric is the mean of the ranks' means over unequal shards",
         "Examples of the smaller shards count more, and the metric changes with the number of processes.",
         "all_reduce sums and counts, and divide once.",
+        see=_WORSE,
     ),
     "local_metric": Cause(
         MODEL,
         "A metric of rank 0 is logged as if it were global",
         "It is computed from rank 0's shard of the evaluation data; choices made by it ignore the rest.",
         "all_reduce the sums and the counts before dividing, or evaluate on all data on the rank that logs.",
+        see=_WORSE,
     ),
     "collectives": Cause(
         MODEL,
@@ -276,44 +303,54 @@ CAUSES = {
         "NCCL hangs, gloo pairs calls that do not belong together: data are silently wrong.",
         "Let every rank of a group make the same collective calls in the same order: none behind `if rank == 0`, none "
         "in a loop of unequal length. Call ddp_model.module where only one rank evaluates.",
+        see=_HANG,
     ),
     "find_unused": Cause(
         COST,
         "find_unused_parameters=True for nothing",
         "DDP searches the graph and sends one more message in every step.",
         "Leave find_unused_parameters out.",
+        see=_UNUSED,
     ),
     "loader_starves": Cause(
         COST, "The loader starves the devices", "The processes wait for data instead of computing.",
         "More or cheaper loading: num_workers, prefetch_factor, persistent_workers, work moved out of __getitem__.",
+        see=_DATA,
     ),
     "no_workers": Cause(
         COST, "No loader workers where the device waits", "Loading and computing take turns.",
         "Give the DataLoader num_workers=2 or more.",
+        see=_DATA,
     ),
     "no_pinned_memory": Cause(
         COST, "No pinned memory where the device waits", "Copies to the device cannot overlap with computing.",
         "pin_memory=True, and .to(device, non_blocking=True).",
+        see=_DATA,
     ),
     "threads": Cause(
         COST, "More threads than cores", "Threads of the processes push each other off the cores.",
         "Set OMP_NUM_THREADS (or torch.set_num_threads) to cores divided by processes.",
+        see=_SLOWER,
     ),
     "one_device": Cause(
         COST, "GPU 0 is used by all ranks", "Its memory holds every rank's context or model; the others idle.",
         "torch.cuda.set_device(local_rank) first of all, and torch.load(..., map_location=...).",
+        see=_FIRST_GPU,
     ),
     "synchronises": Cause(
         COST, "The host waits for the device in every step", "Nothing is queued ahead, and the device idles between.",
         "Read values every hundred steps or so, and synchronize only to measure.",
+        see=_SLOWER,
     ),
     "empty_cache": Cause(
         COST, "empty_cache in the loop", "Memory is given back and asked for again in every step.",
         "Leave it out: the caching allocator reuses memory.",
+        see=_EMPTY_CACHE,
     ),
     "no_no_sync": Cause(
         COST, "Gradients are accumulated without no_sync", "Gradients are sent for every micro-batch; once is enough.",
         "Wrap all micro-batches but the last, forward and backward, in `with model.no_sync():`.",
+        see=_SLOWER,
     ),
     "same_checkpoint": Cause(
         COST, "Every rank writes the same checkpoint", "The file is written several times, at once: slow, and torn.",
@@ -326,10 +363,12 @@ CAUSES = {
     "lr_scaled_twice": Cause(
         NOTE, "The learning rate is multiplied by the number of processes more than once",
         "It grows with the square of the processes.", "Scale once, if at all.",
+        see=_WORSE,
     ),
     "lr_not_scaled": Cause(
         NOTE, "The global batch grows with the processes, and the learning rate does not",
         "Fewer updates per epoch with less noise: training is another one than on one process.",
         "Keep the global batch (batch_size // world_size per process), or scale the rate on purpose.",
+        see=_WORSE,
     ),
 }  # fmt: skip

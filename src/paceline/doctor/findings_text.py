@@ -42,4 +42,6 @@ def _one(number: int, finding: Finding) -> str:
         lines.append(
             textwrap.fill(value, 116, initial_indent=f"   {name + ':':10}", subsequent_indent=" " * 13)
         )  # fmt: skip
+    if about.page is not None:
+        lines.append(f"   more:     {about.page}")
     return "\n".join(lines) + "\n"

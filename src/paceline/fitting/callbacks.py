@@ -1,7 +1,8 @@
-"""Callbacks of `fit`: six events."""
+"""Callbacks of `fit`: six events, and a context around evaluations."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,3 +35,8 @@ class Callback:
 
     def on_end(self, fit: Fitting) -> None:
         """All epochs are over, or `fit` stopped early."""
+
+    def evaluating(self, fit: Fitting) -> AbstractContextManager[None]:
+        """A context in which `evaluate_on` is evaluated, on_evaluate is told and the best model is written. EMA and SWA
+        put the averaged weights into the model there."""
+        return nullcontext()

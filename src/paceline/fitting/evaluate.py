@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from paceline import session
 from paceline.errors import SettingError, UsageError
+from paceline.fitting.metric_target import Target, check_target, predictions_and_target
+from paceline.fitting.model_loss import ModelLoss, used_columns
 from paceline.run import Run
 from paceline.train.loader import Loader
 from paceline.train.loss import Total, terms_of
@@ -21,11 +24,12 @@ _NOTHING = object()
 
 def evaluate(
     model: Any,
-    loss_fn: LossFn,
+    loss_fn: LossFn | None,
     dataset: Any,
     *,
     global_batch: int | None = None,
     metrics: Metrics | None = None,
+    target: Target = None,
     run: Run | None = None,
     **loader_options: Any,
 ) -> dict[str, float]:
@@ -33,13 +37,16 @@ def evaluate(
 
     Args:
         model, loss_fn: as for `run.forward_backward`: loss_fn(model, batch) returns a mean over the examples, a
-            paceline.Total, or a tuple of these, which add.
+            paceline.Total, or a tuple of these, which add. None: the model's own, model(**batch).loss (see `fit`).
         dataset: a data set, or a loader made by `run.loader(..., train=False)`.
         global_batch: how many examples are computed at once, over all devices. It changes the time, not the result.
         metrics: name -> function(outputs, batch), where outputs is what the model returned in loss_fn. It returns a
             tensor with an entry for each example (their mean is reported), a paceline.Total(sum, count) (their ratio),
             or a number that is the mean over the batch. Or a metric of torchmetrics with one number for its value, on
-            the model's device: it is reset, and updated with (outputs, batch[1]).
+            the model's device: it is reset, and updated with (predictions, targets).
+        target: where the targets of torchmetrics' metrics are: a name in a batch that is a dict, "labels" if not given;
+            or a function of (outputs, batch) that returns (predictions, targets). Of other batches they are batch[1].
+            The predictions are the output, or its "logits".
         run: else the run that is open, else a new one.
         loader_options: num_workers, collate_fn, micro_batch and so on, as of `run.loader`.
 
@@ -49,10 +56,16 @@ def evaluate(
     """
     run = open_run(run, model)
     check_metrics(metrics)
-    return evaluate_pass(run, model, loss_fn, evaluation_loader(run, dataset, global_batch, loader_options), metrics)
+    check_target(target)
+    if loss_fn is None:
+        loss_fn, dataset = ModelLoss(), used_columns(dataset, model)
+    loader = evaluation_loader(run, dataset, global_batch, loader_options)
+    return evaluate_pass(run, model, loss_fn, loader, metrics, target)
 
 
-def evaluate_pass(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metrics | None) -> dict[str, float]:
+def evaluate_pass(
+    run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metrics | None, target: Target = None
+) -> dict[str, float]:
     """One pass over an evaluation loader: the loss, and the metrics."""
     capture = _OutputCapture(model) if metrics else None
     losses: list[Average] = []
@@ -78,7 +91,7 @@ def evaluate_pass(run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics
             for name, metric in objects.items():
                 assert capture is not None
                 if loader.examples:  # some metrics cannot take an empty batch
-                    metric.update(capture.output(name), batch[1])
+                    metric.update(*predictions_and_target(name, target, capture.output(name), batch))
     values = reduce_averages([*losses, *means.values()])
     own = len(losses)
     found = dict(zip(means, values[own:], strict=True))
@@ -92,11 +105,15 @@ def predict(
     *,
     global_batch: int,
     fn: Callable[[Any, Any], Any] | None = None,
+    to: str | Path | None = None,
+    resume: bool = False,
+    rows_per_file: int | None = None,
     run: Run | None = None,
     **loader_options: Any,
 ) -> Any:
     """`run.predict` of the given run; else of the run that is open, else of a new one."""
-    return open_run(run, model).predict(model, dataset, global_batch=global_batch, fn=fn, **loader_options)
+    own: dict[str, Any] = {"fn": fn, "to": to, "resume": resume, "rows_per_file": rows_per_file, **loader_options}
+    return open_run(run, model).predict(model, dataset, global_batch=global_batch, **own)
 
 
 def open_run(run: Run | None, model: Any) -> Run:
@@ -115,6 +132,12 @@ def evaluation_loader(run: Run, dataset: Any, global_batch: int | None, options:
         if dataset.train:
             raise SettingError(
                 f"evaluate: the loader {dataset.name!r} is one for training. Make one by run.loader(..., train=False)."
+            )
+        if "limit_batches" in options:
+            raise SettingError(
+                f"the loader {dataset.name!r} is to be cut short (by limit_batches, fit's limit_val_batches or "
+                "fast_dev_run), and is there already. Give the data set in its place, or make the loader by "
+                "run.loader(..., train=False, limit_batches=...)."
             )
         if options:
             raise SettingError(f"evaluate: {min(options)!r} belongs to the loader, which is there already.")

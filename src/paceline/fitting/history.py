@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import SettingError, suggest
+from paceline.errors import SettingError
+from paceline.train.checkpoint import Scored, ranking
 
 
 @dataclass(frozen=True)
@@ -17,45 +17,25 @@ class Checkpoints:
 
     Attributes:
         directory: on the machine of rank 0.
-        keep: how many checkpoints to leave there.
+        keep: how many of the newest checkpoints to leave there.
         every: save in mid-epoch too, after each so many optimizer steps.
+        keep_best: how many more to leave there, the best ones by the value that `best` monitors.
     """
 
     directory: str | Path
     keep: int = 3
     every: int | None = None
+    keep_best: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("keep", self.keep), ("every", self.every)):
+        for name, value in (("keep", self.keep), ("every", self.every), ("keep_best", self.keep_best)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SettingError(f"Checkpoints({name}={value!r}): a whole number, at least 1, is needed.")
 
-
-@dataclass(frozen=True)
-class Best:
-    """The value by which `fit` keeps the best model and stops early.
-
-    Attributes:
-        monitor: "loss" or "val_loss", or "val_" and a metric's name; "val_loss" if not given, "loss" where nothing is
-            evaluated.
-        mode: whether "min" or "max" of it is best.
-        patience: stop when it was no better for this many epochs in a row; None: do not.
-        path: the best model so far, as one safetensors file; `best.safetensors` in the checkpoints' directory if not
-            given, and without checkpoints none is written.
-    """
-
-    monitor: str | None = None
-    mode: str = "min"
-    patience: int | None = None
-    path: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise SettingError(f"Best(mode={self.mode!r}) is not known. {suggest(str(self.mode), ('min', 'max'))}")
-        if self.patience is not None and (
-            isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1
-        ):
-            raise SettingError(f"Best(patience={self.patience!r}): a whole number of epochs, at least 1, is needed.")
+    def ranking(self, mode: str = "min") -> list[Scored]:
+        """The checkpoints there that have a value of what is monitored: (score, step, path), best first. Their paths
+        are what `run.restore` and `paceline export` take. On the machine of rank 0."""
+        return ranking(self.directory, mode)
 
 
 class History(Mapping[str, list[float]]):
@@ -63,14 +43,17 @@ class History(Mapping[str, list[float]]):
     name of a metric, are those of `evaluate_on`. The same on every process, and restored with a checkpoint.
 
     Attributes:
-        best_epoch, best_value: of the monitored value.
+        evaluations: the values of each evaluation, in mid-epoch too: {"step": 40, "epoch": 1, "val_loss": ...}.
+        best_epoch, best_step, best_value: of the monitored value; the step counts all updates of the run.
         best_path: the file of the best model, or None.
         stopped_early: did the patience run out?
     """
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
+        self.evaluations: list[dict[str, float]] = []
         self.best_epoch: int | None = None
+        self.best_step: int | None = None
         self.best_value: float | None = None
         self.best_path: Path | None = None
         self.stopped_early = False
@@ -102,26 +85,26 @@ class History(Mapping[str, list[float]]):
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
 
-    def update_best(self, best: Best, monitor: str) -> bool:
-        """Is the last epoch the best one so far? NaN never is. Records it if so, and sets `stopped_early`."""
-        value, last = self._values[monitor][-1], self.epochs - 1
-        better = not math.isnan(value) and (
-            self.best_value is None or (value < self.best_value if best.mode == "min" else value > self.best_value)
-        )
-        if better:
-            self.best_epoch, self.best_value = last, value
-        waited = last - (self.best_epoch if self.best_epoch is not None else -1)
-        self.stopped_early = best.patience is not None and waited >= best.patience
-        return better
+    def add_evaluation(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        self.evaluations.append({"step": step, "epoch": epoch, **values})
+
+    def evaluated_at(self, step: int, epoch: int) -> dict[str, float] | None:
+        """The values of the last evaluation, if it was made at this step of this epoch."""
+        last = self.evaluations[-1] if self.evaluations else {}
+        if (last.get("step"), last.get("epoch")) != (step, epoch):
+            return None
+        return {name: value for name, value in last.items() if name not in ("step", "epoch")}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "values": self.history,
-            "best": [self.best_epoch, self.best_value],
+            "evaluations": [dict(one) for one in self.evaluations],
+            "best": [self.best_epoch, self.best_value, self.best_step],
             "stopped_early": self.stopped_early,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._values = {name: list(values) for name, values in state["values"].items()}
-        self.best_epoch, self.best_value = state["best"]
+        self.evaluations = [dict(one) for one in state.get("evaluations", ())]
+        self.best_epoch, self.best_value, self.best_step = [*state["best"], None][:3]
         self.stopped_early = state["stopped_early"]

@@ -1,4 +1,4 @@
-"""fit: the ready-made loop. Its arguments' checks and its state are in fit_state.py.
+"""fit: the ready-made loop. The checks of its arguments are in fit_plan.py, its state in fit_state.py.
 
 The mean loss of an epoch is exact and costs no wait for the device: losses stay tensors, are added on the device, and
 are summed over the processes once, at the end of the epoch or when a checkpoint is written in the middle of it.
@@ -6,6 +6,7 @@ are summed over the processes once, at the end of the epoch or when a checkpoint
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,28 +16,38 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import session
+from paceline import notebook, session
 from paceline.errors import SettingError, suggest
+from paceline.fitting.best import Best
 from paceline.fitting.callbacks import Callback
 from paceline.fitting.evaluate import LossFn, Metrics, check_metrics, evaluate_pass, evaluation_loader
-from paceline.fitting.fit_state import Fitting, PerEpoch, Plan
-from paceline.fitting.history import Best, Checkpoints, History
+from paceline.fitting.fit_plan import Limit, PerEpoch, Plan
+from paceline.fitting.fit_state import Fitting
+from paceline.fitting.history import Checkpoints, History
+from paceline.fitting.metric_target import Target, check_target
+from paceline.fitting.model_loss import ModelLoss, used_columns
 from paceline.run import Run
+from paceline.train.loader import Loader
 from paceline.train.messages import wrong_closure
 from paceline.train.sources import DATALOADER_OPTIONS, OWN_ARGUMENTS
 
 
 def fit(
     model: nn.Module,
-    loss_fn: LossFn,
+    loss_fn: LossFn | None,
     train_set: Any,
     *,
     optimizer: torch.optim.Optimizer,
-    global_batch: int,
+    global_batch: int | Mapping[int, int],
     epochs: int,
     scheduler: LRScheduler | PerEpoch | None = None,
     evaluate_on: Any = None,
     metrics: Metrics | None = None,
+    target: Target = None,
+    val_check_interval: int | float | None = None,
+    limit_train_batches: Limit = None,
+    limit_val_batches: Limit = None,
+    fast_dev_run: bool | int = False,
     max_grad_norm: float | None = None,
     checkpoints: Checkpoints | str | Path | None = None,
     best: Best | None = None,
@@ -47,15 +58,23 @@ def fit(
     """Trains a model, under any strategy, and returns the values of each epoch.
 
     Args:
-        model, loss_fn: loss_fn(model, batch) returns a loss, as for `run.forward_backward`.
+        model, loss_fn: loss_fn(model, batch) returns a loss, as for `run.forward_backward`. None: the loss that the
+            model computes itself, model(**batch).loss, as Hugging Face's do. A mean over labels, such as tokens, is
+            weighted by those that are not -100; where what it is a mean over is not known, fit says so.
         train_set: a data set; shuffled anew in each epoch, unless shuffle=False or a sampler is among the options.
         optimizer: of the model's parameters. Everything is prepared here, or was before.
-        global_batch: examples of one optimizer step, over all devices.
+        global_batch: examples of one optimizer step, over all devices; {0: 64, 4: 128} is 128 from epoch 4 on.
         epochs: how many in all, those before a restart, and earlier ones of this run, included.
         scheduler: moved after each optimizer step; PerEpoch(scheduler) after each epoch; ReduceLROnPlateau too, with
             the value that `best` monitors, or else "val_loss", or without evaluate_on "loss".
         evaluate_on: a data set, or an evaluation loader, that `evaluate` goes through after each epoch: its values are
-            "val_loss" and, for each of `metrics` (see there), "val_" and its name.
+            "val_loss" and, for each of `metrics` (see there, also for `target`), "val_" and its name.
+        val_check_interval: evaluate in mid-epoch too, after each so many optimizer steps of the run (an int) or such a
+            part of an epoch (a float, such as 0.25).
+        limit_train_batches, limit_val_batches: use at most so many global batches of an epoch, and of an evaluation (an
+            int), or this part of them (a float).
+        fast_dev_run: a dry run: one epoch of one global batch (True) or of so many, and as many of `evaluate_on`. It
+            reads and writes no checkpoints and no best model.
         max_grad_norm: clip the gradients' 2-norm to this.
         checkpoints: a directory, or Checkpoints(directory, keep, every): saved after each epoch, and if there is one
             already, training goes on from it, in mid-epoch too.
@@ -69,44 +88,57 @@ def fit(
     Raises SettingError for arguments that cannot be, and what the calls of a loop raise.
     """
     # Phase 1: prepare everything, and restore it from the last checkpoint.
-    # Phase 1: everything in its place, and as it was when the last checkpoint was written.
     _check(model, loss_fn, loader_options, metrics)
-    plan = Plan.of(epochs, scheduler, checkpoints, best, None if evaluate_on is None else tuple(metrics or ()))
+    check_target(target)
+    if loss_fn is None:
+        loss_fn = ModelLoss()
+        train_set, evaluate_on = used_columns(train_set, model), used_columns(evaluate_on, model)
+    names = None if evaluate_on is None else tuple(metrics or ())
+    limits = limit_train_batches, limit_val_batches
+    plan = Plan.of(epochs, scheduler, checkpoints, best, names, val_check_interval, limits, fast_dev_run)
     run = _run(run)
     run.prepare(model, optimizer, *filter(None, [plan.per_step]))
     if not model.training:
         model.train()
-    loader = run.loader(train_set, **_training(global_batch, loader_options))
-    test = None if evaluate_on is None else evaluation_loader(run, evaluate_on, global_batch, _reading(loader_options))
-    fitting = Fitting(run, model, optimizer, loader, plan)
+    loader = run.loader(train_set, **_training(global_batch, loader_options, plan.limits[0]))
+    evaluation = None
+    if evaluate_on is not None:
+        at_once = min(global_batch.values()) if isinstance(global_batch, Mapping) else global_batch
+        test = evaluation_loader(run, evaluate_on, at_once, _reading(loader_options, plan.limits[1]))
+        evaluation = functools.partial(evaluate_pass, run, model, loss_fn, test, metrics, target)
+    reading = _reading(loader_options, plan.limits[0])
+    forward = functools.partial(_forward_pass, run, model, loss_fn, train_set, loader, reading)
+    fitting = Fitting(run, model, optimizer, loader, plan, callbacks, evaluation, forward)
     fitting.restore()
-    _call(callbacks, "on_start", fitting)
+    fitting.call("on_start")
 
     # Phase 2: the epochs.
-    for _ in fitting.remaining():
-        _call(callbacks, "on_epoch_start", fitting)
-        for batch in loader:
-            fitting.add_loss(run.forward_backward(loss_fn, model, batch))
-            if run.step(optimizer, max_grad_norm=max_grad_norm):
-                _call(callbacks, "on_step", fitting)
-                fitting.save_in_mid_epoch()
-        fitting.values = {"loss": fitting.mean_loss()}
-        if test is not None:
-            scores = evaluate_pass(run, model, loss_fn, test, metrics)
-            fitting.values |= {f"val_{name}": value for name, value in scores.items()}
-            _call(callbacks, "on_evaluate", fitting)
-        fitting.end_epoch()
-        _call(callbacks, "on_epoch_end", fitting)
-        fitting.save()
+    try:
+        for _ in fitting.remaining():
+            fitting.call("on_epoch_start")
+            for batch in loader:
+                fitting.add_loss(run.forward_backward(loss_fn, model, batch))
+                if run.step(optimizer, max_grad_norm=max_grad_norm) and fitting.end_step():
+                    break
+            fitting.end_epoch()
+    except KeyboardInterrupt as error:
+        notebook.shorten(
+            error, f"KeyboardInterrupt: fit was interrupted in epoch {fitting.epoch + 1}, after step {run.steps}."
+        )
+        raise
 
     # Phase 3: the end.
-    _call(callbacks, "on_end", fitting)
+    fitting.call("on_end")
     return fitting.history
 
 
-def _call(callbacks: Sequence[Callback], event: str, fitting: Fitting) -> None:
-    for callback in callbacks:
-        getattr(callback, event)(fitting)
+def _forward_pass(
+    run: Run, model: nn.Module, loss_fn: LossFn, train_set: Any, like: Loader, reading: Mapping[str, Any]
+) -> None:
+    with torch.no_grad():
+        for batch in run.loader(train_set, global_batch=like.global_batch, train=False, **reading):
+            with run.autocast():
+                loss_fn(model, batch)
 
 
 _own: Run | None = None  # the last run that fit started itself
@@ -124,7 +156,7 @@ def _run(given: Run | None) -> Run:
 
 
 def _check(model: Any, loss_fn: Any, options: Mapping[str, Any], metrics: Any) -> None:
-    wrong = wrong_closure(loss_fn, model)
+    wrong = None if loss_fn is None else wrong_closure(loss_fn, model)
     if wrong is not None:
         raise SettingError(f"fit: {wrong}")
     if not isinstance(model, nn.Module):
@@ -132,7 +164,7 @@ def _check(model: Any, loss_fn: Any, options: Mapping[str, Any], metrics: Any) -
             f"fit(model={type(model).__name__}): it trains one torch.nn.Module. For several models write the loop, "
             "with run.forward_backward and run.step."
         )
-    known = (DATALOADER_OPTIONS | OWN_ARGUMENTS) - {"train"}
+    known = (DATALOADER_OPTIONS | OWN_ARGUMENTS) - {"train", "limit_batches"}
     for name in options:
         if name not in known and name != "batch_size":  # for which the loader has an answer of its own
             own = {name for name, p in inspect.signature(fit).parameters.items() if p.kind is p.KEYWORD_ONLY}
@@ -140,13 +172,14 @@ def _check(model: Any, loss_fn: Any, options: Mapping[str, Any], metrics: Any) -
     check_metrics(metrics)
 
 
-def _training(global_batch: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def _training(global_batch: int | Mapping[int, int], options: Mapping[str, Any], limit: Limit) -> dict[str, Any]:
     """The options of the training loader."""
     own_order = any(options.get(name) is not None for name in ("sampler", "batch_sampler"))
-    made = {"shuffle": not own_order, "global_batch": global_batch, **options}
+    made = {"shuffle": not own_order, "global_batch": global_batch, "limit_batches": limit, **options}
     return {**made, "global_batch": None} if options.get("batch_sampler") is not None else made
 
 
-def _reading(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the loader's options those that say how to read."""
-    return {name: value for name, value in options.items() if name in DATALOADER_OPTIONS or name == "micro_batch"}
+def _reading(options: Mapping[str, Any], limit: Limit) -> dict[str, Any]:
+    """The options of the evaluation loader: of the training loader's those that say how to read, and the limit."""
+    reading = {name: value for name, value in options.items() if name in DATALOADER_OPTIONS or name == "micro_batch"}
+    return reading if limit is None else {**reading, "limit_batches": limit}

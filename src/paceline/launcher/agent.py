@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from typing import Any
 
@@ -33,16 +32,20 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline.launcher import processes, report
-from paceline.launcher.early_exits import EarlyExits, sample_stacks
+from paceline.launcher import early_start, processes, report
+from paceline.launcher.early_exits import EarlyExits, read_place
+from paceline.launcher.endings import crashed_when_done, make_ending, told_exit_code
 from paceline.launcher.interrupts import Interrupts
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import Failure, Peers, RendezvousLost
-from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
-from paceline.launcher.rendezvous import workers_store
-from paceline.launcher.stalls import Stalls
+from paceline.launcher.plan import Plan
+from paceline.launcher.rendezvous import InterruptibleRendezvous, workers_store
+from paceline.launcher.stacks import sample_stacks
+from paceline.launcher.stalls import STALLED, Stalls
+from paceline.launcher.stop_request import StopRequest
+from paceline.timeline.chrome_trace import join_left
 from paceline.torch_private.elastic import SimpleElasticAgent
-from paceline.world import JOINED, MAY_DIE, ROLE, TICKET, TICKET_FILE, World
+from paceline.world import JOINED, MAY_DIE, ROLE, SAVED, TICKET, TICKET_FILE, TRACE, World
 
 SETTLE_SECONDS = 1.0
 LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
@@ -57,33 +60,49 @@ class Agent(SimpleElasticAgent):
         plan: what to run.
         output: where the ranks print.
         interrupts: whether Ctrl-C or SIGTERM came.
+        early: the first workers, if they run already.
     """
 
-    def __init__(self, spec: WorkerSpec, plan: Plan, output: Output, interrupts: Interrupts) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        plan: Plan,
+        output: Output,
+        interrupts: Interrupts,
+        early: early_start.EarlyWorkers | None = None,
+    ) -> None:
         super().__init__(spec)
         self.exit_code = 0  # the launcher's
         self.story = ""  # why the run failed, ending in a newline
         self.refused = False  # did all ranks refuse the script's arguments?
         self._plan, self._output, self._interrupts = plan, output, interrupts
+        self._early = early
         self._processes = processes.Processes([])
         self._ranks = range(0)  # of this machine
         self._endings: dict[int, report.Ending] = {}  # local rank -> how it was first seen to have ended
         self._commands: list[processes.Command] = []  # that the workers were started with
         self._rejoined: set[int] = set()  # local ranks that were started again alone, to rejoin the others
         self._too_late: set[int] = set()  # of these, those that found nobody and were ended
-        self._starts = 0
+        self._starts = 0  # of the ranks so far
+        self._rounds = 0  # that the machines have begun with the stores of one rendezvous
         self._failed = False  # were the workers ended because of a failure?
+        self._again = False  # is the next start that after a lost rendezvous?
         self._began = time.monotonic()
         self._early_exits, self._stalls = EarlyExits({}), Stalls({}, True)
+        self._stop_request: StopRequest | None = None  # None: nothing asks this run to stop with a checkpoint
         self._peers: Any = None
         self._workers_store: Any = None
+        self._door: int | None = None  # the port on loopback that leads to the workers' store on another machine
 
     # ------------------------------------------------------------ starting
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if self._starts and self._failed:
+        if self._again:  # supervise.py has said why
+            self._again = False
+        elif self._starts and self._failed:
             most = self._plan.max_restarts
             say(f"{self.story}paceline: restart {most - self._remaining_restarts} of {most}.\n")
+            self.story = ""  # told
         elif self._starts:
             say("paceline: machines have come; all ranks start again.\n")
         worker_group.store = self._store = None  # so that the former store stops listening
@@ -102,27 +121,39 @@ class Agent(SimpleElasticAgent):
         if self._plan.nodes.backend == "static":  # the others give a new store, or a new prefix, to each round
             from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-            store = PrefixStore(str(self._starts), store)
+            store = PrefixStore(str(self._rounds), store)
+        self._rounds += 1
         self._peers = Peers(store, node, nodes, self._plan.nodes.endpoint, self._interrupts.check)
         starts, used = self._peers.agree(self._starts, self._plan.max_restarts - self._remaining_restarts)
         self._starts, self._remaining_restarts = starts + 1, self._plan.max_restarts - used
-        if self._plan.nodes.several:
+        self._door = None
+        handler = worker_group.spec.rdzv_handler
+        if isinstance(handler, InterruptibleRendezvous) and handler.guard is not None:
+            self._door = handler.guard.door(f"workers/{starts}")
+        elif self._plan.nodes.several:
             if node == 0:
                 self._workers_store = workers_store(self._plan.nodes, str(worker_group.master_addr))
             own = self._workers_store.port if node == 0 else None
             worker_group.master_port = self._peers.share_port(own)
         files = {rank: self._error_file(rank) for rank in self._ranks}
-        self._early_exits = EarlyExits(files)
-        self._stalls = Stalls(files, alone=len(files) == 1 and not self._plan.nodes.several)
+        several, limit = self._plan.nodes.several, self._plan.stall_seconds
+        self._early_exits = EarlyExits(files, limit)
+        alone, action = len(files) == 1 and not several, self._plan.stall_action
+        self._stalls = Stalls(files, alone, several=several, seconds=limit, action=action)
+        if self._interrupts.stoppable:
+            path = early_start.stop_file(self._output, starts)
+            self._stop_request = StopRequest(path, self._peers, node, nodes)
         self._interrupts.deferred = True
         self._interrupts.check()
+        early, self._early = self._early, None
+        if early is not None:
+            self._commands, self._processes = early.commands, early.processes
+            return dict(enumerate(self._processes.pids))
         self._commands = commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
         try:
-            self._processes = processes.start(commands)
+            self._processes = processes.start(commands, self._output.private)
         finally:
-            for command in commands:
-                if command.output is not None:
-                    command.output.close()
+            early_start.close_outputs(commands)
         return dict(enumerate(self._processes.pids))
 
     def _command(self, group: WorkerGroup, worker: Any, starts: int) -> processes.Command:
@@ -138,21 +169,19 @@ class Agent(SimpleElasticAgent):
             group.master_addr,
             group.master_port,
         )
-        environ = worker_environment(
+        stop_file = None if self._stop_request is None else self._stop_request.path
+        return early_start.command(
             self._plan,
             world,
-            error_file=self._error_file(worker.global_rank),
-            run_id=rendezvous.get_run_id(),
-            launcher_pid=os.getpid(),
-            cores=available_cores(),
-            environ=os.environ,
-            restarts=starts,
+            self._output,
+            rendezvous.get_run_id(),
+            starts=starts,
+            stop_file=stop_file,
+            door=self._door,
         )
-        output = self._output.open(worker.global_rank, first=worker.local_rank == 0)
-        return processes.Command(command_line(self._plan), environ, output)
 
     def _error_file(self, rank: int) -> str:
-        return os.path.join(self._output.private, f"error-{rank}-{self._starts}.json")
+        return early_start.error_file(self._output, rank, self._starts - 1)
 
     # ------------------------------------------------------------ watching
 
@@ -160,6 +189,8 @@ class Agent(SimpleElasticAgent):
         self._interrupts.check()
         self._poll_workers()
         self._output.show()
+        if self._stop_request is not None:
+            self._stop_request.poll(self._interrupts.asked is not None)
         if any(ending.failed for ending in self._endings.values()):
             return self._fail(None, self._wait_for_cause())
         elsewhere = self._peers.poll()
@@ -167,20 +198,30 @@ class Agent(SimpleElasticAgent):
             return self._fail(None, elsewhere)
         if len(self._endings) == self._plan.nproc:
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks))
-        problem = self._timed_out() or self._early_exits.poll([*self._exited(), *self._peers.exited], self._running())
+        left = [*self._exited(), *self._peers.exited]
+        problem = self._timed_out() or self._early_exits.poll(left, self._running())
         if problem is not None:
             return self._fail(problem, None)
-        self._stalls.poll(self._running())
-        return RunResult(WorkerState.HEALTHY)
+        stalled = self._stalls.poll(self._running(), lambda: self._early_exits.words(left) if left else "")
+        if stalled is None:
+            return RunResult(WorkerState.HEALTHY)
+        if self._stalls.action == "end":
+            self._remaining_restarts = 0
+        result = self._fail(stalled, None)
+        self.exit_code = STALLED
+        return result
 
     def _fail(self, problem: str | None, elsewhere: Failure | None) -> RunResult:
         """End this machine's workers and say why: their own failure, or `problem`, or a failure `elsewhere`."""
-        endings = list(self._endings.values())
+        endings = [*self._endings.values(), *self._leaving()]
         self.exit_code, consequence = 1, False
         ours = None if problem or not any(ending.failed for ending in endings) else report.cause(endings)
         if ours is not None and (elsewhere is None or not ours.consequence):
             text, consequence = report.headline(ours), ours.consequence
-            self.story = report.describe(endings, self._output.last_lines(ours.rank))
+            files = {rank: self._error_file(rank) for rank in self._ranks}
+            stands = sample_stacks(files, self._running()) if ours.in_collective else {}
+            where = {rank: str(stand) for rank, stand in stands.items()}
+            self.story = report.describe(endings, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
             if consequence and self._plan.nodes.several:
                 self.story += (
@@ -230,11 +271,19 @@ class Agent(SimpleElasticAgent):
             if local_rank in self._endings:
                 continue
             code = exits.get(local_rank)
+            if code is None and patience == 0.0:
+                code = told_exit_code(self._error_file(rank))
+            if crashed_when_done(self._error_file(rank), code):
+                crash = report.headline(make_ending(rank, code, now, None, False, "", "", self._output))
+                say(f"paceline: {crash} when its script and all exit functions had ended: it counts as ended well.\n")
+                code = 0
             error = report.read_error(self._error_file(rank)) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
                 expendable = self._is_expendable(local_rank, rank, code)
-                self._endings[local_rank] = ending = report.Ending(rank, code, now, error, expendable, self._role(rank))
-                if expendable:
+                role, path = self._role(rank), self._error_file(rank)
+                ending = make_ending(rank, code, now, error, expendable, role, path, self._output)
+                self._endings[local_rank] = ending
+                if expendable and rank not in self._early_exits.ended:
                     late = code == 0 or local_rank in self._too_late
                     what = f"rank {rank} came too late to join" if late else report.headline(ending)
                     say(f"paceline: {what}; the others go on.\n")
@@ -267,11 +316,7 @@ class Agent(SimpleElasticAgent):
             return
         self._remaining_restarts -= 1
         most = self._plan.max_restarts
-        print(
-            f"paceline: restart {most - self._remaining_restarts} of {most}: rank {rank}, to join the others.",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"paceline: restart {most - self._remaining_restarts} of {most}: rank {rank}, to join the others.\n")
         with contextlib.suppress(FileNotFoundError):
             os.remove(self._error_file(rank) + JOINED)
         output = self._output.open(rank, first=local_rank == 0)
@@ -302,6 +347,24 @@ class Agent(SimpleElasticAgent):
         """Ranks that were killed, while the others went on."""
         return frozenset(ending.rank for ending in self._endings.values() if ending.expendable)
 
+    @property
+    def leads(self) -> bool:
+        """Is rank 0 on this machine?"""
+        return 0 in self._ranks
+
+    @property
+    def saved(self) -> str | None:
+        """The checkpoint with which the ranks have ended, since the run was asked to stop; None: they were not."""
+        for rank in self._ranks:
+            with contextlib.suppress(FileNotFoundError), open(self._error_file(rank) + SAVED) as file:
+                return file.read()
+        return None
+
+    def _leaving(self) -> list[report.Ending]:
+        """Of ranks that have come to their end, with exit code 0, but whose process still exits: how they end."""
+        places = {rank: read_place(self._error_file(rank)) for rank in self._running()}
+        return [report.Ending(rank, 0, time.time(), place=place) for rank, place in places.items() if place]
+
     def _exited(self) -> list[int]:
         """Ranks that have ended without an error."""
         return [ending.rank for ending in self._endings.values() if not ending.failed and not ending.expendable]
@@ -331,6 +394,24 @@ class Agent(SimpleElasticAgent):
         if failure is not None:
             self.exit_code, self.story = 1, f"{failure.text}\n"
 
+    @property
+    def restarts_left(self) -> int:
+        return int(self._remaining_restarts)
+
+    def restarts_without_keeper(self) -> bool:
+        """May the ranks start again, though the rendezvous is lost? That takes up a restart."""
+        if not self._starts:  # the machines have never met
+            return False
+        if self._failed:  # ranks had failed first, by which the restart is taken up already
+            return True
+        self._remaining_restarts -= 1
+        return self._remaining_restarts >= 0
+
+    def follow(self, former: Agent) -> None:
+        """Go on where another agent of this launcher has lost its rendezvous."""
+        self._starts, self._remaining_restarts = former._starts, former.restarts_left
+        self._again = True
+
     def leave(self, why: str) -> None:
         """Tell the other machines that this one ends, and why."""
         if self._peers is not None:
@@ -345,3 +426,14 @@ class Agent(SimpleElasticAgent):
         interrupted = self._interrupts.received[:1] == [signal.SIGINT]
         self._processes.stop(signal.SIGINT if interrupted else signal.SIGTERM, lambda: self._interrupts.impatient)
         self._output.show()
+        for file in {self._traced_to(rank) for rank in self._ranks} - {None}:
+            for line in join_left(str(file), self._ranks):
+                say(f"paceline: {line}\n")
+
+    def _traced_to(self, rank: int) -> str | None:
+        """The file to which this rank's run is traced, if it is. Rank 0 has written it, unless it was killed."""
+        try:
+            with open(self._error_file(rank) + TRACE) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None

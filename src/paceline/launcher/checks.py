@@ -42,18 +42,20 @@ def check_module(name: str) -> None:
     places: list[str] | None = [os.getcwd(), *filter(None, sys.path)]
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:end]), places) if places is not None else None
+        spec = PathFinder.find_spec(parts[end - 1], places) if places is not None else None
         if spec is None:
             hint = f" Leave out the `.py`: `-m {name[:-3]}`." if parts[-1] == "py" else ""
             missing = ".".join(parts[:end])
             raise LaunchError(f"-m {name}: there is no module {missing!r} in {os.getcwd()!r} or on sys.path.{hint}")
         places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-    if places is not None and PathFinder.find_spec(f"{name}.__main__", places) is None:
+    if places is not None and PathFinder.find_spec("__main__", places) is None:
         raise LaunchError(f"-m {name}: {name!r} is a package without a __main__.py. Name a module in it.")
 
 
 def check_outer_world(environ: Mapping[str, str], nodes: Nodes) -> None:
     """Raises LaunchError inside a task of an outer launcher, unless that starts one launcher on each machine."""
+    if "PET_NNODES" in environ and "TORCHELASTIC_RUN_ID" not in environ:
+        return  # a pod of a PyTorchJob: RANK is that of the machine, and stands there for a launcher to start
     try:
         outer = from_env(environ)
     except WorldError:  # half a world, such as a stale RANK: the workers do not see it

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline import notebook
 from paceline.errors import LaunchError, SettingError
 from paceline.launcher.plan import StrategyCheck, make_plan
+from paceline.world import CELL_FILE
 
 
 def call(
@@ -41,19 +43,27 @@ def call(
             path = os.path.join(output.private, "function")
             with open(path, "wb") as file:
                 pickle.dump((sys.path, payload), file)
-            outcome = supervise(replace(plan, script=path), interrupts, output)
+            variables = dict(plan.variables)
+            if notebook.in_kernel():
+                output.relay = notebook.Relay(os.path.join(output.private, "cell"), notebook.Cell())
+                variables[CELL_FILE] = output.relay.path
+            outcome = supervise(replace(plan, script=path, variables=variables), interrupts, output)
             if outcome.exit_code == 0:
                 ranks = range(plan.nproc)
                 return [None if rank in outcome.expendable else _result(f"{path}.{rank}", fn, rank) for rank in ranks]
         except Stopped as error:
             stopped = error.signum
         else:
-            raise LaunchError(f"launch({_name(fn)}): {outcome.story}".rstrip("\n"))
+            failed = LaunchError(f"launch({_name(fn)}): {outcome.story}".rstrip("\n"))
+            notebook.shorten(failed, f"LaunchError: {failed}")  # with the rank's traceback, and not the launcher's
+            raise failed
         finally:
             output.close(failed=False)
     if stopped != signal.SIGINT:  # what this process does at such a signal, it does now that all others have ended
         signal.raise_signal(stopped)
-    raise KeyboardInterrupt
+    interrupted = KeyboardInterrupt()
+    notebook.shorten(interrupted, "KeyboardInterrupt: paceline.launch was interrupted. All its processes have ended.")
+    raise interrupted
 
 
 def _name(fn: Callable[..., Any]) -> str:

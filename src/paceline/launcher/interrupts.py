@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
+
+from paceline.launcher.output import say
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -21,7 +23,7 @@ class Stopped(BaseException):
     def report(self) -> int:
         """Print one line about it, and return the exit code that shells use for the signal."""
         what = "interrupted" if self.signum == signal.SIGINT else f"stopped by {signal.Signals(self.signum).name}"
-        print(f"paceline: {what}; all ranks have ended.", file=sys.stderr, flush=True)
+        say(f"paceline: {what}; all ranks have ended.\n")
         return 128 + self.signum
 
 
@@ -31,11 +33,18 @@ class Interrupts:
     Before workers run, a signal also raises Stopped at once. Once they run (`deferred`), an exception in the middle of
     starting or ending one could lose it, so that the agent calls `check` instead, some twenty times a second. A signal
     that the caller's shell told us to ignore (nohup and SIGHUP) stays ignored; torch's own handlers would not do that.
+
+    Args:
+        stoppable: SIGUSR1 asks the run to save a checkpoint and end (stop_request.py).
+        grace: so does SIGTERM, while workers run: for so many seconds, and then it means what it always does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, stoppable: bool = False, grace: float | None = None) -> None:
         self.received: list[int] = []  # the signals so far
         self.deferred = False  # does only `check` raise?
+        self.stoppable, self._grace = stoppable, grace
+        self.asked: int | None = None  # the signal that asked the run to save and end
+        self._grace_ends: float | None = None  # when that must be done, by time.monotonic
         self._before: dict[signal.Signals, Any] = {}
 
     @property
@@ -43,23 +52,41 @@ class Interrupts:
         """Has the user sent more than one signal?"""
         return len(self.received) > 1
 
+    @property
+    def due(self) -> int | None:
+        """The signal by which the run must end now: one that has come, if the time that it gave is up."""
+        if self._grace_ends is not None and time.monotonic() > self._grace_ends and not self.received:
+            self.received.append(signal.SIGTERM)
+        return self.received[0] if self.received else None
+
     def check(self) -> None:
-        """Raise Stopped if a signal has come."""
-        if self.received:
-            raise Stopped(self.received[0])
+        """Raise Stopped if the run must end now."""
+        if (signum := self.due) is not None:
+            raise Stopped(signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGUSR1 or (signum == signal.SIGTERM and self.deferred and self._grace is not None):
+            self.asked = self.asked or signum
+            if signum == signal.SIGTERM and self._grace_ends is None:  # schedulers send it more than once
+                self._grace_ends = time.monotonic() + (self._grace or 0.0)
+            return
         self.received.append(signum)
         if not self.deferred:
             raise Stopped(signum)
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for signum in _HANDLED:
+            for signum in (*_HANDLED, signal.SIGUSR1) if self.stoppable else _HANDLED:
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):  # None: a handler that is not Python's
                     self._before[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+            # A request to stop that comes when all is done must not kill the launcher, whose exit code would then say
+            # that it is not. (Not SIG_IGN, which processes started later would inherit.)
+            signal.signal(signum, _too_late if signum == signal.SIGUSR1 else handler)
+
+
+def _too_late(signum: int, frame: FrameType | None) -> None:
+    """A handler that does nothing."""

@@ -1,7 +1,9 @@
-"""Which machines take part and where they meet: torchrun's options, read and checked. Pure.
+"""Which machines take part and where they meet: torchrun's options, read and checked. Pure, but for the file with
+the secret.
 
-One machine meets nobody and listens on loopback only, whatever else is said. Several machines meet by one of torch's
-rendezvous: `static` where each launcher is told its number (--node-rank), or else `c10d`, or what --rdzv-backend names.
+One machine meets nobody and listens on loopback only, whatever else is said. Several machines meet by a rendezvous:
+`static` where each launcher is told its number (--node-rank), or else `c10d`, or what --rdzv-backend names. These two
+need a secret that all of them share, unless they all are on one machine.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import LaunchError
+from paceline.launcher.secret import read_secret
 from paceline.world import is_loopback
 
 _C10D_PORT = 29400  # torch's defaults
@@ -28,6 +31,9 @@ class Nodes:
         run_id: the name of the run, alike on all machines.
         conf: options of the rendezvous.
         local_addr: the address by which others reach this machine; None: its name.
+        secret: what the launchers of several machines share; None: nothing.
+        secret_file: where it is from, for messages; "": handed over.
+        insecure: torch's own rendezvous, which asks nobody who he is?
         unused: options that were given and mean nothing on one machine.
     """
 
@@ -40,11 +46,24 @@ class Nodes:
     run_id: str = "paceline"
     conf: Mapping[str, str] = field(default_factory=dict)
     local_addr: str | None = None
+    secret: str | None = field(default=None, repr=False)
+    secret_file: str = ""
+    insecure: bool = False
     unused: tuple[str, ...] = ()
 
     @property
     def several(self) -> bool:
         return self.max_nodes > 1
+
+    @property
+    def guarded(self) -> bool:
+        """Do the machines meet by our own rendezvous, which nobody enters without the secret?"""
+        return self.several and not self.insecure and _can_be_guarded(self.backend, self.conf)
+
+    @property
+    def key(self) -> bytes:
+        """The secret as bytes. Launchers of one machine may have none: then the kernel tells whose they are."""
+        return (self.secret or "").encode()
 
     @property
     def endpoint(self) -> str:
@@ -71,6 +90,8 @@ def read_nodes(
     master_port: int | None = None,
     local_addr: str | None = None,
     standalone: bool = False,
+    rdzv_secret_file: str | None = None,
+    rdzv_insecure: bool = False,
 ) -> Nodes:
     """Nodes from torchrun's options of the same names. Raises LaunchError where they contradict each other."""
     min_nodes, max_nodes = _counts(nnodes)
@@ -92,6 +113,7 @@ def read_nodes(
                 master_addr=master_addr if not _is_this_machine(master_addr) else None,
                 master_port=master_port if standalone else None,
                 local_addr=local_addr if not _is_this_machine(local_addr) else None,
+                rdzv_secret_file=rdzv_secret_file,
             ),
         )
     fixed = min_nodes == max_nodes
@@ -103,6 +125,8 @@ def read_nodes(
         )
     default = _STATIC_PORT if backend == "static" else _C10D_PORT
     host, port = _endpoint(nnodes, rdzv_endpoint, master_addr, master_port, default)
+    conf = _pairs(rdzv_conf or "")
+    secret = _secret(rdzv_secret_file, rdzv_insecure, backend, conf, host)
     return Nodes(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
@@ -111,9 +135,40 @@ def read_nodes(
         port=port,
         rank=node_rank,
         run_id=rdzv_id or "paceline",
-        conf=_pairs(rdzv_conf or ""),
+        conf=conf,
         local_addr=local_addr or ("127.0.0.1" if is_loopback(host) else None),
+        secret=secret,
+        secret_file=rdzv_secret_file or "",
+        insecure=rdzv_insecure,
     )
+
+
+def _can_be_guarded(backend: str, conf: Mapping[str, str]) -> bool:
+    """Is it a rendezvous that we have of our own? (Not one in an etcd server, or in a file that machines share.)"""
+    return backend == "static" or (backend == "c10d" and conf.get("store_type", "tcp") == "tcp")
+
+
+def _secret(file: str | None, insecure: bool, backend: str, conf: Mapping[str, str], host: str) -> str | None:
+    """The machines' secret; None where they need none. Raises LaunchError where it is missing."""
+    if file is not None and insecure:
+        raise LaunchError(
+            f"--rdzv-secret-file {file} and --rdzv-insecure contradict each other. Leave one of them out."
+        )
+    ours = _can_be_guarded(backend, conf)
+    if file is not None and not ours:
+        raise LaunchError(
+            f"--rdzv-secret-file {file} is for --rdzv-backend c10d (with store_type tcp) and static. Leave it out."
+        )
+    if file is not None:
+        return read_secret(file)
+    if ours and not insecure and not is_loopback(host):
+        raise LaunchError(
+            "several machines need a secret that they share: whoever reaches the place where they meet could otherwise "
+            "run code on all of them. Make one (`paceline secret FILE`), copy it to all machines or put it on a disk "
+            "that they share, and give --rdzv-secret-file FILE on each. (--hosts does it by itself. --rdzv-insecure "
+            "goes without: on a network where everybody may do everything.)"
+        )
+    return None
 
 
 def _is_this_machine(place: str | None) -> bool:

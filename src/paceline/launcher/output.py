@@ -1,8 +1,8 @@
 """What the ranks print: the first rank of each machine straight to the console, every other one into a file.
 
 A rank whose output was asked for (--tee) is shown too, from its file: whole lines, each marked with the rank. A worker
-writes to a file and not to a pipe, so that it never waits for the launcher, and nothing is lost when the launcher is
-killed.
+writes to a file and not to a pipe, so that it never waits for the launcher. When the launcher is killed, files in a
+directory that was asked for (--output) stay; temporary ones, of which nobody is told then, are removed (processes.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 from typing import IO
 
 from paceline.errors import LaunchError
+from paceline.notebook import Relay
 
 LAST_LINES = 20  # of a rank that died without an exception
 
@@ -55,9 +56,14 @@ class Output:
         self._written: set[int] = set()  # ranks that have had a file in this run
         self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
         self._first: int | None = None
+        self.relay: Relay | None = None  # of the picture that rank 0 draws for a notebook
 
     def path(self, rank: int) -> str:
         return os.path.join(self.directory, f"rank-{rank}.log")
+
+    def has_file(self, rank: int) -> bool:
+        """Does the rank print into a file, and not to the console?"""
+        return rank in self._written
 
     def open(self, rank: int, first: bool) -> IO[bytes] | None:
         """A file for the output of `rank`, which is about to start; None: the console. A restart continues it."""
@@ -91,6 +97,8 @@ class Output:
             for line in whole.decode(errors="replace").removesuffix("\n").split("\n"):
                 sys.stdout.write(f"{mark}{line}\n")
             sys.stdout.flush()
+        if self.relay is not None:
+            self.relay.show()
 
     def last_lines(self, rank: int) -> list[str]:
         """The end of what `rank` printed, unless that was shown."""
@@ -98,7 +106,7 @@ class Output:
             return []
         with open(self.path(rank), "rb") as file:
             file.seek(max(0, os.path.getsize(self.path(rank)) - 100 * LAST_LINES))
-            return file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+            return file.read(100 * LAST_LINES).decode(errors="replace").splitlines()[-LAST_LINES:]
 
     def close(self, failed: bool) -> str:
         """Remove what need not be kept. Returns a line that says where the ranks' output is, or ""."""

@@ -128,6 +128,14 @@ class Peers:
             self._call("set", f"failed/{self._node}", json.dumps([text, consequence]))
             self._call("add", "failures", 1)
 
+    def add_stop(self) -> int:
+        """Count this launcher to those whose ranks know that the run is asked to stop. Returns how many they are."""
+        return int(self._call("add", "stops", 1))
+
+    def count_stops(self) -> int:
+        """How many launchers have told their ranks that the run is asked to stop."""
+        return int(self._call("add", "stops", 0))
+
     def publish_exits(self, ranks: list[int]) -> None:
         """Tell the other nodes which ranks of this one have ended well."""
         if self._nodes > 1:

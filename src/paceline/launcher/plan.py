@@ -40,6 +40,8 @@ class Plan:
         output: the directory for what the ranks print; None: a temporary one.
         tee: ranks whose output is shown as well, each line marked; None: all.
         timeout_seconds: end the run after so long; None: never.
+        stall_seconds: how long a rank may wait for others before it is said; None: by the usual time of a batch.
+        stall_action: what is done besides: "say" (nothing), "end" or "restart" (stalls.py).
         device: the device setting, where the launcher can know it.
         on_cpu: how many workers need no accelerator, as far as the launcher can know it.
         variables: environment variables that the workers get besides.
@@ -60,6 +62,8 @@ class Plan:
     output: str | None = None
     tee: frozenset[int] | None = frozenset()
     timeout_seconds: float | None = None
+    stall_seconds: float | None = None
+    stall_action: str = "say"
     device: str | None = None
     on_cpu: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)

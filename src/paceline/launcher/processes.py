@@ -1,7 +1,8 @@
 """Operating-system processes that are started together and ended together. No torch.
 
 Each process leads a session and a process group of its own. A Ctrl-C at the terminal therefore reaches the launcher
-alone, which passes it on, and the processes that a worker leaves behind can be found by the group.
+alone, which passes it on, and the processes that a worker leaves behind can be found by the group. Those of them that
+have gone into a session of their own are found by an environment variable that they inherit (Linux).
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, NamedTuple
 
 from paceline.errors import LaunchError
+from paceline.launcher import process_state
+from paceline.launcher.output import say
+from paceline.world import ERROR_FILE
 
 GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
-_KILL_SECONDS = 1.0  # for SIGKILL: a process that waits in the kernel, for a disk or a GPU, cannot die
+_KILL_SECONDS = 1.0  # for SIGKILL to be seen to work
+_RELEASE_SECONDS = 10.0  # for a process that is killed to give back its memory, which takes a busy machine some time
+_STRAY_SECONDS = 1.0  # between SIGTERM and SIGKILL to what a worker left behind in a session of its own
 _POLL_SECONDS = 0.02
 
 
@@ -37,14 +42,25 @@ class Command(NamedTuple):
 
 
 class Processes:
-    """Started processes, by their index."""
+    """Started processes, by their index.
 
-    def __init__(self, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    Args:
+        started: the processes.
+        marks: for each, an environment variable with its value (NAME=VALUE) that is its own, and that all have which it
+            has started; b"" where it has none.
+        folder: what to remove should the launcher be killed; None: nothing.
+    """
+
+    def __init__(
+        self, started: Sequence[subprocess.Popen[bytes]], marks: Sequence[bytes] = (), folder: str | None = None
+    ) -> None:
         self._started = list(started)
+        self._marks = list(marks) or [b""] * len(self._started)
+        self._folder = folder
         # Process groups to kill at the end. Not those of processes that ended well: their numbers may have been used
         # again, and such a script left a process (a server, say) running on purpose.
         self._sweep: set[int] = set()
-        self._watcher = _watch(self.pids) if self._started else None
+        self._watcher = _watch(self.pids, folder) if self._started else None
 
     @property
     def pids(self) -> list[int]:
@@ -56,9 +72,10 @@ class Processes:
         self._sweep.discard(former)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(former, signal.SIGKILL)
+        _end_strays([self._marks[index]] if self._marks[index] else [])
         self._started[index] = _popen(command)
         self._dismiss_watcher()
-        self._watcher = _watch(self.pids)
+        self._watcher = _watch(self.pids, self._folder)
 
     def exits(self) -> dict[int, int]:
         """index -> exit code, of the processes that have ended; -n where signal n ended one."""
@@ -78,19 +95,34 @@ class Processes:
         for process in running:
             self._sweep.add(process.pid)
             process.send_signal(signum)
+            if process_state.read_state(process.pid).stopped:
+                process.send_signal(signal.SIGCONT)  # else it would not see the request
         _wait(lambda: not self._running() or hurry(), GRACE_SECONDS)
         self.exits()
+        marks = [mark for process, mark in zip(self._started, self._marks) if mark and process.pid in self._sweep]
         for pid in self._sweep:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: the second)
                 os.killpg(pid, signal.SIGKILL)
         self._sweep.clear()
+        _end_strays(marks, hurry)
         self._dismiss_watcher()
         _wait(lambda: not self._running(), _KILL_SECONDS)
+        if self._running():
+            self._wait_for_the_killed()
+
+    def _wait_for_the_killed(self) -> None:
+        """Say what keeps processes that SIGKILL has not ended, as the kernel tells it."""
+        stuck = [p.pid for p in self._running() if process_state.read_state(p.pid).code == process_state.IN_KERNEL]
+        if len(stuck) < len(self._running()):
+            _wait(lambda: not self._running(), _RELEASE_SECONDS)
         for process in self._running():
-            print(
-                f"paceline: process {process.pid} cannot be killed: it waits in the kernel, for a disk or a device.",
-                file=sys.stderr,
-            )
+            state = process_state.read_state(process.pid)
+            if state.code == process_state.IN_KERNEL:
+                channel = f" ({state.wait_channel})" if state.wait_channel else ""
+                why = f"cannot be killed: it waits in the kernel, for a disk or a device{channel}"
+            else:
+                why = f"has not ended yet, though it was killed (its state is {state.code or 'unknown'})"
+            say(f"paceline: process {process.pid} {why}.\n")
 
     def _dismiss_watcher(self) -> None:
         watcher, self._watcher = self._watcher, None
@@ -102,13 +134,22 @@ class Processes:
         return [process for process in self._started if process.poll() is None]
 
 
-def _watch(pids: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A shell that kills these process groups when the launcher dies, however that dies: the kernel ends the ranks
-    themselves, but not what they have started. It sees the end of its input."""
-    script = 'read line || kill -s KILL -- "$@" 2>/dev/null'
+def _watch(pids: Sequence[int], folder: str | None) -> subprocess.Popen[bytes]:
+    """A shell that ends what is left when the launcher dies, however that dies: the kernel ends the ranks themselves,
+    but not what they have started. It sees the end of its input.
+
+    It kills their process groups, then whatever has inherited the name of a file in `folder`, and removes that folder.
+    """
+    script = (
+        'trap "" USR1; read line && exit; folder=$1; shift; kill -s KILL -- "$@" 2>/dev/null; '
+        '[ -n "$folder" ] || exit; '
+        f'for file in $(grep -lsaF -- "{ERROR_FILE}=$folder/" /proc/[0-9]*/environ); do '
+        'pid=${file#/proc/}; kill -s KILL "${pid%/environ}" 2>/dev/null; done; '
+        'rm -rf -- "$folder" 2>/dev/null || { sleep 1; rm -rf -- "$folder"; }'
+    )
     groups = [f"-{pid}" for pid in pids]
     return subprocess.Popen(
-        ["/bin/sh", "-c", script, "paceline-watcher", *groups],
+        ["/bin/sh", "-c", script, "paceline-watcher", folder or "", *groups],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -116,8 +157,30 @@ def _watch(pids: Sequence[int]) -> subprocess.Popen[bytes]:
     )
 
 
-def start(commands: Sequence[Command]) -> Processes:
-    """Start all of them.
+def _end_strays(marks: Sequence[bytes], hurry: Callable[[], bool] = lambda: False) -> None:
+    """End the processes that have inherited one of these environment variables: SIGTERM, and soon SIGKILL."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        found = _find(marks)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signum)
+        if found:
+            _wait(lambda pids=found: not any(map(_lives, pids)) or hurry(), _STRAY_SECONDS)  # type: ignore[misc]
+
+
+def _find(marks: Sequence[bytes]) -> list[int]:
+    """Living processes that have one of these environment variables."""
+    pids = process_state.all_pids() if marks else []
+    return [pid for pid in pids if process_state.has_variable(pid, marks) and _lives(pid) and pid != os.getpid()]
+
+
+def _lives(pid: int) -> bool:
+    state = process_state.read_state(pid)
+    return state.code != "" and not state.gone
+
+
+def start(commands: Sequence[Command], folder: str | None = None) -> Processes:
+    """Start all of them. folder: what to remove should the launcher be killed.
 
     Raises:
         LaunchError: one could not be started; those before it are ended.
@@ -127,12 +190,18 @@ def start(commands: Sequence[Command]) -> Processes:
         try:
             started.append(_popen(command))
         except OSError as error:
-            Processes(started).stop()
+            Processes(started, [_mark(command) for command in commands[: len(started)]]).stop()
             raise LaunchError(
                 f"Process {len(started)} of {len(commands)} could not be started: {error}. Check the limits on memory "
                 f"and on processes (ulimit -u), or ask for fewer with --nproc."
             ) from error
-    return Processes(started)
+    return Processes(started, [_mark(command) for command in commands], folder)
+
+
+def _mark(command: Command) -> bytes:
+    """Its own environment variable, as it stands in /proc/PID/environ; b"" where it has none."""
+    path = command.environ.get(ERROR_FILE)
+    return f"{ERROR_FILE}={path}".encode(errors="surrogateescape") if path else b""
 
 
 def _popen(command: Command) -> subprocess.Popen[bytes]:

@@ -1,13 +1,20 @@
-"""Where the workers meet: on one machine a store that listens on loopback only, on several machines torch's rendezvous.
+"""Where the workers meet.
 
-torch's rendezvous opens a TCPStore that listens on every interface, even when it is told 127.0.0.1. On one machine the
-socket is therefore bound first and handed over. The workers use the same store (TORCHELASTIC_USE_AGENT_STORE), so that
-none of them opens one.
+On one machine: at a store of the launcher's own on loopback, for this user's processes alone (doors.py). The workers
+use it (TORCHELASTIC_USE_AGENT_STORE), so that none of them opens one.
+
+On several machines that share a secret: one launcher keeps the stores, at the address that was named. Each launcher
+has doors on its own loopback that lead there. torch's state machine decides who takes part (c10d), on state that is
+JSON; or each launcher has its number (static).
+
+On several machines otherwise, where that was asked for (--rdzv-insecure, etcd): torch's rendezvous. Its store listens
+on every interface, asks nobody, and holds a pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import sys
@@ -18,22 +25,31 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 from paceline.errors import LaunchError
+from paceline.launcher.doors import Doors, KeeperDoor, NoKeeper, RelayDoor, StoreDoor, knock
+from paceline.launcher.early_start import HOST, EarlyWorkers, listen
 from paceline.launcher.nodes import Nodes
+from paceline.launcher.sealed import Refused
+from paceline.torch_private import dynamic_rendezvous
+from paceline.world import is_loopback
 
 BACKEND = "paceline-loopback"
 MEET_SECONDS = 600.0  # torch's own time limit for joining
 _HINT_SECONDS = 5.0  # of waiting, before a message says so
 _PROBE_SECONDS = 10
+_KNOCKS = 5
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -42,7 +58,8 @@ class LoopbackRendezvous(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
         self._port = int(parameters.get("port", 0))
-        self._store: TCPStore | None = None
+        self._listener: socket.socket | None = parameters.get("listener")  # of the first store; None: not made yet
+        self._doors: Doors | None = None
         self._closed = False
 
     def get_backend(self) -> str:
@@ -54,11 +71,12 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """A fresh store at each call: what former workers left in theirs would confuse the next ones."""
-        self._store = None  # stops listening, if nobody else holds it: its port may be wanted again
-        self._store = _store_on("127.0.0.1", self._port)
-        return RendezvousInfo(
-            PrefixStore("agent", self._store), 0, 1, RendezvousStoreInfo("127.0.0.1", self._store.port)
-        )
+        if self._doors is not None:
+            self._doors.close()  # its port may be wanted again
+        listener, self._listener = self._listener or listen(HOST, self._port), None
+        self._doors = Doors(listener, StoreDoor())
+        store = client(self._doors.port)
+        return RendezvousInfo(PrefixStore("agent", store), 0, 1, RendezvousStoreInfo(HOST, self._doors.port))
 
     def is_closed(self) -> bool:
         return self._closed
@@ -74,7 +92,105 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         self._closed = True
-        self._store = None  # stops listening
+        if self._doors is not None:
+            self._doors.close()
+        return True
+
+
+class Guard:
+    """The stores of a run on several machines, for who knows the secret.
+
+    Attributes:
+        address: of the launcher that keeps them.
+    """
+
+    def __init__(self, nodes: Nodes, address: tuple[str, int], keeper: Doors | None) -> None:
+        self.address = address
+        self._nodes, self._keeper = nodes, keeper
+        self._open: dict[str, Doors] = {}
+
+    def door(self, room: str) -> int:
+        """The port on this machine's loopback that leads to a room. One of an earlier round closes."""
+        kind = room.partition("/")[0]
+        if kind in self._open:
+            self._open[kind].close()
+        door = RelayDoor(self.address, self._nodes.key, room)
+        self._open[kind] = Doors(listen(HOST, 0), door)
+        return self._open[kind].port
+
+    def close(self) -> None:
+        for doors in self._open.values():
+            doors.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+class JsonBackend(RendezvousBackend):
+    """The state of torch's dynamic rendezvous in a store, as JSON.
+
+    torch gives and takes a pickle. What it takes was made here, of JSON whose every field was looked at.
+    """
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._key = store, f"rendezvous/{run_id}"
+
+    @property
+    def name(self) -> str:
+        return "c10d"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        # An empty value stands for none: to read a key that is not there would wait for it.
+        return self._found(self._call("compare_set", self._key, "", ""))
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        wanted = dynamic_rendezvous.to_json(state)
+        text = self._call("compare_set", self._key, "" if token is None else str(token), wanted)
+        found = self._found(text)
+        return None if found is None else (*found, text == wanted.encode())
+
+    def _found(self, text: bytes) -> tuple[bytes, Token] | None:
+        if not text:
+            return None
+        try:
+            return dynamic_rendezvous.from_json(text.decode()), text.decode()
+        except ValueError as error:
+            raise RendezvousStateError(str(error)) from None
+
+    def _call(self, operation: str, *arguments: str) -> bytes:
+        try:
+            return bytes(getattr(self._store, operation)(*arguments))
+        except (ValueError, RuntimeError, OSError) as error:
+            raise RendezvousConnectionError(f"The store of the rendezvous does not answer: {error}") from error
+
+
+class NumberedRendezvous(RendezvousHandler):
+    """Of machines that are numbered already, and all take part in each round."""
+
+    def __init__(self, nodes: Nodes, store: Store) -> None:
+        self._nodes, self._store = nodes, store
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        rank = self._nodes.rank
+        assert rank is not None
+        place = RendezvousStoreInfo(self._nodes.host, self._nodes.port)
+        return RendezvousInfo(PrefixStore(self._nodes.run_id, self._store), rank, self._nodes.max_nodes, place)
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._nodes.run_id
+
+    def shutdown(self) -> bool:
         return True
 
 
@@ -85,8 +201,9 @@ class InterruptibleRendezvous(RendezvousHandler):
     own.
     """
 
-    def __init__(self, inner: RendezvousHandler, nodes: Nodes) -> None:
+    def __init__(self, inner: RendezvousHandler, nodes: Nodes, guard: Guard | None = None) -> None:
         self._inner, self._nodes = inner, nodes
+        self.guard = guard  # None: torch's stores
 
     def next_rendezvous(self) -> RendezvousInfo:
         found: list[RendezvousInfo | BaseException] = []
@@ -127,20 +244,27 @@ class InterruptibleRendezvous(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        return self._inner.shutdown()
+        try:
+            return self._inner.shutdown()
+        finally:
+            if self.guard is not None:
+                self.guard.close()
 
 
-def make_rendezvous(nodes: Nodes) -> RendezvousHandler:
-    """The rendezvous handler for these machines, by way of torch's registry.
+def make_rendezvous(nodes: Nodes, early: EarlyWorkers | None = None) -> RendezvousHandler:
+    """The rendezvous handler for these machines, by way of torch's registry. early: workers that wait for its store.
 
     Raises LaunchError where the endpoint cannot be reached or is no rendezvous.
     """
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     if not nodes.several:
-        parameters = RendezvousParameters(BACKEND, "", uuid.uuid4().hex, 1, 1, port=nodes.port)
+        run_id, listener = (uuid.uuid4().hex, None) if early is None else (early.run_id, early.listener)
+        parameters = RendezvousParameters(BACKEND, "", run_id, 1, 1, port=nodes.port, listener=listener)
         return rendezvous_handler_registry.create_handler(parameters)
     # That another machine has closed the rendezvous, or has gone, is told in our own words.
     logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.ERROR)
+    if nodes.guarded:
+        return _guarded(nodes)
     config: dict[str, Any] = {"timeout": int(MEET_SECONDS), **nodes.conf}
     if nodes.rank is not None:
         config["rank"] = nodes.rank
@@ -164,6 +288,93 @@ def make_rendezvous(nodes: Nodes) -> RendezvousHandler:
         ) from None
 
 
+def client(port: int, timeout_seconds: float = MEET_SECONDS) -> TCPStore:
+    """torch's client, at a door of this launcher's."""
+    limit = timedelta(seconds=timeout_seconds)
+    return TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _guarded(nodes: Nodes) -> InterruptibleRendezvous:
+    """The rendezvous of machines that share a secret. Raises LaunchError."""
+    keeper: Doors | None = None
+    if nodes.rank == 0 or (nodes.rank is None and _is_local(nodes.host)):
+        try:
+            listener = listen(_named_address(nodes), nodes.port)
+        except OSError as error:
+            # Another launcher of this machine was faster, as a test may have; or else nobody answers below.
+            if error.errno != errno.EADDRINUSE or not _is_listening(nodes):
+                raise _cannot_be_made(nodes, str(error)) from None
+        else:
+            keeper = Doors(listener, KeeperDoor(nodes.key, own_machine=nodes.secret is None))
+    try:
+        address = _reach(nodes, keeper)
+        guard = Guard(nodes, address, keeper)
+        store = client(guard.door("rendezvous"))
+        if nodes.rank is not None and nodes.backend == "static":
+            return InterruptibleRendezvous(NumberedRendezvous(nodes, store), nodes, guard)
+        config: dict[str, Any] = {"timeout": int(MEET_SECONDS), **nodes.conf}
+        numbers = (nodes.min_nodes, nodes.max_nodes)
+        parameters = RendezvousParameters("c10d", nodes.endpoint, nodes.run_id, *numbers, nodes.local_addr, **config)
+        inner = create_handler(store, JsonBackend(store, nodes.run_id), parameters)
+        return InterruptibleRendezvous(inner, nodes, guard)
+    except Exception as error:
+        if keeper is not None:
+            keeper.close()
+        if isinstance(error, LaunchError):
+            raise
+        raise _cannot_be_made(nodes, str(error.__cause__ or error)) from None
+
+
+def _cannot_be_made(nodes: Nodes, why: str) -> LaunchError:
+    return LaunchError(
+        f"The rendezvous ({nodes.backend}, {nodes.endpoint}) cannot be made: {why.splitlines()[0]}. Check "
+        "--rdzv-backend, --rdzv-endpoint and --rdzv-conf, and that the port is free on the machine named."
+    )
+
+
+def _named_address(nodes: Nodes) -> str:
+    """The address to listen on: the one that was named. All of them where this machine knows its name as loopback, as
+    Debian has it, or does not have that address itself, as behind a translating router: the others could not come."""
+    for host in (nodes.host, nodes.local_addr):
+        if host is not None and _is_local(host):
+            address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+            if nodes.loopback or not is_loopback(address):
+                return address
+    return "0.0.0.0"
+
+
+def _reach(nodes: Nodes, keeper: Doors | None) -> tuple[str, int]:
+    """The keeper's address, once it has answered and knows the secret. Raises LaunchError."""
+    if keeper is not None:
+        return keeper.host if keeper.host != "0.0.0.0" else HOST, nodes.port
+    _wait_until_listening(nodes)
+    problem: OSError | None = None
+    host = str(socket.getaddrinfo(nodes.host, nodes.port, type=socket.SOCK_STREAM)[0][4][0])
+    for attempt in range(_KNOCKS):
+        try:
+            knock((host, nodes.port), nodes.key, _PROBE_SECONDS)
+            return host, nodes.port
+        except OSError as error:
+            problem = error
+            if isinstance(error, NoKeeper) and attempt:
+                break
+            if attempt < _KNOCKS - 1:
+                time.sleep(0.2)  # it may have been crowded by others, or end just now
+    if isinstance(problem, Refused):
+        ours = f"the secret in {nodes.secret_file}" if nodes.secret_file else "this launcher, which has no secret"
+        raise LaunchError(
+            f"--rdzv-endpoint {nodes.endpoint}: the launcher there does not accept {ours} ({problem}). Give all "
+            "machines the same file (--rdzv-secret-file)."
+        )
+    if isinstance(problem, NoKeeper):
+        raise LaunchError(
+            f"--rdzv-endpoint {nodes.endpoint}: something that is no launcher of this version listens on port "
+            f"{nodes.port} ({problem}). End it there (`ss -ltnp | grep {nodes.port}` names it), choose another port on "
+            "all machines alike, or install the same version of Paceline on all."
+        )
+    raise LaunchError(f"--rdzv-endpoint {nodes.endpoint}: the connection broke ({problem}). Start the launchers again.")
+
+
 def workers_store(nodes: Nodes, host: str) -> TCPStore:
     """On the first of several machines: a store for the workers of one round, which the others know as `host`.
 
@@ -172,18 +383,13 @@ def workers_store(nodes: Nodes, host: str) -> TCPStore:
     interface.
     """
     if nodes.local_addr is not None:
-        return _store_on(nodes.local_addr, 0)
+        return _store_on(listen(nodes.local_addr, 0))
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def _store_on(host: str, port: int) -> TCPStore:
-    """A store that listens on one address only."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    found = listener.getsockname()[1]
-    # The store takes the descriptor over and closes it.
+def _store_on(listener: socket.socket) -> TCPStore:
+    """A store that listens at this socket, and closes it in the end."""
+    host, found = listener.getsockname()[:2]
     return TCPStore(host, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
@@ -227,7 +433,13 @@ def _is_listening(nodes: Nodes) -> bool:
 
 
 def _wait_for(nodes: Nodes) -> None:
-    """Wait until the machine that hosts the rendezvous answers: launchers may be started in any order."""
+    """Wait until the machine that hosts torch's rendezvous answers."""
+    _wait_until_listening(nodes)
+    _probe(nodes)
+
+
+def _wait_until_listening(nodes: Nodes) -> None:
+    """Wait until something listens at the endpoint: launchers may be started in any order."""
     start = time.monotonic()
     said = False
     while not _is_listening(nodes):
@@ -241,7 +453,6 @@ def _wait_for(nodes: Nodes) -> None:
             said = True
             print(f"paceline: waiting for the launcher at {nodes.endpoint}", file=sys.stderr, flush=True)
         time.sleep(0.2)
-    _probe(nodes)
 
 
 def _probe(nodes: Nodes) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # What gloo, NCCL and torch's store say when the process at the other end has gone.
@@ -33,6 +33,8 @@ _LIKELY = {
     signal.SIGSEGV: " (a crash in native code)",
     signal.SIGABRT: " (native code gave up; it said why above)",
 }
+UNWRITTEN = 120
+"""Python's exit code where all went well, but the last of the output could not be written."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Ending:
         error: the exception that ended its script, if one did.
         expendable: was it killed by a signal, after it had said that the others can go on without it?
         role: what it was for the others, such as "a parameter server"; "" where all ranks are alike.
+        place: the script's line, and the call in it, at which it ended or failed; for exit code 0 in words, such as "by
+            sys.exit() at train.py, line 5"; "" where that is not known.
+        in_collective: was that call one of all ranks?
+        unwritable: of the output: "" or why no more of it could be written.
     """
 
     rank: int
@@ -81,6 +87,9 @@ class Ending:
     error: Error | None = None
     expendable: bool = False
     role: str = ""
+    place: str = ""
+    in_collective: bool = False
+    unwritable: str = ""
 
     @property
     def failed(self) -> bool:
@@ -133,19 +142,32 @@ def exit_code(ending: Ending) -> int:
     return 128 - ending.code if ending.code < 0 else ending.code
 
 
-def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
+def describe(endings: Sequence[Ending], last_lines: Sequence[str] = (), elsewhere: Mapping[int, str] = {}) -> str:
     """What to print, ending in a newline: the cause, then a line for each other thing that happened on its own.
 
-    last_lines: what the cause printed last, for one that died without an exception.
+    Args:
+        last_lines: what the cause printed last, for one that died without an exception.
+        elsewhere: of ranks that still run, where they are.
     """
     first = cause(endings)
+    early = [ending for ending in endings if not ending.failed and not ending.expendable]
     lines = [headline(first)]
+    if first.consequence and early:  # the victim's words come second
+        lines = [
+            f"{exits_in_words([e.rank for e in early], {e.rank: e.place for e in early})}, while others still needed "
+            f"{'it' if len(early) == 1 else 'them'}: do all ranks take the same number of steps?",
+            *lines,
+        ]
     if first.error and not first.error.shown:
         lines.append(first.error.traceback.rstrip("\n"))
     elif last_lines and (first.error is None or first.error.shown):
         lines.append("The last it printed:\n  " + "\n  ".join(last_lines))
-    if first.code == -signal.SIGABRT and any(map(_UNLIKE_CALLS.search, last_lines)):
+    if first.unwritable:
+        lines.append(first.unwritable)
+    if first.code == -signal.SIGABRT and (first.in_collective or any(map(_UNLIKE_CALLS.search, last_lines))):
         lines.append(_CALL_ALIKE)
+        places = {e.rank: e.place for e in endings if e.failed and e.place} | dict(elsewhere)
+        lines += [f"  rank {rank} was at {place}" for rank, place in sorted(places.items())]
     if first.role and not first.error:
         lines.append(
             "The run cannot go on without it. Started again (--max-restarts does so), a script that calls run.restore "
@@ -157,11 +179,16 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = ()) -> str:
         lines.append(f"{name_ranks(e.rank for e in alike)} failed in the same way.")
     if len(alike) < len(rest):
         lines.append(f"{name_ranks(e.rank for e in rest if e not in alike)} failed too.")
-    early = [ending for ending in endings if not ending.failed]
-    if first.consequence and early:
-        who = name_ranks(ending.rank for ending in early)
-        lines.append(f"{who} had ended before, without an error: do all ranks take the same number of steps?")
     return "\n".join(lines) + "\n"
+
+
+def exits_in_words(ranks: Sequence[int], places: Mapping[int, str], how: str = "early") -> str:
+    """Which ranks ended with exit code 0, and where: "rank 1 ended early, with exit code 0, by sys.exit() at ..."."""
+    found = {places.get(rank, "") for rank in ranks}
+    if len(found) > 1:
+        return "; ".join(exits_in_words([rank], places, how) for rank in sorted(ranks))
+    (place,) = found
+    return f"{name_ranks(ranks)} ended {how}, with exit code 0{place and f', {place}'}"
 
 
 def _failure_key(ending: Ending) -> tuple[int | None, str]:
@@ -177,7 +204,10 @@ def headline(ending: Ending) -> str:
         return f"{who} failed: {summary}{' (shown above)' if ending.error.shown else ''}"
     assert ending.code is not None
     if ending.code < 0:
-        return f"{who} was killed by {_signal_name(-ending.code)}{_LIKELY.get(-ending.code, '')}"  # type: ignore[call-overload]
+        at = f", at {ending.place}" if ending.place else ""
+        return f"{who} was killed by {_signal_name(-ending.code)}{_LIKELY.get(-ending.code, '')}{at}"  # type: ignore[call-overload]
+    if ending.code == UNWRITTEN:
+        return f"{who} ended with exit code {UNWRITTEN}: what it printed last could not be written"
     return f"{who} ended with exit code {ending.code}"
 
 

@@ -1,39 +1,111 @@
-"""Nothing hangs in silence: say which rank waits where, in which call, and which rank has not come there.
+"""Nothing hangs in silence: say which rank waits where, in which call, which rank has not come there, and why.
 
 A rank that makes a collective call alone (`if run.main: run.save(...)`), or a step more than the others, waits for the
-process group's timeout, 30 minutes. Nobody can know whether it waits in vain: the others may be busy with something
-long. So no rank is ended here.
+process group's timeout, 30 minutes; so do the others of a rank that is stopped, or loops, or waits for a disk. Nobody
+can know whether they wait in vain: the one may be busy with something long. So no rank is ended, unless the user asked
+for it (--stall-action).
 
-1. Every POLL_SECONDS sample the stacks of all ranks of this machine (early_exits.py).
-2. Either a rank waits: its stack has not changed for STALL_SECONDS and is in communication. Or no rank at all has
-   moved. Then say where all of them are; again after twice that time, four times, and so on while it lasts.
+1. Every few seconds read the state of all ranks of this machine in /proc, and sample their stacks (stacks.py).
+2. Either a rank waits: its stack has not changed for the limit (--stall-timeout) and is in communication. Or a rank has
+   been stopped for so long. Or no rank at all has moved. A rank that takes another batch moves, wherever it is found:
+   it counts its batches in a file (train/heartbeat.py).
+3. Then say where all of them are; again after twice that time, four times, and so on while it lasts.
+
+Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from paceline.launcher.early_exits import StackSample, is_waiting, sample_stacks
+from paceline.errors import LaunchError
+from paceline.launcher import process_state
 from paceline.launcher.output import say
+from paceline.launcher.process_state import ProcessState, read_state
 from paceline.launcher.report import name_ranks
+from paceline.launcher.stacks import StackSample, is_waiting, sample_loader_workers, sample_stacks
+from paceline.world import BEAT, MAY_DIE, read_beat
 
-POLL_SECONDS = 20.0
 STALL_SECONDS = 60.0
+USUAL_TIMES = 20
+POLL_SECONDS = 4.0  # between two looks, at most
+_SOON_SECONDS = 1.0  # the same, when the limit is near
+_OTHERS_FIRST_SECONDS = 4.0  # where no rank of this machine is to blame: for the machine whose rank is, to end the run
+_SUSPENDED_SECONDS = 30.0  # without a look: the launcher itself was stopped, and has seen nothing
+_BUSY = 0.5  # of a core: a process that uses more computes
+
+ACTIONS = ("say", "end", "restart")
+STALLED = 124
+"""The launcher's exit code where a stall ended the run: that of timeout(1)."""
+
+
+def check_options(seconds: float | None, action: str, max_restarts: int) -> None:
+    """Raises LaunchError for a --stall-timeout or --stall-action that cannot work."""
+    if seconds is not None and seconds <= 0:
+        raise LaunchError(
+            f"--stall-timeout {seconds:g}: give seconds, above 0, as 300. Left out, it follows the time of a batch."
+        )
+    if action not in ACTIONS:
+        raise LaunchError(f"--stall-action {action}: there is no such action. Give one of {', '.join(ACTIONS)}.")
+    if action == "restart" and max_restarts < 1:
+        raise LaunchError("--stall-action restart: no restart is allowed. Give --max-restarts N too, or `end`.")
 
 
 @dataclass
 class _Sight:
-    """A rank's samples with the same frames."""
+    """Successive looks at a rank that has not moved.
 
-    first: StackSample  # the first of them
-    since: float  # when it was taken
-    last: StackSample  # the last of them
+    Attributes:
+        first, last: its stack then and now; None where it did not answer.
+        since: when the first was.
+        state: what the kernel says of it now; before: at the look before.
+        beats: how many batches it had taken.
+        cores: the processor time that it used since the look before, for each second.
+        missed: did it not answer this time, and `last` is what it answered the time before?
+    """
+
+    first: StackSample | None
+    since: float
+    last: StackSample | None
+    state: ProcessState
+    before: ProcessState
+    beats: int
+    cores: float = 0.0
+    missed: bool = False
 
     def waiting(self, now: float) -> bool:
         """Does the rank wait for others?"""
+        if self.first is None or self.last is None or self.state.stopped:
+            return False
         return is_waiting(self.first, self.last, now - self.since)
+
+    def as_before(self, other: _Sight) -> bool:
+        """Has nothing moved between the two looks?"""
+        frames = [None if sight.last is None else sight.last.frames for sight in (self, other)]
+        return frames[0] == frames[1] and self.beats == other.beats and self.state.stopped == other.state.stopped
+
+
+class _Pace:
+    """How long a batch usually takes, by the count of one rank's batches."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
+
+    def add(self, beats: int, now: float) -> None:
+        if beats and (self._last is None or beats != self._last[0]):
+            self._first = self._first or (beats, now)
+            self._last = (beats, now)
+
+    @property
+    def seconds(self) -> float:
+        """0 where it is not known yet."""
+        if self._first is None or self._last is None or self._last[0] <= self._first[0]:
+            return 0.0
+        return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
 
 class Stalls:
@@ -42,55 +114,164 @@ class Stalls:
     Args:
         error_files: of each rank of this machine.
         alone: is there no other rank to wait for?
+        several: do ranks of other machines take part?
+        seconds: the limit; None: by the usual time of a batch.
+        action: what is done after it is said: one of ACTIONS.
     """
 
-    def __init__(self, error_files: Mapping[int, str], alone: bool) -> None:
-        self._error_files, self._alone = error_files, alone
+    def __init__(
+        self,
+        error_files: Mapping[int, str],
+        alone: bool,
+        *,
+        several: bool = False,
+        seconds: float | None = None,
+        action: str = "say",
+    ) -> None:
+        self._error_files, self._several = error_files, several
+        self._seconds, self.action = seconds, action
+        self._stacks = not alone or seconds is not None  # a rank alone is asked nothing, unless the user set a limit
         self._polled = time.monotonic()
+        self._looked_for = 0.0  # seconds between the last two looks
         self._seen: dict[int, _Sight] = {}
-        self._next = STALL_SECONDS  # after how long without progress the next message is due
+        self._paces: dict[int, _Pace] = {rank: _Pace() for rank in error_files}
+        self._said = 0.0  # after how long without progress the last message was; 0: there was progress since
 
-    def poll(self, pids: Mapping[int, int]) -> None:
-        """Print a message if one is due. pids: the process of each rank of this machine that still runs."""
+    @property
+    def limit(self) -> float:
+        """After how many seconds without progress it is said."""
+        if self._seconds is not None:
+            return self._seconds
+        return max(STALL_SECONDS, USUAL_TIMES * max((pace.seconds for pace in self._paces.values()), default=0.0))
+
+    def poll(self, pids: Mapping[int, int], left: Callable[[], str] = str) -> str | None:
+        """Print a message if one is due.
+
+        Args:
+            pids: the process of each rank of this machine that still runs.
+            left: says which ranks have ended; "" where none has.
+
+        Returns what to say at the end of the run, where the user asked for that end.
+        """
         now = time.monotonic()
-        if self._alone or now - self._polled < POLL_SECONDS:
-            return
-        self._polled = now
-        found = sample_stacks(self._error_files, pids)
-        self._seen = {rank: self._follow(self._seen.get(rank), stand, now) for rank, stand in found.items()}
+        if not self._error_files or now - self._polled < self._interval(now):
+            return None
+        self._looked_for, self._polled = now - self._polled, now
+        if self._looked_for > _SUSPENDED_SECONDS:
+            self._seen = {}
+        self._seen = self._look(pids, now)
         still = {rank: now - sight.since for rank, sight in self._seen.items()}
-        waiting = [rank for rank, sight in self._seen.items() if still[rank] >= STALL_SECONDS and sight.waiting(now)]
-        none_moves = len(found) == len(pids) and min(still.values(), default=0.0) >= 2 * STALL_SECONDS
-        if not waiting and not none_moves:
-            self._next = STALL_SECONDS
-            return
-        longest = max(still[rank] for rank in waiting or still)
-        if longest >= self._next:
-            self._next = 2 * longest
-            say(self._story(waiting, longest, now))
+        late = [rank for rank, seconds in still.items() if seconds >= self.limit]
+        waiting = [rank for rank in late if self._seen[rank].waiting(now)]
+        stopped = [rank for rank in late if self._seen[rank].state.stopped and not self._spared(rank)]
+        known = all(sight.last is not None or sight.state.stopped for sight in self._seen.values())
+        patience = self.limit * (1 if self._seconds is not None else 2)
+        none_moves = self._stacks and known and min(still.values(), default=0.0) >= patience
+        if not waiting and not stopped and not none_moves:
+            self._said = 0.0
+            return None
+        longest = max(still[rank] for rank in waiting or stopped or still)
+        if self.action != "say":
+            elsewhere = self._several and len(waiting) == len(pids)
+            if longest < self.limit + (_OTHERS_FIRST_SECONDS if elsewhere else 0.0):
+                return None
+            return self._story(pids, waiting, longest, now, left())
+        if self._said == 0.0 or longest >= 2 * self._said:
+            self._said = longest
+            say(f"paceline: {self._story(pids, waiting, longest, now, left())}\n")
+        return None
+
+    def _spared(self, rank: int) -> bool:
+        """Can the others go on without this rank? Then no stall of its own ends the run."""
+        return self.action != "say" and os.path.exists(self._error_files[rank] + MAY_DIE)
+
+    def _interval(self, now: float) -> float:
+        """Seconds between two looks: few where the limit is near, so that it is said soon after."""
+        near = any(
+            now - sight.since > self.limit / 2 for sight in self._seen.values() if sight.last or sight.state.stopped
+        )
+        return min(_SOON_SECONDS, self.limit / 20) if near else min(POLL_SECONDS, self.limit / 10)
+
+    def _look(self, pids: Mapping[int, int], now: float) -> dict[int, _Sight]:
+        states = {rank: read_state(pid) for rank, pid in pids.items()}
+        stands = sample_stacks(self._error_files, pids) if self._stacks else {}
+        seen = {}
+        for rank in pids:
+            beats = read_beat(self._error_files[rank] + BEAT)
+            self._paces[rank].add(beats, now)
+            stand, state, before = stands.get(rank), states[rank], self._seen.get(rank)
+            if before is not None and self._only_late(before, stand, state, beats):  # a busy machine
+                seen[rank] = replace(before, state=state, before=before.state, missed=True)
+                continue
+            sight = _Sight(stand, now, stand, state, before.state if before else state, beats)
+            if before is not None:
+                if stand is not None and before.last is not None and self._looked_for > 0:
+                    sight.cores = (stand.cpu_seconds - before.last.cpu_seconds) / self._looked_for
+                if sight.as_before(before):
+                    sight.first, sight.since = before.first, before.since
+            seen[rank] = sight
+        return seen
 
     @staticmethod
-    def _follow(before: _Sight | None, stand: StackSample, now: float) -> _Sight:
-        """`before` with a new sample, or a new _Sight where the frames have changed."""
-        if before is None or before.last.frames != stand.frames:
-            return _Sight(stand, now, stand)
-        return _Sight(before.first, before.since, stand)
+    def _only_late(before: _Sight, stand: StackSample | None, state: ProcessState, beats: int) -> bool:
+        """Is its answer missing for the first time, and nothing else known of the rank? Then it counts as the same."""
+        answers = stand is not None or before.last is None or before.missed
+        return not answers and not state.stopped and not before.state.stopped and before.beats == beats
 
-    def _story(self, waiting: list[int], seconds: float, now: float) -> str:
-        if not waiting:
-            lines = [f"paceline: no rank of this machine has moved for {seconds:.0f} s."]
-        else:
-            has = "has" if len(waiting) == 1 else "have"
-            lines = [f"paceline: {name_ranks(waiting)} {has} waited for other ranks for {seconds:.0f} s."]
-        for rank, sight in sorted(self._seen.items()):
-            what = "waits" if sight.waiting(now) else "is"
-            lines.append(f"  rank {rank} {what} at {sight.last}")
+    # ------------------------------------------------------------ saying it
+
+    def _story(self, pids: Mapping[int, int], waiting: list[int], seconds: float, now: float, left: str) -> str:
+        """Who waits, who has not come, and what keeps each. No newline at the end."""
         away = [rank for rank in self._seen if rank not in waiting]
+        stopped = [rank for rank in away if self._seen[rank].state.stopped]
+        if waiting:
+            head = f"{name_ranks(waiting)} {_has(waiting)} waited for other ranks for {seconds:.0f} s."
+        elif stopped:
+            head = f"{name_ranks(stopped)} {_has(stopped)} been stopped for {seconds:.0f} s."
+        else:
+            head = f"no rank of this machine has moved for {seconds:.0f} s."
+        lines, explained = [head], bool(stopped)
+        for rank, sight in sorted(self._seen.items()):
+            lines.append(f"  rank {rank} {self._where(pids[rank], sight, now)}")
+            if rank in away:
+                loaders = self._loader_lines(rank, pids[rank], sight)
+                explained = explained or bool(loaders) or sight.state.code == process_state.IN_KERNEL
+                lines += loaders
+        lines += [f"  {left}."] if left else []
         if away and waiting:
-            lines.append(f"  {name_ranks(away)} {'has' if len(away) == 1 else 'have'} not come to it.")
-        if waiting and len({str(sight.last) for sight in self._seen.values()}) > 1:
+            lines.append(f"  {name_ranks(away)} {_has(away)} not come to it.")
+        if waiting and not explained and len({str(sight.last) for sight in self._seen.values()}) > 1:
             lines.append(
                 "  Every rank must make the same calls in the same order: is one of these made on some ranks only (if "
                 "run.main: run.save(...)), or has one rank more steps than another? If a rank is only slow, wait."
             )
-        return "\n".join(lines) + "\n"
+        return "\n".join(lines)
+
+    def _where(self, pid: int, sight: _Sight, now: float) -> str:
+        """Such as "waits at train.py, line 14, in backward()", or what the kernel says of a rank that cannot tell."""
+        at = "" if sight.last is None else f"at {sight.last}"
+        if sight.waiting(now):
+            return f"waits {at}"
+        kept = process_state.describe(pid, sight.state, sight.before, self._looked_for)
+        if kept:
+            return f"{kept}, {at}" if at else kept
+        if not at:
+            return f"does not say where it is (process {pid})"
+        runs = process_state.RUNNING in (sight.state.code, sight.before.code)  # or waits for a core
+        return f"computes {at}" if runs or sight.cores > _BUSY else f"is {at}"
+
+    def _loader_lines(self, rank: int, pid: int, sight: _Sight) -> list[str]:
+        """A line for each process of its DataLoader that keeps the rank waiting."""
+        if sight.last is None or not sight.last.loads:
+            return []
+        lines = []
+        for child, state, stand in sample_loader_workers(self._error_files[rank], pid):
+            kept = process_state.describe(child, state)
+            at = "" if stand is None else f"at {stand}"
+            what = f"{kept}, {at}" if kept and at else kept or f"is {at}"
+            lines.append(f"    its DataLoader worker, process {child}, {what}")
+        return lines
+
+
+def _has(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousHandler
 
 from paceline.launcher.agent import Agent
 from paceline.launcher.checks import check_devices
+from paceline.launcher.early_start import EarlyWorkers
 from paceline.launcher.interrupts import Interrupts, Stopped
-from paceline.launcher.output import Output
+from paceline.launcher.output import Output, say
 from paceline.launcher.peers import RendezvousLost
 from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import make_rendezvous
+from paceline.launcher.stop_request import RESUMABLE
 
 
 @dataclass(frozen=True)
@@ -30,49 +32,81 @@ class Outcome:
     story: str  # what went wrong, ending in a newline, where the exit code is not 0
     refused: bool = False  # did the script refuse its arguments, on all ranks that ended?
     expendable: frozenset[int] = frozenset()  # ranks that were killed, while the others went on
+    saved: bool = False  # was the run asked to stop, and has saved a checkpoint?
 
 
-def supervise(plan: Plan, interrupts: Interrupts, output: Output) -> Outcome:
-    """Run `plan` to its end.
+def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWorkers | None = None) -> Outcome:
+    """Run `plan` to its end. early: its first workers, if they run already; whoever started them ends them where this
+    raises.
 
     Raises:
         Stopped: a signal ended the run; no worker is left.
         LaunchError: a worker could not be started, or the machines did not meet.
     """
     check_devices(plan.nproc, plan.device, device_count(), plan.on_cpu)
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=plan.nproc,
-        entrypoint=os.path.basename(plan.script),
-        rdzv_handler=make_rendezvous(plan.nodes),
-        max_restarts=plan.max_restarts,
-        monitor_interval=plan.monitor_seconds,
-    )
-    agent = Agent(spec, plan, output, interrupts)
-    close = True
-    try:
-        # Each round of c10d's rendezvous must tell anew where its store is. Otherwise a machine that was there before
-        # tells nothing to one that comes later (torch 2.13). Our agent gives the workers another store anyway.
-        with _set("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
-            agent.run()
-    except Stopped as stopped:
-        close = not plan.nodes.several  # others may go on; closed, the rendezvous would let nobody in
-        interrupts.deferred = True
-        with contextlib.suppress(RendezvousLost):
-            agent.leave(f"its launcher was stopped by {signal.Signals(stopped.signum).name}")
-        raise
-    except RendezvousLost as lost:
-        close = False
-        return Outcome(agent.exit_code or 1, agent.story + f"{lost}\n")
-    except (RendezvousError, DistError) as error:
-        close = False
-        why = f"{type(error).__name__}: {error.__cause__ or error!s}".splitlines()[0]
-        hint = f"Do {plan.nodes.min_nodes} machines run the same command, and can they reach {plan.nodes.endpoint}?"
-        return Outcome(agent.exit_code or 1, f"{agent.story}The machines did not meet ({why}). {hint}\n")
-    finally:
-        if close:
-            spec.rdzv_handler.shutdown()
+    former: Agent | None = None
+    while True:
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=plan.nproc,
+            entrypoint=os.path.basename(plan.script),
+            rdzv_handler=make_rendezvous(plan.nodes, early),
+            max_restarts=plan.max_restarts,
+            monitor_interval=plan.monitor_seconds,
+        )
+        agent = Agent(spec, plan, output, interrupts, early)
+        if former is not None:
+            agent.follow(former)
+        close = True
+        try:
+            # Each round of c10d's rendezvous must tell anew where its store is. Otherwise a machine that was there
+            # before tells nothing to one that comes later (torch 2.13). Our agent gives the workers another store
+            # anyway.
+            with _set("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
+                agent.run()
+            break
+        except Stopped as stopped:
+            close = not plan.nodes.several  # others may go on; closed, the rendezvous would let nobody in
+            interrupts.deferred = True
+            with contextlib.suppress(RendezvousLost):
+                agent.leave(f"its launcher was stopped by {signal.Signals(stopped.signum).name}")
+            raise
+        except RendezvousLost as lost:
+            close = False
+            if not agent.restarts_without_keeper():
+                return Outcome(agent.exit_code or 1, agent.story + f"{lost}\n")
+            say(f"{agent.story}{lost}\n")
+        except (RendezvousError, DistError) as error:
+            close = False
+            why = f"{type(error).__name__}: {error.__cause__ or error!s}".splitlines()[0]
+            if not (isinstance(error, RendezvousConnectionError) and agent.restarts_without_keeper()):
+                hint = f"Do {plan.nodes.min_nodes} machines run the same command, and can they reach "
+                hint += f"{plan.nodes.endpoint}?"
+                return Outcome(agent.exit_code or 1, f"{agent.story}The machines did not meet ({why}). {hint}\n")
+            say(f"{agent.story}The launcher at {plan.nodes.endpoint}, which kept the rendezvous, has gone.\n")
+        finally:
+            if close:
+                spec.rdzv_handler.shutdown()
+        # The launcher that kept the rendezvous has gone. Started again, by Kubernetes or by hand, it keeps another.
+        _give_up(spec.rdzv_handler)
+        interrupts.deferred = False
+        interrupts.check()
+        say(
+            f"paceline: restart {plan.max_restarts - agent.restarts_left} of {plan.max_restarts}, when the launcher at "
+            f"{plan.nodes.endpoint} is there again. All machines that take part meet there.\n"
+        )
+        former, early = agent, None
+    if agent.exit_code == 0 and agent.saved is not None:
+        asked = "a signal on another machine" if interrupts.asked is None else signal.Signals(interrupts.asked).name
+        text = f"paceline: stopped by {asked}, after saving {agent.saved}. The same command goes on from there.\n"
+        return Outcome(RESUMABLE, text if agent.leads else "", saved=True)
     return Outcome(agent.exit_code, agent.story, agent.refused, agent.expendable)
+
+
+def _give_up(rendezvous: RendezvousHandler) -> None:
+    """Close what this launcher has open of a rendezvous whose store is gone."""
+    with contextlib.suppress(Exception):  # it cannot tell the others that it leaves
+        rendezvous.shutdown()
 
 
 @contextlib.contextmanager

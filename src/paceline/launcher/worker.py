@@ -9,7 +9,10 @@ differs from plain python in these things:
 - Ctrl-C ends it with exit code 130 and no traceback.
 - A process group that the script leaves open is closed at its exit.
 - Each line of output is written at once and in one piece: lines of several ranks do not mix, and none is lost.
-- On a signal from the launcher, it writes its stack into a file.
+- On a signal from the launcher, it writes its stack into a file; so it does when its native code crashes.
+- Where it ends with exit code 0, it writes down at which line of the script (world.LEFT), and when all exit functions
+  have run (world.DONE): a crash of native code after that, in a library's destructors, loses nothing.
+- `import torch` and the end of the interpreter take less time (torch_import.py).
 """
 
 from __future__ import annotations
@@ -24,38 +27,73 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 import types
+import typing
 from collections.abc import Iterator, Sequence
 
 from paceline.errors import LaunchError, PacelineError
-from paceline.world import ERROR_FILE, LAUNCHER_PID, Served, ends_if_failed
+from paceline.launcher.store_redirect import Redirect
+from paceline.launcher.torch_import import FasterTorch
+from paceline.world import (
+    DONE,
+    ERROR_FILE,
+    FAILING,
+    LAUNCHER_PID,
+    LEFT,
+    STOP_FILE,
+    STORE_DOOR,
+    Served,
+    ends_if_failed,
+    tell_launcher,
+)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# The launcher's request for the stack. A real-time signal: SIGUSR1 and 2 belong to scripts and batch systems.
-STACK_SIGNAL = signal.SIGRTMIN + 12 if sys.platform == "linux" else None
+# The launcher's request for the stack. A process that does not handle SIGURG ignores it: a rank that ends, or becomes
+# another program (os.execv), just when the launcher asks goes on. SIGUSR1 and 2 belong to scripts and batch systems.
+STACK_SIGNAL = signal.SIGURG if sys.platform == "linux" else None
+STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/(?!site-packages/)|^<frozen ")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Code that is not the user's, by its file.
+LIBRARY = re.compile(rf"/torch/|^{re.escape(_PACKAGE)}/|{STANDARD_LIBRARY.pattern}")
 
 
 def main() -> None:
     end_with_launcher()
+    if os.environ.get(STOP_FILE) and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        # It asks the launcher to stop the run. Slurm, where it tracks trees of processes, sends it to all in a task's.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     kind, script, *args = sys.argv[1:]
+    sys.meta_path.insert(0, FasterTorch())
+    if os.environ.get(STORE_DOOR):
+        sys.meta_path.insert(0, Redirect())
     _register_stack_dump()
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
     pid = os.getpid()
-    atexit.register(_close_process_group, pid)  # the first to be registered is the last to be called
+    atexit.register(_note_done, pid)  # the first to be registered is the last to be called
+    atexit.register(_close_process_group, pid)
+    _note_hard_exits(pid)
     hook = sys.excepthook = _ExceptHook()
     try:
         {"script": run_script, "module": run_module, "function": run_function}[kind](script, args)
+        _note_exit(pid, f"at the end of {'the function' if kind == 'function' else os.path.basename(script)}")
     except KeyboardInterrupt as error:
         sys.last_value = error
         sys.exit(130)
     except SystemExit as error:
         if error.code not in (None, 0):
             sys.last_value = error
+            if os.getpid() == pid:
+                with contextlib.suppress(OSError):  # the process may take its time to end, and others fail meanwhile
+                    tell_launcher(os.environ, FAILING, str(error.code & 255 if isinstance(error.code, int) else 1))
+        else:
+            lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+            _note_exit(pid, f"by sys.exit(){_users_line(lines[::-1])}")
         raise
     except BaseException as error:  # asyncio.CancelledError is no Exception
         if os.getpid() != pid:  # a child that the script forked by hand: it does not speak for the rank
@@ -81,15 +119,57 @@ def stack_file(error_file: str) -> str:
     return f"{error_file}.stand"
 
 
+def crash_file(error_file: str) -> str:
+    """Where a worker writes its stack when its native code crashes (SIGSEGV, SIGABRT and the like)."""
+    return f"{error_file}.crash"
+
+
 def _register_stack_dump() -> None:
-    """Write the stack whenever STACK_SIGNAL comes."""
+    """Write the stack whenever STACK_SIGNAL comes, and at a crash, unless faulthandler is in use for that already."""
     path = os.environ.get(ERROR_FILE)
     if path and STACK_SIGNAL is not None:
         with contextlib.suppress(OSError):
             file = open(stack_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
-            # What the interpreter restores at its exit, when a request may still come: the default action would kill.
-            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
             faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
+            if not faulthandler.is_enabled():
+                crash = open(crash_file(path), "a")  # noqa: SIM115  # likewise
+                faulthandler.enable(file=crash, all_threads=True)  # all: gloo aborts in a thread of its own
+
+
+def _note_exit(pid: int, where: str) -> None:
+    """This process ends with exit code 0. Should the others still need it, the launcher says where it did."""
+    if os.getpid() == pid:  # not in a child that the script has forked
+        with contextlib.suppress(OSError):
+            tell_launcher(os.environ, LEFT, where)
+
+
+def _note_done(pid: int) -> None:
+    """Nothing of Python's is left to do but to write out what was printed. Only where LEFT says that the exit code will
+    be 0."""
+    path = os.environ.get(ERROR_FILE)
+    if os.getpid() == pid and path and os.path.exists(path + LEFT):
+        with contextlib.suppress(OSError):
+            tell_launcher(os.environ, DONE)
+
+
+def _note_hard_exits(pid: int) -> None:
+    """Have os._exit(0) leave a note too: it ends the process with no word to anybody."""
+    leave = os._exit
+
+    def _exit(status: int) -> typing.NoReturn:
+        if status == 0 and os.getpid() == pid:
+            frames = traceback.walk_stack(sys._getframe(1))
+            _note_exit(pid, f"by os._exit(){_users_line([(frame.f_code.co_filename, line) for frame, line in frames])}")
+        leave(status)
+
+    os._exit = _exit
+
+
+def _users_line(lines: Sequence[tuple[str, int]]) -> str:
+    """ " at train.py, line 5": the innermost of these lines that is the user's; or "". The first is the innermost."""
+    own = [(path, line) for path, line in lines if not LIBRARY.search(path)]
+    own = [(path, line) for path, line in own if "/site-packages/" not in path] or own  # not those of click, say
+    return f" at {os.path.basename(own[0][0])}, line {own[0][1]}" if own else ""
 
 
 def run_script(script: str, args: Sequence[str]) -> None:
@@ -221,9 +301,12 @@ def describe(error: BaseException) -> dict[str, object]:
     text = traceback.TracebackException(type(error), error, _skip_worker(error.__traceback__))
     if isinstance(error, PacelineError):
         _hide_package(text, error)
+    own = "".join(text.format_exception_only()).strip()
+    if isinstance(error, SyntaxError):  # Python's text begins with the line of the file, and ends with what is wrong
+        own = f"{type(error).__name__}: {error}"
     return {
         "time": time.time(),
-        "summary": "".join(text.format_exception_only()).strip(),
+        "summary": own,
         "traceback": "".join(text.format()),
         "chain": [f"{type(link).__name__}: {link}" for link in _chain(error)],
         "shown": False,

@@ -1,4 +1,4 @@
-"""The progress display of rank 0, on stderr: a bar on a terminal, or else plain lines.
+"""The progress display of rank 0 on stderr: a bar on a terminal, or else plain lines. (notebook_display.py: in a cell.)
 
 The process's own thread draws it, when a loader yields, at most twice a second. A thread of its own would take the
 interpreter from the step at any moment, and would hold locks when a data worker is forked.
@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any, Protocol
 
@@ -34,11 +35,15 @@ class View:
         self.epochs: int | None = None  # the number that `run.epochs` was given; None outside of it
         self.loader: Loader | None = None  # the training loader in its pass
         self.evaluation: Loader | None = None  # the evaluation loader in its pass
+        self.updates = 0  # of the first optimizer, when something was received last
         self.loss: float | None = None  # the last global mean
+        # (updates, the last global mean until there), as they came; a display with a curve takes them out
+        self.losses: deque[tuple[int, float]] = deque(maxlen=64)
         self.learning_rate: Any = None  # of the first optimizer
         self.values: dict[str, float] = {}  # the last global means of what was logged
         self.epoch_sums: dict[str, list[float]] = {}  # key -> [sum, weight] over all ranks, since the epoch began
         self.steps: int | None = None  # in an epoch, where that is known
+        self._ended_at = 0  # the global batches of the last pass
         self.first_step = 0  # of this pass; more than 0 where a restored run continues in mid-epoch
         self.began = 0.0  # when the pass began
 
@@ -52,13 +57,15 @@ class View:
         except TypeError:  # the length of the data is not known
             self.steps = None
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, left_at: int | None) -> None:
+        """left_at: the step in which the pass was broken off; None: it was read to its end."""
+        self._ended_at = self.steps or 0 if left_at is None else left_at
         self.loader = None
 
     @property
     def step(self) -> int:
         """Global batches of this epoch that are done."""
-        return self.loader.step if self.loader is not None else self.steps or 0
+        return self.loader.step if self.loader is not None else self._ended_at
 
     def name(self) -> str:
         return f"epoch {self.epoch + 1}{f'/{self.epochs}' if self.epochs else ''}"
@@ -86,15 +93,8 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def make_display(progress: str, view: View, totals: Totals, device: torch.device) -> Display:
-    """For a setting of `progress`; "auto" is a bar where stderr is a terminal that can move its cursor."""
-    writer = Writer(view, totals, device)
-    terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return Bar(writer) if progress == "bar" or (progress == "auto" and terminal) else Lines(writer)
-
-
 class Writer:
-    """The texts of both displays."""
+    """The texts of all displays."""
 
     def __init__(self, view: View, totals: Totals, device: torch.device) -> None:
         self.view, self._totals, self._device = view, totals, device

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from paceline.comm import collectives, transport
 from paceline.comm.channel import Channel
-from paceline.comm.scalars import wide_dtype
+from paceline.comm.scalars import upload, wide_dtype
 from paceline.errors import UsageError
 from paceline.monitor.window import LOSS, Window
-from paceline.train.weighted_sum import upload
 
 _DONE = "\0done"  # the key of the number of examples; no user's key has a zero byte
 

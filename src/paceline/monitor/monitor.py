@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,20 +25,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from paceline import notebook
 from paceline.comm import collectives, transport
 from paceline.config import Settings
-from paceline.errors import UsageError
+from paceline.errors import UsageError, warn
 from paceline.monitor import summary
-from paceline.monitor.display import Display, View, make_display
+from paceline.monitor.display import Display, View
+from paceline.monitor.display_choice import make_display
 from paceline.monitor.exchange import NOW, Exchange, Result
 from paceline.monitor.settings_check import check_settings
 from paceline.monitor.trackers import Tracker, TrackerSet, cannot_track
 from paceline.monitor.window import Window, checked, means
+from paceline.timeline.chrome_trace import cannot_trace
 from paceline.train.loader import Loader
 from paceline.train.loss import parts_of
 from paceline.train.step import Stepper
 from paceline.train.weighted_sum import FOLD_AT
-from paceline.world import World
+from paceline.world import TICKET, World
 
 INTERVAL_SECONDS = 1.0
 MOST_STEPS = 1000  # between two exchanges for the display
@@ -57,7 +61,7 @@ class _Note(NamedTuple):
 
 class Monitor:
     """The display and the trackers of a run, made by `Run` on all ranks alike. Raises SettingError on all ranks where
-    rank 0 cannot write to log_dir."""
+    rank 0 cannot write to log_dir, or a rank to what `trace` names."""
 
     def __init__(
         self, world: World, settings: Settings, device: torch.device, stepper: Stepper, models: Sequence[nn.Module]
@@ -67,7 +71,11 @@ class Monitor:
         self._main = world.rank == 0
         self._shown = settings.progress != "off"
         problem = cannot_track(settings.log_dir, settings.trackers) if self._main else None
-        check_settings(problem, (self._shown, settings.log_dir is not None, settings.log_every))
+        if problem is None:
+            clear = world.local_rank == 0 and TICKET not in os.environ  # one that joins finds the others' parts
+            problem = cannot_trace(settings.trace, world.rank, clear)
+        traced = settings.trace is not None
+        check_settings(problem, (self._shown, settings.log_dir is not None, settings.log_every, traced))
         self._trackers = TrackerSet(settings.log_dir, settings.trackers)
         self._recorded = settings.log_dir is not None
         self._active = self._shown or self._recorded
@@ -84,8 +92,10 @@ class Monitor:
         self._steps = 0  # updates when the last global batch began
         self._sent_steps = 0  # steps made at the last exchange
         self._first_steps = 0  # steps made when the run began
+        self._told_steps = -1  # steps made when the last line was printed
         self._interval = 1  # steps between two exchanges for the display
         self._sent_at = 0.0
+        self._unable: set[str] = set()  # what was logged and no tracker takes
         self._unwritten = False  # have steps been made since the last write?
         self.totals = summary.Totals()  # counts for the last line
         self._local = False  # no more collectives: at the interpreter's exit, when other ranks may be gone
@@ -178,7 +188,7 @@ class Monitor:
         self._trackers.begin(self._facts.as_config(), self._updates())
         if self._shown:
             for line in summary.at_start(self._facts):
-                print(f"paceline: {line}", file=sys.stderr)
+                _say(f"paceline: {line}")
 
     def on_end(self, loader: Loader, whole: bool) -> None:
         """A loader's pass has ended. whole: it was read to its end, which happens alike on all ranks."""
@@ -207,7 +217,8 @@ class Monitor:
         now = time.perf_counter()
         self._loader = None
         self.totals.end(now)
-        self.view.end_epoch()
+        left = None if whole else loader.loop_exit
+        self.view.end_epoch(None if left is None else left.request.step)
         if self._display is not None and whole:
             self._display.epoch_ended(now)
 
@@ -218,10 +229,12 @@ class Monitor:
             self.view.epoch = number
             yield number
         self._flush()
-        self.view.epochs = None
         if self._display is not None:
             self._display.close()
             self._display = None
+            if notebook.in_kernel():
+                self._tell_end()  # in this cell: the run may be closed in any later one
+        self.view.epochs = None
         at_end()
 
     # --- what is logged
@@ -239,6 +252,19 @@ class Monitor:
         if not inside:
             self._write_now(window)
 
+    def log_hyperparameters(self, values: Mapping[str, str | int | float | bool]) -> None:
+        """On rank 0; nothing travels."""
+        if self._main and self._recorded:
+            self._trackers.log_hyperparameters(values)
+
+    def log_media(self, method: str, name: str, make: Callable[[], Any]) -> None:
+        """An image or a histogram, on rank 0; nothing travels. make: computes what trackers take."""
+        if self._main and self._recorded:
+            able = self._trackers.log_media(method, name, make(), self._updates(), self.view.epoch)
+            if not able and method not in self._unable:
+                self._unable.add(method)
+                warn(f"run.{method}: no tracker of this run takes that. tensorboard and wandb take both.")
+
     def _write_now(self, window: Window) -> None:
         """Exchange, receive and write a window that was logged outside of a batch, before this returns."""
         steps = self._updates()
@@ -251,11 +277,12 @@ class Monitor:
         assert result is not None
         if self._main:
             _, values = means(result.sums)
+            self.view.updates = steps
             self._record(values, steps, self.view.epoch)
             if self._display is not None:
                 self._display.logged(values)
             elif self._shown:
-                print(summary.logged(steps, values), file=sys.stderr)
+                _say(summary.logged(steps, values))
 
     # --- the exchange
 
@@ -323,6 +350,9 @@ class Monitor:
     def _show(self, sums: Mapping[str, list[float]], note: _Note) -> dict[str, float]:
         """Put means into the view. Returns those of the script's own names."""
         self.view.loss, values = means(sums)
+        self.view.updates = note.step
+        if self.view.loss is not None:
+            self.view.losses.append((note.step, self.view.loss))
         self.view.learning_rate = note.learning_rate
         self.view.values = {key: value for key, value in values.items() if key != "loss"}
         return values
@@ -352,7 +382,7 @@ class Monitor:
 
     def restored(self, directory: Any, steps: int) -> None:
         if self._main and self._shown:
-            print(f"paceline: goes on after step {steps}, from a checkpoint in {directory}", file=sys.stderr)
+            _say(f"paceline: goes on after step {steps}, from a checkpoint in {directory}")
 
     def join_state(self) -> tuple[int, list[str]]:
         """For a process that joins the run: (interval, keys), so that it exchanges at the same steps with the same
@@ -395,8 +425,14 @@ class Monitor:
                 self._display = None
             self._trackers.close()
             if self._main and self._shown and self._facts is not None and not (self._local and _failed()):
-                steps = self._updates() + self._stepper.skipped - self._first_steps
-                print(f"paceline: {summary.at_end(self.totals, steps, self._world)}", file=sys.stderr)
+                self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Print the last line, unless it was printed after the same step."""
+        steps = self._updates() + self._stepper.skipped - self._first_steps
+        if steps != self._told_steps:
+            self._told_steps = steps
+            _say(f"paceline: {summary.at_end(self.totals, steps, self._world)}")
 
     def _last_arrival(self) -> None:
         """Receive what was sent before, if it comes within two seconds: a rank that died will not send its part."""
@@ -408,6 +444,11 @@ class Monitor:
                 self._receive()
             if self._carried is not None:  # the end of a pass, which all ranks have told already
                 self._write(self._carried)
+
+
+def _say(line: str) -> None:
+    """On stderr; in a notebook on stdout, since a cell shows stderr as an error."""
+    print(line, file=sys.stdout if notebook.in_kernel() else sys.stderr)
 
 
 def _failed() -> bool:

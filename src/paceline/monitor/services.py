@@ -31,6 +31,15 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
         self._writer.add_scalar("epoch", epoch, step)
 
+    def log_hyperparameters(self, values: Config) -> None:
+        self._writer.add_hparams(dict(values), {}, run_name=".")  # a file of its own, of the same run
+
+    def log_image(self, name: str, image: Any, step: int, epoch: int) -> None:
+        self._writer.add_image(name, image, step, dataformats="HWC")
+
+    def log_histogram(self, name: str, values: Any, step: int, epoch: int) -> None:
+        self._writer.add_histogram(name, values, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -55,6 +64,19 @@ class WeightsAndBiases:
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         self._run.log({**values, "epoch": epoch}, step=step)  # a step that it has already is refused there, not doubled
+
+    def log_hyperparameters(self, values: Config) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def log_image(self, name: str, image: Any, step: int, epoch: int) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Image(image)}, step=step)
+
+    def log_histogram(self, name: str, values: Any, step: int, epoch: int) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Histogram(values)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -105,6 +127,16 @@ class MLflow:
         now = int(time.time() * 1000)
         new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
         self._client.log_batch(self._id, metrics=[Metric(_name(key), value, now, step) for key, value in new.items()])
+
+    def log_hyperparameters(self, values: Config) -> None:
+        from mlflow.entities import Param
+
+        known = self._client.get_run(self._id).data.params  # which MLflow does not let change
+        new = {_name(key): str(value) for key, value in values.items() if _name(key) not in known}
+        self._client.log_batch(self._id, params=[Param(key, value) for key, value in new.items()])
+
+    def log_image(self, name: str, image: Any, step: int, epoch: int) -> None:
+        self._client.log_image(self._id, image, key=_name(name), step=step)
 
     def close(self) -> None:
         self._client.set_terminated(self._id, "FINISHED")

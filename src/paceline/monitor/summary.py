@@ -30,6 +30,7 @@ class Facts:
     settings: Settings
     device: str  # its name
     backend: str  # of torch.distributed; "" in one process
+    carrier: str  # of gradients between processes, where it is not that backend; else ""
     strategy: str  # with its options
     global_batch: int  # in examples
     shards: int  # of a global batch
@@ -43,7 +44,7 @@ class Facts:
         settings = {
             field.name: getattr(self.settings, field.name)
             for field in dataclasses.fields(self.settings)
-            if field.name not in ("log_dir", "trackers", "progress", "log_every")
+            if field.name not in ("log_dir", "trackers", "progress", "log_every", "trace")
         }
         values = {
             **settings,
@@ -76,6 +77,7 @@ def facts(
         settings=settings,
         device=_device_name(device),
         backend=_backend(device) if world.size > 1 else "",
+        carrier=stepper.strategy.carrier(),
         strategy=str(settings.strategy or default(world.size)),
         global_batch=loader.global_batch or request.total,
         filled=request.total if request.step == 0 and plan.in_step else None,
@@ -104,6 +106,7 @@ def at_start(facts: Facts) -> list[str]:
         f"{_count(world.size, 'process', 'es')} on {_count(world.nodes, 'machine')}" if world.size > 1 else "1 process"
     )
     through = f" through {facts.backend}" if facts.backend else ""
+    through += f" and {facts.carrier}" if facts.carrier else ""
     lines = [
         f"{where}, {facts.device}{through}, strategy {facts.strategy}, {_count(facts.threads, 'thread')} a process",
         _batch(facts),

@@ -23,7 +23,13 @@ Config = Mapping[str, "str | int | float | bool"]
 
 
 class Tracker(Protocol):
-    """What `run.add_tracker` takes."""
+    """What `run.add_tracker` takes.
+
+    It may have these methods too; what a tracker has no method for, it is not told:
+        log_hyperparameters(values): name -> string, number or truth value, at any time after begin.
+        log_image(name, image, step, epoch): a NumPy array of uint8, (height, width, 3).
+        log_histogram(name, values, step, epoch): a NumPy array of floats, of one dimension.
+    """
 
     def begin(self, config: Config, step: int) -> None:
         """Called once, on rank 0, before the first value.
@@ -40,6 +46,7 @@ class Tracker(Protocol):
         """Called at the end, if `begin` was called."""
 
 
+_REQUIRED = ("begin", "log", "close")
 _HOMES = {  # name -> (module, class, what must be installed, extra)
     "jsonl": ("paceline.monitor.trackers", "JsonLines", None, None),
     "tensorboard": ("paceline.monitor.services", "TensorBoard", "tensorboard", "tensorboard"),
@@ -80,11 +87,20 @@ class TrackerSet:
         self._trackers: list[Tracker] = []  # those that have begun and not failed
         self._config: Config | None = None
         self._step = 0
+        self._hyperparameters: dict[str, str | int | float | bool] = {}
+        self._media: list[tuple[str, str, Any, int, int]] = []  # images and histograms from before `begin`
 
     def add(self, tracker: Tracker) -> None:
         self._added.append(tracker)
-        if self._config is not None and self._call(tracker, "begin", self._config, self._step):
+        if self._config is not None and self._begin(tracker):
             self._trackers.append(tracker)
+
+    def _begin(self, tracker: Tracker) -> bool:
+        """Begin a tracker. Returns whether it succeeded."""
+        known = self._hyperparameters
+        return self._call(tracker, "begin", self._config, self._step) and (
+            not known or self._call(tracker, "log_hyperparameters", known)
+        )
 
     def begin(self, config: Config, step: int) -> None:
         if self._config is not None:
@@ -93,21 +109,43 @@ class TrackerSet:
         for name in self._names:
             module, cls, _, _ = _HOMES[name]
             self._added.append(getattr(import_module(module), cls)(Path(str(self._log_dir))))
-        self._trackers = [tracker for tracker in self._added if self._call(tracker, "begin", config, step)]
+        self._trackers = [tracker for tracker in self._added if self._begin(tracker)]
+        waiting, self._media = self._media, []
+        for one in waiting:
+            self.log_media(*one)
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         self.begin({}, step)  # where a script logs before it trains
         self._trackers = [tracker for tracker in self._trackers if self._call(tracker, "log", values, step, epoch)]
 
+    def log_hyperparameters(self, values: Config) -> None:
+        """Record hyperparameters, now or, before training begins, when it does."""
+        self._hyperparameters |= values
+        if self._config is not None:
+            self._trackers = [one for one in self._trackers if self._call(one, "log_hyperparameters", values)]
+
+    def log_media(self, method: str, name: str, value: Any, step: int, epoch: int) -> bool:
+        """Record an image or a histogram, now or, before training begins, when it does. method: log_image or
+        log_histogram. Returns whether any tracker has it, as far as that is known."""
+        if self._config is None:
+            self._media.append((method, name, value, step, epoch))
+            return True
+        able = any(callable(getattr(tracker, method, None)) for tracker in self._trackers)
+        self._trackers = [one for one in self._trackers if self._call(one, method, name, value, step, epoch)]
+        return able
+
     def close(self) -> None:
+        if self._hyperparameters or self._media:
+            self.begin({}, 0)  # of a script that has not trained
         for tracker in self._trackers:
             self._call(tracker, "close")
         self._trackers = []
 
     def _call(self, tracker: Tracker, method: str, *args: Any) -> bool:
-        """Call a method of a tracker. Returns whether it succeeded."""
+        """Call a method of a tracker, if it has it. Returns whether that succeeded."""
         try:
-            getattr(tracker, method)(*args)
+            if method in _REQUIRED or hasattr(tracker, method):
+                getattr(tracker, method)(*args)
             return True
         except Exception as error:
             warn(
@@ -125,6 +163,7 @@ class JsonLines:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / self.FILE
+        self._config: dict[str, Any] = {}
         # What is logged at the step where the run was restored may be in the file already.
         self._resumed_at: int | None = None
 
@@ -135,7 +174,25 @@ class JsonLines:
                 self._resumed_at = step
             else:
                 self._put_aside()
-        (self._path.parent / "config.json").write_text(json.dumps(dict(config), indent=1) + "\n")
+        self._config = dict(config)
+        self._write_config()
+
+    def _write_config(self) -> None:
+        (self._path.parent / "config.json").write_text(json.dumps(self._config, indent=1) + "\n")
+
+    def log_hyperparameters(self, values: Config) -> None:
+        self._config["hyperparameters"] = {**self._config.get("hyperparameters", {}), **values}
+        self._write_config()
+
+    def log_histogram(self, name: str, values: Any, step: int, epoch: int) -> None:
+        """A line with the counts of 30 bins of equal width, and the 31 edges."""
+        import numpy as np
+
+        counts, edges = np.histogram(values, bins=30)
+        line = {"step": step, "epoch": epoch, "time": round(time.time(), 3)}
+        histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**line, "histogram": {name: histogram}}) + "\n")
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         if step == self._resumed_at:

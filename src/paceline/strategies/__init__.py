@@ -34,6 +34,7 @@ STRATEGIES = {
     "single": "paceline.strategies.single:Single",
     "ddp": "paceline.strategies.ddp:DDP",
     "data_parallel": "paceline.strategies.data_parallel:DataParallel",
+    "shared": "paceline.strategies.shared:Shared",
     "fsdp": "paceline.strategies.fsdp:fsdp",
     "deepspeed": "paceline.strategies.deepspeed:DeepSpeed",
     "mirrored": "paceline.strategies.mirrored:Mirrored",

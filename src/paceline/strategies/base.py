@@ -134,6 +134,10 @@ class Strategy(ABC):
         none."""
         return None
 
+    def carrier(self) -> str:
+        """What carries gradients between processes, for the line at the start of a run; "": torch.distributed does."""
+        return ""
+
     def completed(self, optimizer: torch.optim.Optimizer, updated: bool) -> int:
         """The number of steps, as large as a global batch, that all processes together have made since the last call.
         updated: whether `step` was called since."""
@@ -146,6 +150,10 @@ class Strategy(ABC):
     def synchronized(self) -> bool:
         """Whether the models of all replicas are equal now. Communicates nothing."""
         return True
+
+    def steps_to_meeting(self) -> int:
+        """After how many more steps all processes have next waited for each other; 1 where each step does."""
+        return 1
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -16,10 +16,13 @@ batch anew.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
+
+import numpy as np
 
 Pair = tuple[int, int]
 """(shard, micro-batch of the shard)."""
@@ -82,11 +85,19 @@ class Pass(NamedTuple):
     loader: str  # its name
     epoch: int
     start: int  # the step at which it begins
-    batches: Callable[[], Iterable[Sequence[int]]]  # the indices of all global batches of the epoch
+    batches: Callable[[], Iterable[Sequence[int]]]  # the indices of all global batches of the epoch; a Sequence
+    # where those before a step need not be made to have that step's
     micro_batch: int | None  # the most examples of a micro-batch
     probing: bool = False  # whether the processes are to compare the first global batch
     sampled: bool = False  # whether an example may come several times in an epoch
     whole: bool = False  # whether each request has all indices of its global batch
+
+    def steps(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """(step, indices of its global batch), from `start` on."""
+        batches = self.batches()
+        if isinstance(batches, Sequence):
+            return ((step, batches[step]) for step in range(self.start, len(batches)))
+        return islice(enumerate(batches), self.start, None)
 
 
 @dataclass(frozen=True)
@@ -114,9 +125,10 @@ class BatchPlan(ABC):
         largest = -(-total // self.shards)
         return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
 
-    def count(self, sizes: Iterable[int], micro_batch: int | None) -> int:
-        """How many yields global batches of these sizes have. Raises TypeError where that is not known."""
-        return sum(len(self.yields(self.micro_batches(size, micro_batch))) for size in sizes)
+    def count(self, sizes: Mapping[int, int], micro_batch: int | None) -> int:
+        """How many yields global batches have. sizes: size -> how many have it. Raises TypeError where that is not
+        known."""
+        return sum(number * len(self.yields(self.micro_batches(size, micro_batch))) for size, number in sizes.items())
 
     def requests(
         self,
@@ -133,7 +145,7 @@ class BatchPlan(ABC):
         Pass."""
         total, shards = len(batch), self.shards
         visits = _visits(batch, step) if sampled else ()
-        everything = tuple(int(i) for i in batch) if whole else ()
+        everything = _integers(batch) if whole else ()
         micro_batches = self.micro_batches(total, micro_batch)
         first, mean_over = int(batch[0]), self.mean_over(total)
 
@@ -141,7 +153,7 @@ class BatchPlan(ABC):
             start, stop = cut(total, shards, shard) if shard < shards else (total, total)
             low, high = cut(stop - start, micro_batches, micro)
             low, high = start + low, start + high
-            return Part(shard, micro, tuple([int(i) for i in batch[low:high]]), low, visits[low:high])
+            return Part(shard, micro, _integers(batch[low:high]), low, visits[low:high])
 
         yields = self.yields(micro_batches)
         last = len(yields) - 1
@@ -169,8 +181,8 @@ class BatchPlan(ABC):
 
         def wanted() -> Iterator[Request]:
             due = data.probing
-            for step, batch in enumerate(data.batches()):
-                if step >= data.start and len(batch):
+            for step, batch in data.steps():
+                if len(batch):
                     its, due = probe(batch) if due else None, False
                     yield from self.requests(
                         batch, data.epoch, step, data.micro_batch, its, sampled=data.sampled, whole=data.whole
@@ -286,7 +298,8 @@ class WorkQueue(BatchPlan):
         """Where no chunk is free it waits until one is given back, or all are computed. Batches that torch's loader has
         fetched ahead are computed first."""
         assert self.queue is not None
-        queue, key, batches = self.queue, (data.loader, data.epoch), list(data.batches())
+        queue, key, batches = self.queue, (data.loader, data.epoch), data.batches()
+        batches = batches if isinstance(batches, Sequence) else list(batches)
         queue.begin(*key, data.start, len(batches))
         complete = False
         try:
@@ -317,6 +330,11 @@ class WorkQueue(BatchPlan):
                 for request in alone.requests(batches[step][low:high], data.epoch, step, data.micro_batch):
                     yield request._replace(parts=tuple(part._replace(shard=shard) for part in request.parts))
             chunk = queue.next_chunk(*key, wait=False)
+
+
+def _integers(indices: Any) -> tuple[int, ...]:
+    """An array's, or those of a list in which each may be of another type."""
+    return tuple(indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices])
 
 
 def _visits(batch: Sequence[int], step: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from paceline.torch_private.core import (
     BatchNormBase,
     buffers_of,
     children_of,
+    compile_module,
     compiled_call,
     parameters_of,
     version_of,
@@ -55,7 +56,7 @@ def copied(
             ) from error
         for name, module in model.named_modules():
             if compiled_call(module) is not None and id(module) in memo:  # which deepcopy leaves out
-                memo[id(module)].compile()
+                compile_module(memo[id(module)])
             its = modules[module] = memo.get(id(module), module)
             whole = its is not module and children_of(its).keys() == children_of(module).keys()
             if not whole or any(

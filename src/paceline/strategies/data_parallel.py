@@ -1,8 +1,7 @@
 """data_parallel: one process, several devices, parameter-server style: the first device serves.
 
 Phase 1, scatter: the weights of the first device, where the user's own model is, are copied to the others: when a
-global
-  batch begins, and after an update within one.
+  global batch begins, and after an update within one.
 Phase 2, forward: each replica computes its own shard and its own loss, in a thread of its own. Unlike nn.DataParallel,
   the first device gathers no outputs.
 Phase 3, backward: each replica's, in its thread, into its own gradients, over all micro-batches (replica_set.py).

@@ -9,8 +9,8 @@ Phase 3, backward of the last micro-batch: the strategy arms the reducer of the 
 Phase 4, step: each replica makes the same update.
 
 Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n replicas a step, in buckets of `bucket_mb`,
-the first one of 1 MB. With another `reducer` or a `codec` ddp_hook.py sums a bucket in place of torch's all-reduce;
-comm/reducers.py and comm/codecs.py tell its bytes.
+the first one of 1 MB; nothing but memory between CPUs of one machine. With another `reducer` than "native", or a
+`codec`, ddp_hook.py sums a bucket in place of torch's all-reduce; comm/reducers.py and comm/codecs.py tell its bytes.
 Memory per replica: parameters, gradients and optimizer state once each, and the buckets once more (not so with
 `gradient_as_bucket_view`). A codec's residuals once more.
 
@@ -28,9 +28,11 @@ time, for models whose path depends on the data.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -55,7 +57,10 @@ from paceline.strategies.replicated import (
     send_models,
 )
 from paceline.torch_private.core import will_execute
+from paceline.torch_private.reducer import cut_compiled_graphs
 from paceline.world import World
+
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")  # in every step: faster than a generator
 
 Used = tuple[bool, ...]
 """For each trainable parameter, whether a backward gives it a gradient."""
@@ -75,7 +80,8 @@ def check(
 class DDP(LoopStrategy):
     """bucket_mb: size of a bucket in MB (2**20 bytes); the first one is full at 1 MB. static_graph,
     gradient_as_bucket_view: as in torch's DDP. find_unused: the parameters that a loss reaches may differ between steps
-    and ranks. reducer: "native", "ring", "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16",
+    and ranks. reducer: "default" (shared memory on the CPUs of one machine, else "native"), "auto", "native",
+    "shared_memory", "direct", "ring", "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16",
     "powersgd:rank=4" or "topk:ratio=0.01"."""
 
     def __init__(
@@ -87,7 +93,7 @@ class DDP(LoopStrategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         find_unused: bool = False,
-        reducer: str = "native",
+        reducer: str = ddp_hook.DEFAULT,
         codec: str = "none",
     ) -> None:
         check(
@@ -115,6 +121,9 @@ class DDP(LoopStrategy):
         self._reducers: dict[Used, BucketReducer] = {}
         self._expected: dict[Kind, Used | None] = {}  # the parameters of each call; None: compared every time
 
+    def carrier(self) -> str:
+        return "shared memory" if self._reduction is not None and self._reduction.shares_memory else ""
+
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.models, self.optimizers = list(models), list(optimizers)
         self._sent = send_models(models, self.device, self._sent)
@@ -122,6 +131,8 @@ class DDP(LoopStrategy):
         if self._reduction is not None:
             self._reduction.names = self._names
         self._flags = ()
+        if self.world.size > 1:
+            cut_compiled_graphs(self.bucket_mb)
 
     def backward(self, work: Backward) -> None:
         if not work.final:
@@ -150,12 +161,14 @@ class DDP(LoopStrategy):
     def _backward_first(self, run: Callable[[], None], call: Kind) -> None:
         """Runs without a reducer, and then compares the parameters that had a gradient. So parameters within a
         reentrant checkpoint count too, of which autograd does not know beforehand."""
+        began = time.perf_counter()
         with self._recording_order() as order:
             run()
+        took = time.perf_counter() - began
         graded = set(order)
         used = self._compare(call, tuple(p in graded for p in self.trainable))
         if any(used):  # else everything that this loss depends on is frozen
-            self._make_reducer(used, order)
+            self._make_reducer(used, order, took)
 
     def _backward_compared(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """The parameters may differ between steps and ranks: a hook at the root of the backward, before any gradient,
@@ -178,6 +191,7 @@ class DDP(LoopStrategy):
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
         hooks: list[Any] = [loss.register_hook(compare) for loss in losses]
+        began = time.perf_counter()
         try:
             with self._recording_order() as order:
                 run()
@@ -188,7 +202,7 @@ class DDP(LoopStrategy):
         if hidden:
             raise ModelError(self._hidden_message(hidden))
         if any(found[0]) and found[0] not in self._reducers:
-            self._make_reducer(found[0], order)
+            self._make_reducer(found[0], order, time.perf_counter() - began)
 
     @contextmanager
     def _recording_order(self) -> Iterator[list[Tensor]]:
@@ -201,8 +215,9 @@ class DDP(LoopStrategy):
             for hook in hooks:
                 hook.remove()
 
-    def _make_reducer(self, used: Used, order: Sequence[Tensor]) -> None:
-        """Makes the reducer of this set of parameters, and reduces the gradients that its first backward has left.
+    def _make_reducer(self, used: Used, order: Sequence[Tensor], seconds: float) -> None:
+        """Makes the reducer of this set of parameters, and reduces the gradients that its first backward has left. So
+        many seconds that backward took.
 
         That backward ran without a reducer and has shown the order in which gradients come. So all steps have one
         bucket layout, also the first one after a checkpoint is restored. The bits of a sum over three ranks or more
@@ -213,12 +228,15 @@ class DDP(LoopStrategy):
         ready += [i for i, there in enumerate(used) if there and i not in set(ready)]
         parameters = [self.trainable[i] for i in ready]
         chosen = set(parameters)
+        bucket_mb = self.bucket_mb
+        if self._reduction is not None:
+            bucket_mb = self._reduction.bucket_mb(bucket_mb, [p.nbytes for p in parameters], seconds)
         self._reducers[used] = reducer = BucketReducer(
             self.models,
             parameters,
             [p for p in self.trainable if p not in chosen],
             self._reduction,
-            bucket_mb=self.bucket_mb,
+            bucket_mb=bucket_mb,
             views=self.store.aliased,
             static_graph=self.static_graph,
         )
@@ -227,7 +245,7 @@ class DDP(LoopStrategy):
 
     def _follow_requires_grad(self) -> None:
         """Parameters may be frozen and unfrozen between steps, alike on all ranks: start anew when they are."""
-        flags = tuple(p.requires_grad for p in self._names)
+        flags = tuple(map(_requires_grad, self._names))
         if flags == self._flags:
             return
         self._drop_reducers()
@@ -316,6 +334,7 @@ class DDP(LoopStrategy):
         ddp_hook.load(self._reduction, state, self._names)
 
     def close(self) -> None:
+        cut_compiled_graphs(None)
         self._drop_reducers()
         self._accumulators = []
         if self._reduction is not None:

@@ -1,4 +1,4 @@
-"""torch's communication hook of ddp, where another reducer or a codec is chosen.
+"""torch's communication hook of ddp, where another reducer than the backend's own, or a codec, sums gradients.
 
 torch's reducer calls it for each bucket as soon as its gradients are there:
 
@@ -8,7 +8,8 @@ Phase 3: when the last bucket is reduced, what was not sent becomes the new resi
   residuals stay as they were.
 
 On a CPU this runs in a thread of its own, on an accelerator on a stream of its own, one bucket after the other, while
-autograd goes on with the backward.
+autograd goes on with the backward. (The last bucket on a CPU is reduced where the backward would wait for it: nothing
+is left to go on with, and another thread would have to be woken.)
 
 Residuals belong to parameters, since the layout of buckets may change. A residual has the gradient's size, in float32
 where the gradient has 16 bits; while a backward runs there are two of it. Residuals are divided by the loss scale of
@@ -36,12 +37,19 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exp
 from torch.futures import Future
 
 from paceline.comm import codec_sums, codecs, collectives
-from paceline.comm.codecs import Codec, State
+from paceline.comm.codec_sums import NativeSums
+from paceline.comm.codecs import Codec, State, Sums
 from paceline.comm.reducers import REDUCERS
+from paceline.comm.waits import waits
 from paceline.errors import SettingError, suggest, warn
+from paceline.strategies import ddp_auto
 from paceline.strategies.base import Strategy
 from paceline.torch_private.core import foreach_add_, foreach_div_
 from paceline.world import World
+
+DEFAULT, NATIVE, AUTO = "default", "native", "auto"
+"""Reducers that are none by themselves: the default, the backend's own all-reduce in torch's reducer, and ddp_auto.py's
+choice."""
 
 KEY = "codec"
 """Under which a strategy's state holds what codecs kept: {"name", "residual": {name: tensor}, "q": {name: tensor}}."""
@@ -49,14 +57,19 @@ KEY = "codec"
 
 def check(reducer: str, codec: str) -> Codec | None:
     """The codec that is meant. Raises SettingError for what is not known."""
-    known = ("native", *REDUCERS)
+    known = (DEFAULT, NATIVE, AUTO, codec_sums.SHARED_MEMORY, codec_sums.DIRECT, *REDUCERS)
     if reducer not in known:
         raise SettingError(f"strategy ddp: reducer={reducer!r} is not known. {suggest(str(reducer), known)}")
     try:
         chosen = codecs.parse(codec)
     except SettingError as error:
         raise SettingError(f"strategy ddp: {error}") from None
-    if isinstance(chosen, codecs.TopK) and reducer not in ("native", "ring"):
+    if chosen is not None and reducer == AUTO:
+        raise SettingError(
+            f"strategy ddp: codec={codec!r} with reducer={AUTO}, which chooses among the ways that lose nothing. Leave "
+            "one of them out."
+        )
+    if isinstance(chosen, codecs.TopK) and reducer not in (DEFAULT, NATIVE, "ring"):
         raise SettingError(
             f"strategy ddp: codec={codec!r} with reducer={reducer!r}: replicas choose different elements, which are "
             "gathered and not added on the way. Use reducer=native or ring."
@@ -67,8 +80,15 @@ def check(reducer: str, codec: str) -> Codec | None:
 def make(strategy: Strategy, reducer: str, codec: str, world: World, device: torch.device) -> Reduction | None:
     """None where torch's own all-reduce is what is asked for. Raises SettingError for what is not known."""
     chosen = check(reducer, codec)
-    if reducer == "native" and chosen is None:
-        return None
+    if chosen is None and (reducer == NATIVE or (reducer in (DEFAULT, AUTO) and not _on_cpus(world, device))):
+        return None  # NCCL chooses by itself
+    if chosen is None and reducer == DEFAULT:
+        # By where the processes are alone, so that a run that is done again adds in the same order.
+        shared = codec_sums.shared_memory_sums()
+        return None if shared is None else Reduction(strategy, shared, None, world, device)
+    if reducer == AUTO:
+        choice = ddp_auto.Choice(world, device)
+        return Reduction(strategy, choice.sums, None, world, device, choice)
     lossy = chosen is not None and (world.size > 1 or not isinstance(chosen, codecs.Rounding))
     if lossy and world.rank == 0:
         print(
@@ -76,7 +96,13 @@ def make(strategy: Strategy, reducer: str, codec: str, world: World, device: tor
             "make up for. The model is not that of one device.",
             file=sys.stderr,
         )
-    return Reduction(strategy, reducer, chosen, world, device)
+    sums = codec_sums.make(NATIVE if reducer == DEFAULT else reducer, world.node, device)
+    return Reduction(strategy, sums, chosen, world, device)
+
+
+def _on_cpus(world: World, device: torch.device) -> bool:
+    """Do several processes compute on CPUs?"""
+    return world.size > 1 and device.type == "cpu"
 
 
 def load(reduction: Reduction | None, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
@@ -95,18 +121,38 @@ class Reduction:
     """One reducer and one codec, for all buckets of all of a strategy's bucket reducers."""
 
     def __init__(
-        self, strategy: Strategy, reducer: str, codec: Codec | None, world: World, device: torch.device
+        self,
+        strategy: Strategy,
+        sums: Sums,
+        codec: Codec | None,
+        world: World,
+        device: torch.device,
+        choice: ddp_auto.Choice | None = None,
     ) -> None:
+        """choice: what says how large buckets are, after the first backward; None: as the user or the default says."""
         self.codec = codec
         self.names: dict[Tensor, str] = {}
         self.idle = False  # whether buckets are left as they are, without communication
         self._strategy, self._world, self._device = strategy, world, device
-        self._sums = codec_sums.make(reducer, world.node, device)
+        self._sums, self._choice = sums, choice
         self._states: dict[Tensor, State] = {}
         self._next: list[tuple[State, State]] = []  # of this backward: states before, states after it
         self._finite: list[Tensor] = []  # of this backward: for each bucket, whether its sum is finite
         self._worker = _Worker() if device.type == "cpu" else None
+        self._busy = False  # whether the worker was given a bucket of this backward
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+    @property
+    def takes_sparse(self) -> bool:
+        return self.codec is None and isinstance(self._sums, NativeSums)
+
+    @property
+    def shares_memory(self) -> bool:
+        return isinstance(self._sums, codec_sums.SharedMemorySums)
+
+    def bucket_mb(self, given: float, sizes: Sequence[int], backward_seconds: float) -> float:
+        """The size of buckets for gradients of these bytes, in the order in which they come. Collective."""
+        return given if self._choice is None else self._choice.bucket_mb(given, sizes, backward_seconds)
 
     # --- in a backward
 
@@ -117,8 +163,14 @@ class Reduction:
             future: Future[Tensor] = Future()
             if self.idle:
                 future.set_result(flat)
+            elif bucket.is_last():
+                if self._busy:
+                    self._worker.wait()
+                self._busy = False
+                self._fulfil(future, bucket)
             else:
-                self._worker.tasks.put(lambda: self._fulfil(future, bucket))
+                self._busy = True
+                self._worker.put(lambda: self._fulfil(future, bucket))
             return future
         module = torch.get_device_module(self._device)
         future = Future(devices=[self._device])
@@ -142,7 +194,11 @@ class Reduction:
     def _reduce(self, bucket: GradBucket) -> None:
         flat = bucket.buffer()  # of complex gradients the real view
         if self.codec is None:
-            self._sums.add(flat)
+            if flat.is_sparse:
+                assert isinstance(self._sums, NativeSums)
+                self._sums.add_sparse(flat)
+            else:
+                self._sums.add(flat)
             return
         if bucket.index() == 0:  # perhaps the last backward was broken off
             self._next, self._finite = [], []
@@ -228,16 +284,25 @@ class Reduction:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        self._sums.close()
 
 
+@waits("wait")
 class _Worker:
-    """A thread that does one task after the other. It does not keep the process from ending: where a backward was
-    broken off on this rank, it may wait for others that wait for this rank."""
+    """A thread that does one task after the other, from the first one on. It does not keep the process from ending:
+    where a backward was broken off on this rank, it may wait for others that wait for this rank."""
 
     def __init__(self) -> None:
-        self.tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(self.tasks,), name="paceline-reduction", daemon=True)
-        self._thread.start()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # a model of one bucket needs none
+
+    def put(self, task: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, args=(self._tasks,), name="paceline-reduction", daemon=True
+            )
+            self._thread.start()
+        self._tasks.put(task)
 
     @staticmethod
     def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -245,9 +310,16 @@ class _Worker:
             task()
             del task  # or it would hold its bucket until the next one
 
+    def wait(self) -> None:
+        """Until all that it was given is done."""
+        done = threading.Event()
+        self.put(done.set)
+        done.wait()
+
     def close(self) -> None:
-        self.tasks.put(None)
-        self._thread.join(timeout=1.0)
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(timeout=1.0)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -133,9 +133,9 @@ def _check_sparse(models: Sequence[nn.Module], parameters: Sequence[Tensor], red
                 f"{what} NCCL cannot add, and it adds the gradients on {p.device}. Make the layer with sparse=False, "
                 "or train on CPUs (device='cpu')."
             )
-        if reduction is not None:
+        if reduction is not None and not reduction.takes_sparse:
             raise ModelError(
-                f"{what} only torch's own all-reduce takes: use strategy='ddp' without reducer and codec, or "
+                f"{what} this reducer or codec cannot add: use strategy='ddp' without reducer and codec, or "
                 "sparse=False."
             )
 

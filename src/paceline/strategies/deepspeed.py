@@ -40,8 +40,14 @@ from paceline.strategies.base import Backward, LoopStrategy, as_gradient
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.deepspeed_config import merged
 from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state, send_models
-from paceline.strategies.sharded_state import check_dense
+from paceline.strategies.replicated import (
+    check_dense,
+    listed,
+    load_replicated,
+    parameter_names,
+    replicated_state,
+    send_models,
+)
 from paceline.torch_private.core import will_execute
 from paceline.world import World
 

@@ -83,6 +83,9 @@ class DiLoCo(PeriodicAveraging):
             "by the mean of what they have learned."
         )
 
+    def steps_to_meeting(self) -> int:
+        return self.every - self.steps[self.optimizers[0]] % self.every
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         fragments = self.fragments_of(optimizer)
         new = [p for part in fragments for p in part.parameters if p.requires_grad and p not in self._shared]

@@ -32,10 +32,9 @@ from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.fsdp_wrapping import Sharding, gather_on_any_call, recompute
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.pickling import PickleGuard
-from paceline.strategies.replicated import listed, parameter_names
+from paceline.strategies.replicated import check_dense, listed, parameter_names
 from paceline.strategies.sharded_state import (
     Masters,
-    check_dense,
     full_state,
     load_full_state,
     replace_parameters,

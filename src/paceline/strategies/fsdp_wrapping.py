@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.errors import ModelError, SettingError
+from paceline.errors import ModelError, SettingError, UsageError
 from paceline.strategies.pickling import refuse_deepcopy
 from paceline.torch_private import fully_shard
 from paceline.torch_private.core import BatchNormBase, parameters_of
@@ -113,30 +113,61 @@ def recompute(layers: Sequence[nn.Module]) -> None:
 
 def gather_on_any_call(model: nn.Module) -> None:
     """Lets user code call every module of a sharded model, and every public method of the model and its layers: each
-    such call gathers the parameters. Once for each model."""
-    _wrap_calls(model, None)
+    such call gathers the parameters. `save_pretrained` gathers none: one rank may call it, and is told what to give it.
+    Once for each model."""
+    _wrap_calls(model, None, _Saving())
 
 
-def _wrap_calls(module: nn.Module, state: Any) -> None:
+class _Saving:
+    """Whether a model's save_pretrained is at work, whose calls of further methods gather nothing."""
+
+    active = False
+
+
+def _wrap_calls(module: nn.Module, state: Any, saving: _Saving) -> None:
     if isinstance(module, FSDPModule):
         state = fully_shard.state_of(module)
         refuse_deepcopy(module, ModelError(_NO_COPY))
         for name in _public_methods(type(module)):
-            setattr(module, name, _as_forward(module, state, getattr(module, name)))
+            method = getattr(module, name)
+            wrapped = _writing(method, saving) if name == _WRITES else _as_forward(module, state, method, saving)
+            setattr(module, name, wrapped)
     elif type(module).forward is not nn.Module.forward and any(True for _ in module.parameters()):
-        module.forward = _as_forward(module, state, module.forward)
+        module.forward = _as_forward(module, state, module.forward, saving)
     for child in module.children():
-        _wrap_calls(child, state)
+        _wrap_calls(child, state, saving)
 
 
-def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
     @functools.wraps(method)
     def gathering(*args: Any, **kwargs: Any) -> Any:
-        if fully_shard.phase(state) != "IDLE":  # within a forward of that module, or its recomputation
+        if saving.active or fully_shard.phase(state) != "IDLE":  # IDLE: not in a forward of it, or its recomputation
             return method(*args, **kwargs)
         return fully_shard.as_forward(state, module, method, args, kwargs)
 
     return gathering
+
+
+_WRITES = "save_pretrained"  # how Hugging Face's models, PEFT's and others that follow them write themselves
+
+
+def _writing(method: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def writing(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None:
+            raise UsageError(
+                "strategy fsdp: save_pretrained has no weights to write: in stages 2 and 3 this process holds slices. "
+                "Let all processes call run.export(path), and then rank 0 model.save_pretrained(folder, "
+                "state_dict=safetensors.torch.load_file(path)). Or take strategy='fsdp:stage=1', where parameters are "
+                "whole."
+            )
+        saving.active = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            saving.active = False
+
+    return writing
 
 
 _NO_COPY = (

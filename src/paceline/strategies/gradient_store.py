@@ -140,9 +140,8 @@ class GradientStore:
         the gradients the greatest magnitude is found, which is inf or NaN if one element is. That writes nothing, and
         knows bfloat16, for which CUDA has no fused operation; on a CPU it takes longer.
         """
-        grads = [p.grad for p in places if p.grad is not None]
-        if flag is not None and self.others is ALONE and _plain(grads, device):  # nearly always on a CPU
-            unscale_and_flag_(grads, flag, _one(device))  # by 1: unchanged
+        grads = [grad for p in places if (grad := p.grad) is not None]
+        if flag is not None and self.others is ALONE and _flagged(grads, flag):  # nearly always on a CPU
             return flag
         dense = [
             g.coalesce().values() if g.is_sparse else torch.view_as_real(g) if g.is_complex() else g
@@ -152,17 +151,17 @@ class GradientStore:
             if dense:
                 unscale_and_flag_(dense, flag, _one(device))
             return self._on_any_process(flag, grads)
-        return self._on_any_process(_not_finite(dense, device), grads)
+        return self._on_any_process(not_finite(dense, device), grads)
 
     def norm(self, places: Sequence[Tensor], device: torch.device) -> Tensor:
         """(): the 2-norm of these places' gradients together, over all processes that hold parts of them. It is not
         finite where one element is not. device: where a process without gradients computes."""
         by_groups = self._by_groups([p.grad for p in places if p.grad is not None])
         if by_groups.keys() == {()}:
-            return _norm(by_groups[()])
+            return norm_of(by_groups[()])
         squares = []
         for groups, tensors in by_groups.items():
-            norm = _norm(tensors) if tensors else torch.zeros((), device=device)
+            norm = norm_of(tensors) if tensors else torch.zeros((), device=device)
             square = norm.to(wide_dtype(norm.device)).square()
             for group in groups:
                 collectives.all_reduce(square, group=group)
@@ -229,7 +228,7 @@ def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
     return groups
 
 
-def _not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+def not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """(): NaN where an element of these is inf or NaN, else 0. Dense and real. Only reads them."""
     groups = _alike(grad for grad in grads if grad.numel())  # an empty one has no greatest magnitude
     if not groups:
@@ -250,13 +249,17 @@ def _one(device: torch.device) -> Tensor:
     return one
 
 
-def _plain(grads: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether they are as nearly all gradients: at least one, and all whole, dense and real, on this device. One loop,
-    since this runs between an all-reduce and its update, where nothing overlaps with it."""
-    for g in grads:
-        if type(g) is not Tensor or g.device != device or g.layout is not torch.strided or g.is_complex():
-            return False
-    return bool(grads)
+def _flagged(grads: list[Tensor], flag: Tensor) -> bool:
+    """Sets the flag where an element of these is not finite, if they are as nearly all gradients: whole, dense and
+    real, on the flag's device. Else returns False. The operation itself says which it cannot take: to ask each gradient
+    took twice as long as the operation, between an all-reduce and its update, where nothing overlaps with it."""
+    if set(map(type, grads)) != {Tensor}:
+        return False
+    try:
+        unscale_and_flag_(grads, flag, _one(flag.device))  # by 1: unchanged
+    except RuntimeError:  # a sparse or complex one, or one of another device; what came before it is as it was
+        return False
+    return True
 
 
 def _local(grads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -272,7 +275,7 @@ def _groups_of(grad: Tensor) -> _Groups:
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
-def _norm(grads: Sequence[Tensor]) -> Tensor:
+def norm_of(grads: Sequence[Tensor]) -> Tensor:
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
     first = dense[0]
     if any(g.device != first.device or g.dtype != first.dtype for g in dense):

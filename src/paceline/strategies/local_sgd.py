@@ -64,6 +64,10 @@ class LocalSGD(PeriodicAveraging):
             "plain SGD, without batch norm, it is the same.)"
         )
 
+    def steps_to_meeting(self) -> int:
+        local = self.steps[self.optimizers[0]] - self.warmup
+        return 1 if local < 0 else self.every - local % self.every
+
     def finish(self) -> None:
         warm = [optimizer for optimizer in self.optimizers if self.steps[optimizer] < self.warmup]
         if warm:

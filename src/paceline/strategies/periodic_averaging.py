@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from paceline.comm import collectives
 from paceline.comm.means import greatest_, weighted_mean
 from paceline.comm.mesh import Mesh
+from paceline.comm.scalars import upload
 from paceline.errors import ModelError, SettingError
 from paceline.strategies.base import Backward, LoopStrategy, Weight, backward_here
 from paceline.strategies.batch_plan import one_shard
@@ -169,7 +170,7 @@ class PeriodicAveraging(LoopStrategy):
             )
         if not trained:
             return
-        flags = torch.tensor([float(p.grad is not None) for p in trained]).to(self.device, non_blocking=True)
+        flags = upload(torch.tensor([float(p.grad is not None) for p in trained]), self.device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         *means, flags = weighted_mean([*grads, flags], [self.store.samples] * (len(grads) + 1))
         missing = any(p.grad is None for p in trained)

@@ -255,7 +255,7 @@ class Pipeline(ClosureStrategy):
         own = mesh.coordinate("stage") + mesh.size("stage") * work.call
         seed(key ^ own * 0x9E3779B97F4A7C15 % 2**63, self.device)
         terms: list[list[Term]] = []
-        with mesh.computing(ProcessReplicas(mesh.data)):
+        with mesh.computing(ProcessReplicas(mesh.layers)):
             for number, group in enumerate(groups):
                 for start, chosen in self._schedules.passes(group):
                     given = inputs[number][start : start + len(chosen)] if first else []

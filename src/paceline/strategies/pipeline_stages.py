@@ -142,7 +142,7 @@ class CallStages:
 
                 inverse = self._losses.inverse_counts(work, groups, counted)
             terms: list[list[Term]] = []
-            with mesh.computing(ProcessReplicas(mesh.data)):
+            with mesh.computing(ProcessReplicas(mesh.layers)):
                 for group, record in zip(groups, records, strict=True):
                     for _, chosen in self._schedules.passes(group):
                         terms += self._pass(work, chosen, record, key, inverse)

@@ -49,6 +49,18 @@ def send_models(models: Sequence[nn.Module], device: torch.device, sent: Collect
     return tensors
 
 
+def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:
+    """Raises ModelError for layers whose gradients cannot be sharded."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise ModelError(
+                    f"strategy {strategy}: {name or type(model).__name__} has sparse=True, and sparse gradients cannot "
+                    "be sliced. Build it with sparse=False, or, on CPUs, use strategy='ddp' (NCCL adds no sparse "
+                    "gradients)."
+                )
+
+
 def named_state(names: Mapping[Tensor, str], optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, Tensor]]:
     """The parameters, and the tensors of their optimizers' state, each with a name."""
     named = [(name, p) for p, name in names.items()]

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.replicas import CrossesReplicas
+from paceline.comm.replicas import crosses_replicas
 from paceline.comm.tree_sums import TreeSums, ranges
 from paceline.errors import SettingError
 from paceline.strategies.base import Backward, ClosureStrategy, Term, Work, backward_here
@@ -71,9 +71,7 @@ class Reproducible(DDP, ClosureStrategy):
         self._remove_hooks()
         if self.plan.shards == 1:
             return
-        if self._replicas is None and not any(
-            isinstance(m, CrossesReplicas) for model in models for m in model.modules()
-        ):
+        if self._replicas is None and not crosses_replicas(models):
             self._hooks = refuse_changes(models)
             return
         if self._replicas is None:

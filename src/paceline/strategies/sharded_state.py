@@ -8,7 +8,7 @@ the parameter's gradient. A DTensor has the whole parameter's shape and norm, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paceline.comm import dtensor
 from paceline.comm.mesh import DATA, Mesh
-from paceline.errors import ModelError, UsageError
+from paceline.errors import UsageError
 from paceline.strategies.replicated import in_place_of, load_replicated, names_with, parameter_names, replicated_state
 from paceline.torch_private.distributed_tensor import set_local
 
@@ -27,9 +27,13 @@ from paceline.torch_private.distributed_tensor import set_local
 class Masters:
     """The master weights of some parameters, which are added in the same order on all ranks."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, memory: Callable[[Tensor], Tensor] = Tensor.detach, strategy: str = "fsdp") -> None:
+        """memory: of a parameter, the whole tensor whose rows its master is. strategy: its name for messages."""
+        self._mesh, self._memory, self._strategy = mesh, memory, strategy
         self.of: dict[Tensor, Tensor] = {}  # parameter -> master
+        # parameter -> what its master has for a gradient: made once, since torch takes some time to make a DTensor.
+        # Between updates it has the parameter's own memory.
+        self._gradients: dict[Tensor, Tensor] = {}
         self._hooks: list[Any] = []
 
     @cached_property
@@ -39,7 +43,7 @@ class Masters:
 
     def add(self, parameter: Tensor) -> None:
         if parameter not in self.of:
-            self.of[parameter] = self._slice(parameter, parameter)
+            self.of[parameter] = self._slice(parameter)
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Shards the state that the optimizer has, and, until `close`, what a script loads into it. The optimizer's own
@@ -77,23 +81,28 @@ class Masters:
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p in self.of
         ]
         for p in updated:
-            master = self.of[p]
-            if dtensor.local(master).untyped_storage().data_ptr() != p.untyped_storage().data_ptr():
-                set_local(master, self._local(p.detach()))  # p.data was set anew
-            master.grad = self._slice(p.grad, p)
+            master, memory = self.of[p], self._memory(p)
+            if dtensor.local(master).untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+                set_local(master, self.rows(memory))  # p.data was set anew
+            if p not in self._gradients:
+                self._gradients[p] = self._slice(p)
+            assert p.grad is not None
+            set_local(self._gradients[p], self.rows(p.grad.detach()))
+            master.grad = self._gradients[p]
         try:
             with in_place_of(optimizer, self.of):
                 optimizer.step()
         except RuntimeError as error:
             if "placement" in str(error) or "DTensor" in str(error):
-                raise UsageError(_no_rule(optimizer, error)) from error
+                raise UsageError(_no_rule(self._strategy, optimizer, error)) from error
             raise
         finally:
             for p in updated:
                 self.of[p].grad = None
+                set_local(self._gradients[p], dtensor.local(self.of[p]))
         return [p for p in updated if p.dim()]
 
-    def _local(self, tensor: Tensor) -> Tensor:
+    def rows(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a whole tensor."""
         if not tensor.dim():
             return tensor
@@ -101,10 +110,10 @@ class Masters:
         first, last = dtensor.rows_of(tensor.size(0), self.mesh.get_local_rank(last_dim), self.mesh.size(last_dim))
         return tensor[first:last]
 
-    def _slice(self, tensor: Tensor | None, parameter: Tensor) -> Tensor:
-        assert tensor is not None
+    def _slice(self, parameter: Tensor) -> Tensor:
+        """This rank's rows of a parameter, in its memory, as a DTensor."""
         made: Tensor = DTensor.from_local(
-            self._local(tensor.detach()),
+            self.rows(self._memory(parameter)),
             self.mesh,
             [*[Replicate()] * (self.mesh.ndim - 1), Shard(0) if parameter.dim() else Replicate()],
             run_check=False,
@@ -114,11 +123,11 @@ class Masters:
         return made
 
 
-def _no_rule(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+def _no_rule(strategy: str, optimizer: torch.optim.Optimizer, error: Exception) -> str:
     return (
-        f"strategy fsdp: {type(optimizer).__name__} computes something that torch's DTensor cannot compute on slices: "
-        f"{str(error).splitlines()[0]} Use another optimizer (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adagrad, "
-        "Adadelta, Adamax and ASGD of torch.optim can), or strategy='ddp'."
+        f"strategy {strategy}: {type(optimizer).__name__} computes something that torch's DTensor cannot compute on "
+        f"slices: {str(error).splitlines()[0]} Use another optimizer (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, "
+        "Adagrad, Adadelta, Adamax and ASGD of torch.optim can), or strategy='ddp'."
     )
 
 
@@ -194,15 +203,3 @@ def load_full_state(
         optimizer_states.append({**saved, "state": copied})
     whole = {**state, "optimizers": optimizer_states}
     load_replicated(models, optimizers, whole, masters)
-
-
-def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:
-    """Raises ModelError for layers whose gradients cannot be sharded."""
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ModelError(
-                    f"strategy {strategy}: {name or type(model).__name__} has sparse=True, and sparse gradients cannot "
-                    "be sliced. Build it with sparse=False, or, on CPUs, use strategy='ddp' (NCCL adds no sparse "
-                    "gradients)."
-                )

@@ -17,9 +17,11 @@ from torch import nn
 from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh
 from paceline.strategies.ddp import DDP
+from paceline.strategies.ddp_hook import NATIVE
 from paceline.strategies.fsdp_wrapping import Sharding, recompute
 from paceline.strategies.pickling import PickleGuard
-from paceline.strategies.sharded_state import Masters, check_dense, full_state, load_full_state
+from paceline.strategies.replicated import check_dense
+from paceline.strategies.sharded_state import Masters, full_state, load_full_state
 from paceline.world import World
 
 
@@ -27,7 +29,7 @@ class ZeRO1(DDP):
     """One replica, which updates its shard of each parameter."""
 
     def __init__(self, world: World, device: torch.device, mesh: Mesh, sharding: Sharding) -> None:
-        super().__init__(world, device, find_unused=sharding.find_unused, gradient_as_bucket_view=True)
+        super().__init__(world, device, find_unused=sharding.find_unused, gradient_as_bucket_view=True, reducer=NATIVE)
         self.mesh, self._sharding = mesh, sharding
         self._pickle_guard = PickleGuard("fsdp")
         self._masters = Masters(mesh)

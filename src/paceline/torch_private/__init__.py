@@ -10,6 +10,7 @@ tests/test_architecture.py finds one that is used elsewhere.
     fully_shard           FSDP2
     distributed_tensor    DTensor
     schedules             torch.distributed.pipelining
+    dynamic_rendezvous    the state that torch's agents share, as JSON
     elastic               the agent of torch.distributed.elastic
     observed              what the doctor reads of a foreign script's objects
 """

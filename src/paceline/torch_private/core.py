@@ -186,6 +186,12 @@ inside_compiled: Callable[[Any], Any] = attrgetter("_orig_mod")
 """The module that torch.compile was given."""
 
 
+def compile_module(module: Any) -> None:
+    """The module compiles its own calls, whatever its class: `Module.compile` compiles nothing where the class is one
+    of torch's own, such as nn.Sequential, since torch.compile skips torch's own frames."""
+    compile_inside(torch.compile(module))
+
+
 def compile_inside(wrapper: Any) -> None:
     """The module in a wrapper of torch.compile's compiles its own calls as the wrapper did."""
     inner = wrapper._orig_mod

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 from torch.distributed import Reducer  # type: ignore[attr-defined]  # re-exported from C++
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.torch_private.support import needed_for
+from paceline.torch_private.support import needed_for, require
 
 # torch 2.13 renamed the argument; all buffers are ignored by name too (`ignore`), so that neither name syncs them.
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
@@ -20,14 +22,17 @@ NO_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast
 
 _FIRST_BUCKET_MB = 1
 _DEFAULT_BUCKET_MB = 25
+_WHOLE_MB = 2**20
 """The sizes that torch takes where none is named: DDP's constants for them have no public names."""
 
 
 def bucket_sizes(bucket_mb: float) -> dict[str, Any]:
     """Arguments of DistributedDataParallel: a bucket is full at `bucket_mb`, and the first one at 1 MB, so that
-    communication starts early. Where one size is named, DDP takes it for the first bucket too."""
+    communication starts early. Where one size is named, DDP takes it for the first bucket too. math.inf: one bucket."""
     if bucket_mb <= _FIRST_BUCKET_MB:
         return {"bucket_cap_mb": bucket_mb}
+    if bucket_mb == math.inf:
+        return {"bucket_cap_mb": _WHOLE_MB}
     if "bucket_cap_mb_list" in _ARGUMENTS:  # the last size is that of all further buckets
         return {"bucket_cap_mb_list": [_FIRST_BUCKET_MB, bucket_mb]}
     return {"bucket_cap_mb": None if bucket_mb == _DEFAULT_BUCKET_MB else bucket_mb}
@@ -45,6 +50,17 @@ with needed_for("strategy ddp"):
     # From here on a gradient that is ready counts towards its bucket. Without an underscore, and without documentation.
     _prepare_for_forward: Callable[[Any], None] = Reducer.prepare_for_forward
     _prepare_for_backward: Callable[[Any, Any], None] = Reducer.prepare_for_backward
+
+require("compile under strategy ddp", DistributedDataParallel, "_active_ddp_module")
+
+
+def cut_compiled_graphs(bucket_mb: float | None) -> None:
+    """From here on torch.compile cuts what it compiles into one graph for each bucket of `bucket_mb` (None: leaves it
+    whole), as it does within the forward of DistributedDataParallel. The backward of one graph gives all its gradients
+    at its end: uncut, no bucket is sent before the whole backward has ended."""
+    cut = None if bucket_mb is None else SimpleNamespace(bucket_bytes_cap=int(max(bucket_mb, _FIRST_BUCKET_MB) * 2**20))
+    # torch.compile asks for the module whose forward is running, and reads the size of its buckets.
+    DistributedDataParallel._active_ddp_module = cut  # type: ignore[assignment]
 
 
 def arm(reducer: Any) -> None:

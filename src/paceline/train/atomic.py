@@ -15,32 +15,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from paceline.errors import CheckpointError
+from paceline.train.plain_files import checksums_of, write_checksums
 
 _SCRATCH = re.compile(r"(\.tmp-.+-[0-9a-f]{8})(\.lock)?")
-_CHUNK_BYTES = 4 * 2**20
 _UNTOUCHED_SECONDS = 24 * 3600
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal. Other threads run meanwhile."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -75,6 +64,32 @@ def scratch(parent: Path, label: str) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
         if lock is not None:
             _unlock(_lock_path(path), lock, remove=not os.path.lexists(path))
+
+
+def write_whole(file: Path, write: Callable[[Path], None], what: str, *, checksum: bool = False) -> None:
+    """Write one file by `write(path)`, which gets a path of the same name in a scratch directory. An older file of this
+    name is replaced by the whole one, or not at all.
+
+    write may make further files beside its own (a large model's data); they are put beside `file` first. what: the
+    first words of the CheckpointError for what the operating system refuses ("The model could not be exported to").
+    checksum: put FILE.sha256 beside it, too (plain_files.py).
+    """
+    with explained(what, file):
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory, and the name of a file is needed")
+        make_directory(file.parent)
+        remove_debris(file.parent)
+        with scratch(file.parent, file.name) as temporary:
+            whole = temporary / file.name
+            write(whole)
+            made = sorted(temporary.iterdir(), key=lambda path: path == whole)
+            if checksum:
+                made.append(write_checksums(whole, made))
+                checksums_of(file).unlink(missing_ok=True)  # those of the older file, while this one takes its place
+            for one in made:
+                sync(one)
+                os.replace(one, file.parent / one.name)
+            sync(file.parent)
 
 
 def remove_debris(parent: Path) -> None:

@@ -19,6 +19,9 @@ No large numbers are subtracted, so this is as stable as two passes over the who
 takes part with a row of zeros. The backward sums one vector, [Σ dy, Σ dy·x̂], over the replicas. Gradients of weight and
 bias are those of this replica's examples, as in any other layer.
 
+On CUDA, where the number of launches is the cost, kernels of torch's compute all of this but second derivatives
+(batchnorm_kernels.py). Under torch.compile each layer is a break in the graph: its exchange cannot be traced.
+
 Legend for shapes: N examples times pixels over all replicas, R replicas, C channels; x is (n, C, ...).
 """
 
@@ -36,13 +39,9 @@ from paceline.comm.mesh import Replicas, replicas_here
 from paceline.comm.replicas import CrossesReplicas, differentiable_sum
 from paceline.errors import ModelError
 from paceline.torch_private.core import BatchNormBase
-from paceline.train import biases
+from paceline.train import batchnorm_kernels, biases
+from paceline.train.batchnorm_kernels import Statistics, statistics_dtype
 from paceline.train.messages import ONE_VALUE, one_value_message
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    """At least float32: bf16 and fp16 inputs have float32 statistics, as in torch."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _other_dims(x: Tensor) -> list[int]:
@@ -56,15 +55,17 @@ def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """x * scale + shift for each channel, in one pass: torch's kernel for a batch norm in eval mode."""
-    return F.batch_norm(x, torch.zeros_like(scale), torch.ones_like(scale), scale, shift, training=False, eps=0.0)
+    zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
+    # F.batch_norm refuses eps=0 in torch 2.11.
+    return torch.batch_norm(x, scale, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """(C,) mean and (C,) M2 of this replica's examples, of which there is at least one."""
-    dtype = _statistics_dtype(x)
+    dtype = statistics_dtype(x)
     count = x.numel() // x.size(1)
     long_rows = x.dim() > 2 and x.is_contiguous() and x.dtype == dtype
-    if x.device.type in ("cpu", "cuda") and not (x.device.type == "cpu" and long_rows):
+    if x.device.type == "cpu" and not long_rows:
         scratch = torch.ones(2, x.size(1), dtype=dtype, device=x.device)
         mean, var = torch.batch_norm_update_stats(x, scratch[0], scratch[1], 0.0)
         return mean, var * count
@@ -74,12 +75,8 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, centred.square_().sum(_other_dims(x))
 
 
-def _global_statistics(x: Tensor, replicas: Replicas, listens: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(C,) mean, (C,) biased variance, () count over all replicas, () count of distinct examples, and () whether all
-    replicas that have examples listen for the gradient of x (biases.py). NaN, NaN, 0 and 0 where all shards are empty.
-
-    Small operations, and few: on a GPU their number is the cost.
-    """
+def _global_statistics(x: Tensor, eps: float, replicas: Replicas, listens: bool) -> Statistics:
+    """Of all replicas' examples; NaN where all shards are empty. listens: whether this replica does (biases.py)."""
     channels = x.size(1)
     exact = torch.float32 if x.device.type == "mps" else torch.float64
     if x.numel() > 0:
@@ -93,8 +90,10 @@ def _global_statistics(x: Tensor, replicas: Replicas, listens: bool) -> tuple[Te
     shares = counts / count  # (R, 1)
     mean = (shares * means).sum(0)
     var = torch.addcmul(m2s / count, shares, (means - mean).square()).sum(0)
-    dtype = _statistics_dtype(x)
-    return mean.to(dtype), var.to(dtype), count.to(dtype), _distinct(rows, count).to(dtype), deaf.sum() == 0
+    dtype = statistics_dtype(x)
+    mean, var, once = mean.to(dtype), var.to(dtype), _distinct(rows, count).to(dtype)
+    agreed = deaf.sum() == 0 if listens else False  # who does not listen does not ask
+    return Statistics(mean, var, (var + eps).rsqrt(), var * (once / (once - 1)), count.to(dtype), agreed)
 
 
 def _distinct(rows: Tensor, count: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ def _distinct(rows: Tensor, count: Tensor) -> Tensor:
     return torch.where((rows == rows[:1]).all() & (own > 1), own, count)  # branching would wait for the device
 
 
-class _Statistics(torch.autograd.Function):
+class _MeanAndInvstd(torch.autograd.Function):
     """x -> (mean, invstd) over all replicas, given their values. Differentiable any number of times.
 
     dmean/dx_i = 1/N and dinvstd/dx_i = -invstd³ (x_i - mean) / N. The gradients of mean and invstd come from all
@@ -143,24 +142,28 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         mean: Tensor,
-        var: Tensor,
+        var: Tensor | None,
+        invstd: Tensor,
         count: Tensor,
         eps: float,
         replicas: Replicas,
     ) -> Tensor:
-        dtype = _statistics_dtype(x)
-        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt(), count)
+        dtype = statistics_dtype(x)
+        ctx.save_for_backward(x, weight, mean, invstd, count)
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.fused = _fused_backward if var is not None else batchnorm_kernels.backward
         # Kept, since on CUDA the backward runs in a thread of autograd's, where replicas_here() finds none.
         ctx.replicas = replicas
         scale = None if weight is None else weight.to(dtype)
         shift = None if bias is None else bias.to(dtype)
+        if var is None:
+            return batchnorm_kernels.normalised(x, scale, shift, mean, invstd)
         return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, count = ctx.saved_tensors
-        backward = _differentiable_backward if torch.is_grad_enabled() else _fused_backward
+        backward = _differentiable_backward if torch.is_grad_enabled() else ctx.fused
         dx, d_weight, d_bias = backward(
             gradients[0], x, weight, mean, invstd, count, ctx.needs_input_grad[0], ctx.replicas
         )
@@ -168,7 +171,7 @@ class _Normalise(torch.autograd.Function):
             dx if dx is None else dx.to(x.dtype),
             d_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
             d_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -214,7 +217,8 @@ def _differentiable_backward(
     replicas: Replicas,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """`_fused_backward` in differentiable operations, for a gradient penalty (create_graph=True)."""
-    mean, invstd = _Statistics.apply(x, mean, invstd, count, replicas)
+    count = count.sum()  # the kernels have those of all replicas
+    mean, invstd = _MeanAndInvstd.apply(x, mean, invstd, count, replicas)
     dy = dy.to(mean.dtype)
     xhat = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(invstd, x)
     d_bias, d_weight = dy.sum(_other_dims(x)), (dy * xhat).sum(_other_dims(x))
@@ -247,34 +251,57 @@ class _Global(CrossesReplicas, BatchNormBase):
                 f"{tuple(input.shape)}, with {input.size(1)}. Give it num_features={input.size(1)}."
             )
         listens = biases.is_biased_output(input)
+        statistics = batchnorm_kernels.statistics if batchnorm_kernels.apply_to(input) else _global_statistics
         with torch.no_grad():
-            mean, var, count, once, agreed = _global_statistics(input, replicas, listens)
-            # Reading the count waits for the device. It is not read where the examples of this replica make N > 1.
-            known = int(count) if input.numel() <= input.size(1) else 2
+            found = statistics(input, self.eps, replicas, listens)
+            known = int(found.counts.sum()) if _reads_count(input) else 2
             if known == 1:
                 raise ValueError(
                     f"{ONE_VALUE}, got input size {input.size()} on this replica and 1 value per channel over all "
                     f"{replicas.size} replicas. {one_value_message(1, 1)}"
                 )
             if known > 1:
-                self._update_running_statistics(mean, var * (once / (once - 1)))
+                self._update_running_statistics(found.mean, found.unbiased_var)
         if known == 0:
             return BatchNormBase.forward(self, input)  # all shards are empty: nothing to sum, now or in the backward
-        input = biases.listen(input, agreed)
-        return _Normalise.apply(input, self.weight, self.bias, mean, var, count, self.eps, replicas)
+        input = biases.listen(input, found.agreed)
+        moments = found.mean, found.var, found.invstd, found.counts
+        return _Normalise.apply(input, self.weight, self.bias, *moments, self.eps, replicas)
 
     def _update_running_statistics(self, mean: Tensor, unbiased_var: Tensor) -> None:
         if not (self.training and self.track_running_stats):
             return
-        factor = self.momentum
+        factor: float | Tensor | None = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if factor is None:  # the mean over all batches
-                factor = 1.0 / float(self.num_batches_tracked)
+                number = self.num_batches_tracked
+                factor = 1.0 / float(number) if number.device.type == "cpu" else _one_over(number)
         factor = 0.0 if factor is None else factor
         for running, value in ((self.running_mean, mean), (self.running_var, unbiased_var)):
             if running is not None:
-                running.lerp_(value.to(running.dtype), factor)
+                _move(running, value, factor)
+
+
+def _reads_count(x: Tensor) -> bool:
+    """Whether this replica reads how many values a channel has over all replicas: several, a single one (an error), or
+    none. Where it has several itself it knows enough.
+
+    On an accelerator reading waits, and only a replica with an empty shard reads, as in the short last batch of an
+    epoch. Where there is a single value, or none, other shards are empty: one of them raises, which ends the run.
+    """
+    few = x.numel() <= x.size(1)
+    return few and (x.device.type == "cpu" or x.numel() == 0)
+
+
+def _move(running: Tensor, value: Tensor, factor: float | Tensor) -> None:
+    """Moves a running statistic by this factor of the way to the value."""
+    running.lerp_(value.to(running.dtype), factor.to(running.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _one_over(number: Tensor) -> Tensor:
+    """(), 1 / number, without reading the number, which would wait for the device."""
+    return number.to(torch.float32 if number.device.type == "mps" else torch.float64).reciprocal()
 
 
 class GlobalBatchNorm1d(_Global, nn.BatchNorm1d):

@@ -12,7 +12,7 @@
     1. Write each part's files into a scratch directory. A file is synced and hashed while the next ones are written.
        Write the manifest.
     2. Sync the scratch directory, rename it to its final name, sync the directory above. The checkpoint is now saved.
-    3. Replace the pointer `latest`. Remove checkpoints in excess of `keep`.
+    3. Replace the pointer `latest`. Remove checkpoints that are neither among the newest nor among the best.
 `find` trusts no name and no pointer: it returns the newest checkpoint whose hashes all fit, and reports the others.
 
 Only rank 0 calls this module. Several runs may write into one directory at a time.
@@ -23,29 +23,43 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.errors import CheckpointError, SettingError, warn
+from paceline.errors import CheckpointError, SettingError, suggest, warn
 from paceline.train import manifest as manifests
 from paceline.train import tree
-from paceline.train.atomic import contents, explained, make_directory, nearest, remove_debris, scratch, sha256_of, sync
+from paceline.train.atomic import (
+    contents,
+    explained,
+    make_directory,
+    nearest,
+    remove_debris,
+    scratch,
+    sync,
+    write_whole,
+)
 from paceline.train.manifest import DIRECTORY, Damage, Entry, Manifest
+from paceline.train.plain_files import hash_of, open_plain
 from paceline.train.snapshot import SnapshotBuffers, on_host
 
 POINTER = "latest"
+CANNOT_EXPORT = "The model could not be exported to"
 
+_saved_to: dict[str, tuple[int, int]] = {}  # path of a directory -> device and inode, when it was last saved to
+_SCORE = "score"  # in a manifest's meta
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -68,6 +82,39 @@ class WholeCheckpoint(NamedTuple):
     path: Path
     step: int
     damage: list[str]  # of newer checkpoints: a line for each damaged file, with its hashes
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay in a directory when a further one is written."""
+
+    keep: int | None = None  # how many of the newest; None: all
+    keep_best: int = 0  # how many more by their score
+    score: float | None = None  # of the checkpoint that is being written; None: it takes no part in that
+    mode: str = "min"  # whether the smallest scores are best, or the largest ("max")
+
+    def __post_init__(self) -> None:
+        keep, best, score = self.keep, self.keep_best, self.score
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise SettingError(
+                f"run.save(keep={keep!r}): the number of checkpoints to leave, at least 1; None leaves all."
+            )
+        if isinstance(best, bool) or not isinstance(best, int) or best < 0:
+            raise SettingError(f"run.save(keep_best={best!r}): how many of the best checkpoints stay, 0 or more.")
+        if best and keep is None:
+            raise SettingError(f"run.save(keep_best={best}) without keep=, which leaves all checkpoints. Say keep=1.")
+        if score is not None and (isinstance(score, bool) or not isinstance(score, (int, float))):
+            raise SettingError(f"run.save(score={score!r}): a number is needed, such as scores['loss'].")
+        if self.mode not in ("min", "max"):
+            raise SettingError(f"run.save(mode={self.mode!r}) is not known. {suggest(str(self.mode), ('min', 'max'))}")
+
+
+class Scored(NamedTuple):
+    """A checkpoint that was written with a score."""
+
+    score: float
+    step: int
+    path: Path
 
 
 class _Candidate(NamedTuple):
@@ -109,7 +156,7 @@ def write(
     *,
     step: int,
     parts: Mapping[str, Any],
-    keep: int | None = None,
+    retention: Retention = Retention(),
     meta: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a new checkpoint. Returns its directory, `directory`/step-00000042, once it is safely on the disk.
@@ -123,12 +170,11 @@ def write(
     left, or all of it where only the last sync failed. A failure in phase 3 is a warning.
     """
     assert step >= 0, step
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise SettingError(f"run.save(keep={keep!r}): the number of checkpoints to leave, at least 1; None leaves all.")
     root = Path(directory)
     encoded = encode_parts(parts)
     _check_names(encoded)
-    document, tensors = tree.encode(dict(meta or {}), "checkpoint meta")
+    scored = {} if retention.score is None else {_SCORE: float(retention.score)}
+    document, tensors = tree.encode({**(meta or {}), **scored}, "checkpoint meta")
     if tensors:
         raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}: put it into a part.")
     with explained("A checkpoint could not be saved to", root):
@@ -137,6 +183,7 @@ def write(
         if DIRECTORY.fullmatch(root.name):
             raise FileExistsError(errno.EEXIST, "that is the name of one checkpoint; say the directory above it")
         make_directory(root)
+        _notice_another(root)
         remove_debris(root)
         earlier = _checkpoints_in(root)
         serial = 1 + max((one.manifest.serial for one in earlier if one.manifest), default=0)
@@ -148,8 +195,8 @@ def write(
             sync(root)
             with _only_warned(f"The checkpoint {final} is saved, but tidying up after it failed"):
                 _replace_pointer(root, final.name, temporary)
-                if keep is not None:
-                    _prune(root, keep, final, temporary)
+                if retention.keep is not None:
+                    _prune(root, retention, final, temporary)
     return final
 
 
@@ -185,6 +232,21 @@ def find(directory: str | os.PathLike[str]) -> WholeCheckpoint:
     )
 
 
+def examine(directory: str | os.PathLike[str]) -> dict[Path, list[str]]:
+    """Every checkpoint in `directory`, or the one that it is, newest first, with a line for each damaged file: none
+    where it is whole. Every file is read. Raises CheckpointError where there is no checkpoint."""
+    found: dict[Path, list[str]] = {}
+    for one in sorted(_require_candidates(Path(directory)), key=lambda one: one.order, reverse=True):
+        found[one.path] = one.damage
+        if one.manifest is not None:
+            try:
+                manifests.require_known(one.manifest, one.path)
+                manifests.verify(one.path, one.manifest)
+            except (Damage, CheckpointError) as error:
+                found[one.path] = str(error).splitlines()
+    return found
+
+
 def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
     """Whether there is a checkpoint, whole or damaged. False for a missing directory too.
 
@@ -195,46 +257,62 @@ def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
         return root.exists() and bool(_candidates(root))
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(path: str | os.PathLike[str], only: Collection[str] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """(meta, parts) of one checkpoint directory, as `write` was given them, with tensors on the host.
 
-    Compares no hashes: `find` does. Tensors are copied out of the file: torch aligns their memory, while that of a
-    mapped file has another alignment, which can change the bits of later results.
+    only: the names of the parts that are wanted; None: all. Compares no hashes: `find` does. Tensors are copied out of
+    the file: torch aligns their memory, while that of a mapped file has another alignment, which can change the bits of
+    later results.
     """
     place = Path(path)
+    manifest = _manifest(place)
+    with explained("A checkpoint could not be read from", place):
+        parts = {name: _read_part(place, name, manifest) for name in part_names(place) if only is None or name in only}
+    return tree.decode(manifest.meta, {}, f"{place / manifests.NAME}: its meta"), parts
+
+
+def part_names(path: str | os.PathLike[str]) -> list[str]:
+    """The names of the parts of one checkpoint directory, in the order in which `write` was given them."""
+    return [name.removesuffix(".json") for name in _manifest(Path(path)).files if name.endswith(".json")]
+
+
+def _manifest(place: Path) -> Manifest:
     try:
         manifest = manifests.load(place)
     except Damage as error:
         raise CheckpointError(f"{place} is no whole checkpoint: {error}. Use find() to get one that is.") from error
     manifests.require_known(manifest, place)
-    with explained("A checkpoint could not be read from", place):
-        parts = {
-            name.removesuffix(".json"): _read_part(place, name.removesuffix(".json"), manifest)
-            for name in manifest.files
-            if name.endswith(".json")
-        }
-    return tree.decode(manifest.meta, {}, "checkpoint meta"), parts
+    return manifest
 
 
 def export(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Path:
     """Write a plain safetensors file for `model.load_state_dict(safetensors.torch.load_file(path))`.
 
     Tied weights are written under each of their names. An older file of this name is replaced by a whole one, or not at
-    all. Raises CheckpointError where the file cannot be written.
+    all. Its checksum is put beside it, in FILE.sha256. Raises CheckpointError where the file cannot be written.
     """
     file = Path(path)
-    with explained("The model could not be exported to", file):
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a directory, and the name of a file is needed")
-        make_directory(file.parent)
-        remove_debris(file.parent)
-        with scratch(file.parent, file.name) as temporary:
-            whole = temporary / "export.safetensors"
-            _save_tensors(whole, tensors, {"format": "pt"})
-            sync(whole)
-            os.replace(whole, file)
-            sync(file.parent)
+    write_whole(file, lambda whole: save_tensors(whole, tensors, {"format": "pt"}), CANNOT_EXPORT, checksum=True)
     return file
+
+
+def _notice_another(root: Path) -> None:
+    """Warn where this process has saved to `root` before, and that was another directory: it was removed, or the disk
+    on which it lay is not mounted any more, and what was saved is not there."""
+    found, key = root.stat(), os.path.abspath(root)
+    before = _saved_to.get(key)
+    _saved_to[key] = found.st_dev, found.st_ino
+    if before is None or before == _saved_to[key]:
+        return
+    why = (
+        "is on another file system than before: was its disk unmounted?"
+        if before[0] != found.st_dev
+        else "was removed, or replaced, and is another one now."
+    )
+    warn(
+        f"the checkpoint directory {root}, to which this run has saved before, {why} Earlier checkpoints are not in "
+        "it. This one is saved there all the same; put the directory back, and look where the next ones go."
+    )
 
 
 def _check_names(parts: Mapping[str, EncodedPart]) -> None:
@@ -255,11 +333,11 @@ def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manife
         pending: dict[str, tuple[Future[str], Future[None]]] = {}
 
         def seal(name: str) -> None:
-            pending[name] = pool.submit(sha256_of, built / name), pool.submit(sync, built / name)
+            pending[name] = pool.submit(hash_of, built / name), pool.submit(sync, built / name)
 
         for name, part in parts.items():
             if part.tensors:
-                _save_tensors(built / f"{name}.safetensors", part.tensors, {"format": "pt", "part": name})
+                save_tensors(built / f"{name}.safetensors", part.tensors, {"format": "pt", "part": name})
                 seal(f"{name}.safetensors")
             (built / f"{name}.json").write_text(json.dumps(part.document, allow_nan=False), "utf-8")
             seal(f"{name}.json")
@@ -271,7 +349,8 @@ def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manife
     sync(built)
 
 
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write one safetensors file. Raises CheckpointError for tensors that such a file cannot hold."""
     try:
         save_file(on_host(tensors), path, metadata=metadata)
     except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
@@ -306,11 +385,39 @@ def _replace_pointer(root: Path, name: str, temporary: Path) -> None:
     sync(root)
 
 
-def _prune(root: Path, keep: int, written: Path, temporary: Path) -> None:
-    """Remove all but the `keep` newest checkpoints. A directory without a manifest of ours is not ours to remove."""
+def ranking(directory: str | os.PathLike[str], mode: str = "min") -> list[Scored]:
+    """The checkpoints in a directory that have a score, best first; of several of one step the newest. A missing
+    directory has none."""
+    root = Path(directory)
+    return _ranked(_checkpoints_in(root) if root.is_dir() else [], mode)
+
+
+def _ranked(candidates: Iterable[_Candidate], mode: str) -> list[Scored]:
+    by_step: dict[int, Scored] = {}
+    for path, manifest, _ in sorted(candidates, key=lambda one: one.order):
+        score = None if manifest is None else _score_of(manifest)
+        if manifest is not None and score is not None:
+            by_step[manifest.step] = Scored(score, manifest.step, path)
+    sign = 1 if mode == "min" else -1
+    return sorted(by_step.values(), key=lambda one: (sign * one.score, one.step))  # of equal ones the first
+
+
+def _score_of(manifest: Manifest) -> float | None:
+    """None where it was written without one, or with one that is no number."""
+    with suppress(CheckpointError):  # in a directory may be manifests that somebody else has changed
+        meta = tree.decode(manifest.meta, {}, "checkpoint meta")
+        score = meta.get(_SCORE) if isinstance(meta, dict) else None
+        return score if isinstance(score, (int, float)) and not math.isnan(score) else None
+    return None
+
+
+def _prune(root: Path, retention: Retention, written: Path, temporary: Path) -> None:
+    """Remove all but the newest checkpoints and the best ones. A directory without a manifest of ours is not ours to
+    remove."""
     ours = [one for one in _checkpoints_in(root) if one.manifest and one.manifest.format == manifests.FORMAT]
-    for path, manifest, _ in sorted(ours, key=lambda one: one.order, reverse=True)[keep:]:
-        if path == written or path.is_symlink() or manifest is None:
+    best = {one.path for one in _ranked(ours, retention.mode)[: retention.keep_best]}
+    for path, manifest, _ in sorted(ours, key=lambda one: one.order, reverse=True)[retention.keep :]:
+        if path == written or path in best or path.is_symlink() or manifest is None:
             continue
         names = [*manifest.files, manifests.NAME]
         with suppress(FileNotFoundError):  # another writer was faster
@@ -358,7 +465,7 @@ def _require_candidates(root: Path) -> list[_Candidate]:
         if not root.exists():
             there = nearest(root)
             raise CheckpointError(
-                f"{root} does not exist, so there is nothing to restore. {there} does, and holds: {contents(there)}. "
+                f"{root} does not exist, so there is no checkpoint. {there} does, and holds: {contents(there)}. "
                 "Give the directory that run.save() was given."
             )
         if candidates := _candidates(root):
@@ -372,14 +479,23 @@ def _require_candidates(root: Path) -> list[_Candidate]:
 def _read_part(place: Path, name: str, manifest: Manifest) -> Any:
     tensors: dict[str, Tensor] = {}
     if f"{name}.safetensors" in manifest.files:
-        with safe_open(place / f"{name}.safetensors", framework="pt") as file:
+        path = place / f"{name}.safetensors"
+        open_plain(path).close()
+        with _damaged(path, SafetensorError), safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     path = place / f"{name}.json"
-    try:
-        document = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Use another checkpoint.") from error
+    with open_plain(path) as opened, _damaged(path, ValueError, RecursionError, MemoryError):
+        document = json.loads(opened.read())
     return tree.decode(document, tensors, str(path))
+
+
+@contextmanager
+def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise these errors of a file's reader as a CheckpointError that names the file."""
+    try:
+        yield
+    except kinds as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint.") from error
 
 
 @contextmanager

@@ -64,6 +64,6 @@ def computing(
         except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
             if piece.count or ONE_VALUE in str(error):
                 raise
-            raise EmptyShardError(empty_message(error)) from error
+            raise EmptyShardError(empty_message(error, request.total)) from error
 
     return compute

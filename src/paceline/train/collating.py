@@ -29,15 +29,13 @@ from paceline.strategies.batch_plan import Part, Request
 from paceline.train.batch_rows import SEVERAL, empty_batch, slice_examples
 from paceline.train.draws import DrawCall, ExampleDraws, RowKeys
 from paceline.train.made_batches import RowCollate
-from paceline.train.randomness import mix, mix_each, seed_all, tag
+from paceline.train.randomness import drawn_from, just_seeded, mix, mix_each, seed_all, tag
 from paceline.train.sampler_rng import GeneratorHandle, generators_of, seed_generators
 
 Collate = Callable[[list[Any]], Any]
 
 SCOPES = ("example", "global", "shard")
 """Values of the argument `collate` of `run.loader`, which documents them."""
-
-_SEEDED = 624  # the position of both Mersenne Twisters after seeding
 
 
 class Streams:
@@ -55,6 +53,11 @@ class Streams:
     def seed_example(self, epoch: int, index: int) -> None:
         """Seed the global generators for one example, before the data set makes it."""
         seed_all(mix(self._example, epoch, index))
+
+    def example_keys(self, epoch: int, indices: Sequence[int]) -> list[int]:
+        """The keys by which `seed_example` seeds."""
+        found: list[int] = mix_each(mix(self._example, epoch), np.asarray(indices, dtype=np.int64)).tolist()
+        return found
 
     def collate_key(self, request: Request, part: Part | None) -> int:
         """For choices for the whole batch, while it is collated. part: set with collate="shard", where each part makes
@@ -80,9 +83,12 @@ class Streams:
         return mix(self._yield, request.epoch, request.step)
 
     def _row_keys(self, purpose: int, request: Request, part: Part) -> RowKeys:
-        keys = mix_each(mix(purpose, request.epoch), np.asarray(part.indices, dtype=np.int64))
-        keys = mix_each(keys, np.asarray(part.visits, dtype=np.int64)) if part.visits else keys
-        return RowKeys(keys[::-1].copy() if self.backwards else keys)
+        def make() -> np.ndarray:
+            keys = mix_each(mix(purpose, request.epoch), np.asarray(part.indices, dtype=np.int64))
+            keys = mix_each(keys, np.asarray(part.visits, dtype=np.int64)) if part.visits else keys
+            return keys[::-1].copy() if self.backwards else keys
+
+        return RowKeys(len(part.indices), make)
 
 
 class CollateDraws(NamedTuple):
@@ -106,15 +112,15 @@ class Collator:
         self._samples: tuple[Any, Any] | None = None  # scope "global": a batch of one example, and of several copies
         self._last: tuple[tuple[int, int], Any] | None = None  # scope "global": (epoch, step) and its whole batch
 
-    def collate_part(self, request: Request, part: Part, example: Callable[[int], Any]) -> Any:
-        """The collated batch of a part. example: fetches an example by its index.
+    def collate_part(self, request: Request, part: Part, read: Callable[[Sequence[int]], list[Any]]) -> Any:
+        """The collated batch of a part. read: gives the examples with these indices.
 
         Raises UsageError for draws that depend on how the batch is cut, and for a batch that cannot be cut."""
         if request.whole:
-            return self._rows_of_whole(request, part, example)
+            return self._rows_of_whole(request, part, read)
         if not part.indices:
-            return self._empty(request, part, example(request.first))
-        return self.batch(request, part, [example(index) for index in part.indices])
+            return self._empty(request, part, read([request.first])[0])
+        return self.batch(request, part, read(part.indices))
 
     def batch(self, request: Request, part: Part, examples: list[Any]) -> Any:
         """The collated examples of a part. Raises UsageError for draws that depend on how the batch is cut."""
@@ -159,12 +165,12 @@ class Collator:
 
         return empty_batch(collate, example)
 
-    def _rows_of_whole(self, request: Request, part: Part, example: Callable[[int], Any]) -> Any:
+    def _rows_of_whole(self, request: Request, part: Part, read: Callable[[Sequence[int]], list[Any]]) -> Any:
         """With scope "global": a part's rows of the whole global batch. Raises UsageError for a batch that cannot be
         cut by examples."""
         step = (request.epoch, request.step)
         if self._last is None or self._last[0] != step:
-            examples = [example(index) for index in request.whole][:: -1 if self.streams.backwards else 1]
+            examples = read(request.whole)[:: -1 if self.streams.backwards else 1]
             if self._samples is None:
                 self._samples = self._sample(request, examples[:1], 1), self._sample(request, examples[:1], SEVERAL)
             self._last = (step, self._call(request, None, examples)[0])
@@ -196,12 +202,16 @@ class Collator:
         generators = self._held()
         seed_generators(self.streams.collate_key(request, None), generators)
         held = [] if self._draws else [(handle, handle.get()) for handle in generators]
-        drawing = _Drawing(RowKeys(np.empty(0, np.uint64)) if keys is None else keys, self._draws or CollateDraws())
+        keys = RowKeys(0, lambda: np.empty(0, np.uint64)) if keys is None else keys
+        drawing = _Drawing(keys, self._draws or CollateDraws())
+        seeded = None if self._draws is not None else just_seeded()
         with drawing:
             batch = (collate or self.collate)(examples)
-        if self._draws is not None:
+        if seeded is None:
             return batch, drawing, True
-        drew = bool(drawing.calls) or _python_drew() or any(not _equal(handle.get(), before) for handle, before in held)
+        drew = bool(drawing.calls or drawn_from(seeded)) or any(
+            not _equal(handle.get(), before) for handle, before in held
+        )
         return batch, drawing, drew
 
     def _inspect(self, request: Request, example: Any) -> CollateDraws:
@@ -276,12 +286,6 @@ def _owner(collate: Any) -> Any:
     while isinstance(collate, (functools.partial, RowCollate)):
         collate = collate.function if isinstance(collate, RowCollate) else collate.func
     return getattr(collate, "__self__", collate)
-
-
-def _python_drew() -> bool:
-    """Whether NumPy's or Python's generator was used since `seed_all`."""
-    state = np.random.get_state(legacy=False)
-    return random.getstate()[1][-1] != _SEEDED or state["state"]["pos"] != _SEEDED
 
 
 def _copied(examples: Sequence[Any]) -> list[Any] | None:

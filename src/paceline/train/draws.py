@@ -13,6 +13,7 @@ inversion; sampling without replacement by exponential races.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.comm.scalars import upload
 from paceline.torch_private.core import TorchDispatchMode, is_composite, schema_of
 from paceline.train.randomness import mix
 
@@ -88,20 +90,29 @@ class DrawCall(NamedTuple):
 
 
 class RowKeys:
-    """The keys of the current examples' streams. keys: (n,) uint64, one for each row."""
+    """The keys of the current examples' streams.
 
-    def __init__(self, keys: np.ndarray) -> None:
-        self.keys = keys
+    Args:
+        count: of examples.
+        make: gives the keys, (count,) uint64, one for each row. It is called when something draws.
+    """
+
+    def __init__(self, count: int, make: Callable[[], np.ndarray]) -> None:
+        self._count, self._make = count, make
         self._on: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self._count
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """(count,) uint64."""
+        return self._make()
 
     def on(self, device: torch.device) -> Tensor:
         """The keys as (n,) int64 on a device."""
         if device not in self._on:
-            keys = torch.from_numpy(self.keys.view(np.int64))
-            self._on[device] = keys.to(device, non_blocking=device.type != "cpu")
+            self._on[device] = upload(torch.from_numpy(self.keys.view(np.int64)), device)
         return self._on[device]
 
 

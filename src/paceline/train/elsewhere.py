@@ -25,7 +25,10 @@ _RUN = {
     "run.track(name=object)": "register_for_checkpointing",
     "run.log(name=value)": "log_dict init_trackers",
     "run.steps": "global_step step_count",
-    "run.broadcast(value)": "broadcast_object broadcast_object_list broadcast_parameters",
+    "run.broadcast(value)": "broadcast_object broadcast_object_list",
+    "run.prepare(model, optimizer), which gives all processes rank 0's weights": (
+        "broadcast_parameters broadcast_optimizer_state"
+    ),
     "run.forward_backward(loss_fn, model, batch), then run.step(optimizer)": "train_step training_step",
     "paceline.fit(model, loss_fn, dataset, ...)": "fit train",
 }

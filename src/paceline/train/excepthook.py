@@ -49,7 +49,7 @@ def _note(error: BaseException, loader: Loader | None) -> str:
         return ""
     if ONE_VALUE in str(error):
         return "" if DROP_LAST in str(error) else one_value_message(request.examples, request.total)
-    return empty_message(error) if request.examples == 0 else ""
+    return empty_message(error, request.total) if request.examples == 0 else ""
 
 
 def _without_package(trace: TracebackType | None) -> TracebackType | None:

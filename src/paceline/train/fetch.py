@@ -8,17 +8,18 @@ draw is keyed by its address, in whichever process it happens.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset, default_convert
+from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
 from paceline.errors import SettingError
-from paceline.strategies.batch_plan import BatchPlan, Fetched, Request
+from paceline.strategies.batch_plan import BatchPlan, Fetched, Part, Request
 from paceline.strategies.placement import pinned
 from paceline.train.agreement import digest_of_example, probe_of_stream
 from paceline.train.collating import Collator
+from paceline.train.example_reader import ExampleReader
 from paceline.train.made_batches import RowAddress, RowDataset
 from paceline.train.randomness import mix, tag
 
@@ -45,22 +46,26 @@ class MapFetcher(Dataset[Fetched]):
 
     def __init__(self, dataset: Any, collator: Collator) -> None:
         self.dataset, self.collator = dataset, collator
+        self._reader = ExampleReader(dataset, collator.streams.example_keys)
 
     def __getitem__(self, request: Request) -> Fetched:
-        def example(index: int) -> Any:
-            return self._example(request.epoch, index)
+        def examples(indices: Sequence[int]) -> list[Any]:
+            return self._examples(request.epoch, indices)
 
         if request.probe is not None:
             # Before this rank's own examples, while a generator that the data set holds has one state on all ranks.
-            digests = tuple(digest_of_example(example(index)) for index in request.probe.indices)
+            digests = tuple(digest_of_example(example) for example in examples(request.probe.indices))
             request = request._replace(probe=request.probe._replace(examples=digests))
-        return Answer(request, [self.collator.collate_part(request, part, example) for part in request.parts])
+        return Answer(request, [self._collated(request, part, examples) for part in request.parts])
 
-    def _example(self, epoch: int, index: int) -> Any:
+    def _collated(self, request: Request, part: Part, examples: Callable[[Sequence[int]], list[Any]]) -> Any:
+        batch = self._reader.collated(part.indices) if self.collator.collate is default_collate else None
+        return self.collator.collate_part(request, part, examples) if batch is None else batch
+
+    def _examples(self, epoch: int, indices: Sequence[int]) -> list[Any]:
         if isinstance(self.dataset, RowDataset):
-            return RowAddress(epoch, index)
-        self.collator.streams.seed_example(epoch, index)
-        return self.dataset[index]
+            return [RowAddress(epoch, index) for index in indices]
+        return self._reader.read(epoch, indices)
 
 
 class StreamFetcher(IterableDataset[Fetched]):
@@ -133,9 +138,13 @@ class StreamFetcher(IterableDataset[Fetched]):
         probe = probe_of_stream(examples.values()) if self.probing and step == self.start else None
         whole = self.collator.scope == "global"
         order = list(examples)
+
+        def read(indices: Sequence[int]) -> list[Any]:
+            return [examples[index] for index in indices]
+
         assert self.plan is not None
         for request in self.plan.requests(order, self.epoch, step, self.micro_batch, probe, whole=whole):
-            parts = [self.collator.collate_part(request, part, examples.__getitem__) for part in request.parts]
+            parts = [self.collator.collate_part(request, part, read) for part in request.parts]
             yield Answer(request, parts)
 
 

@@ -80,14 +80,14 @@ class FiniteWatch:
     ) -> None:
         """Raises NonFiniteError for this update (CPU) or for those of earlier global batches (accelerators).
 
-        places: the tensors that have a gradient. norm: (), the norm of these gradients, if known. updates: how many
-        each optimizer has made. names: of the places, for the message.
+        places: the tensors in whose `.grad` the gradients are, if any. norm: (), the norm of these gradients, if known.
+        updates: how many each optimizer has made. names: of the places, for the message.
         """
         found = self._store.found_inf(places, self._device, self._flag) if norm is None else norm.detach() * 0.0
         if self._flag is not None:
             if found.item() != 0.0:
-                here = [dtensor.local(p.grad) for p in places if p.grad is not None]
-                where = [names.get(p, "?") for p, g in zip(places, here, strict=True) if not bool(g.isfinite().all())]
+                here = [(p, dtensor.local(p.grad)) for p in places if p.grad is not None]
+                where = [names.get(p, "?") for p, g in here if not bool(g.isfinite().all())]
                 self._stop(_Check(sum(updates.values()), self.calls, None), where)
             return
         # A flag of this global batch is another optimizer's: it arrives when that one's whole backward is done.

@@ -1,7 +1,7 @@
 """The loader: it yields this process's part of each global batch, equally often on every rank.
 
 A loader has a name, an epoch and a step. These are all that a checkpoint holds of it: the order of an epoch is a
-function (randomness.permutation), so the examples of step k are known without reading those before it.
+function (order.order_of), so the examples of step k are known without reading those before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from multiprocessing import reduction
 from types import CodeType
@@ -28,7 +28,9 @@ from paceline.train import randomness
 from paceline.train.elsewhere import of_loader
 from paceline.train.messages import CANNOT_BE_UNPACKED, cannot_be_sent
 from paceline.train.noise import Noise
+from paceline.train.order import VERSION
 from paceline.train.sources import ADDED_LATER, Source
+from paceline.train.zero_rows import ZERO_ROWS
 
 
 class Bundle:
@@ -76,10 +78,15 @@ class Loader:
         device: torch.device,
         on_yield: Callable[[Loader], None],
         on_end: Callable[[Loader, bool], None] = lambda loader, whole: None,
+        on_body_end: Callable[[Loader], None] | None = None,
         noise: Noise | None = None,
+        later: Mapping[int, Source] | None = None,
     ) -> None:
+        """later: the sources from certain epochs on, where the global batch changes."""
         self.name, self.train, self._device, self.noise = source.name, source.train, device, noise
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
+        self._on_body_end = on_body_end  # called when a training loop comes back for the next yield; may raise
+        self._sources = {0: source, **(later or {})}  # by the epoch from which on each is read
         self.streams = source.streams
         source.probing = self.train and collectives.size_of() > 1 and source.plan().in_step
         self.epoch = 0  # the current epoch; between epochs the next one
@@ -183,17 +190,20 @@ class Loader:
                     self.noise.begin_yield(self.streams, request, part)
                     yield self.presented
                     self.noise.end_yield()
+                if self._on_body_end is not None:
+                    self._on_body_end(self)
             whole = True
             if request is None and start == 0 and (self._plan.in_step or not self.steps):
                 raise SettingError(self._source.why_empty())
         finally:
+            ZERO_ROWS.end_yield(self)
             transport.enter_phase("between", loader=self.name)
             if self.noise is not None:
                 self.noise.end_yield()
             if mine == self._iteration:  # else a newer pass has begun, and this one is closed late
                 self.current, self.stepped = None, False
                 if whole or self._used:
-                    self.epoch, self._start = epoch + 1, 0
+                    self._begin_at(epoch + 1, 0)
                     self.ended += 1
                 if not whole:
                     self._note_exit(request)
@@ -219,6 +229,7 @@ class Loader:
                     yield self._on_device(request, batches)
             whole = True
         finally:
+            ZERO_ROWS.end_yield(self)
             transport.enter_phase("between")
             self.current = None
             if not whole:
@@ -260,6 +271,9 @@ class Loader:
     def _begin_yield(self, request: Request) -> None:
         self.current, self.stepped = request, False
         part = request.parts[0]
+        empty = not part.indices if len(request.parts) == 1 else () in [its.indices for its in request.parts]
+        if empty or ZERO_ROWS.left:
+            ZERO_ROWS.begin_yield(self, empty)
         randomness.seed_torch(self.streams.torch_key(request, part.shard, part.micro), self._device)
         self.key = self.streams.python_key(request)
         randomness.seed_python(self.key)
@@ -286,9 +300,19 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         step = self._start if self.current is None else self.current.step + int(self.stepped)
-        return {"epoch": self.epoch, "step": step, **self._source.identity()}
+        order = self._source.order_version(self.epoch)
+        return {"epoch": self.epoch, "step": step, "order": order, **self._source.identity()}
+
+    def _begin_at(self, epoch: int, step: int) -> None:
+        """The next pass is of this epoch, from this step on."""
+        self.epoch, self._start = epoch, step
+        source = self._sources[max(first for first in self._sources if first <= epoch)]
+        source.probing, self._source = self._source.probing, source
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._begin_at(int(state["epoch"]), int(state["step"]))
+        if state["step"]:
+            self._begin_in_order(int(state.get("order", 1)))  # checkpoints of version 1 do not name it
         own = self._source.identity()
         for key, value in own.items():
             if state["step"] and (key in state or key not in ADDED_LATER) and state.get(key) != value:
@@ -297,7 +321,16 @@ class Loader:
                     f"this script has {key}={value}, so that the rest of the epoch is not defined. Use what the "
                     "checkpoint had, or resume from a checkpoint at the end of an epoch."
                 )
-        self.epoch, self._start = int(state["epoch"]), int(state["step"])
+
+    def _begin_in_order(self, version: int) -> None:
+        """The rest of the epoch is read in the order in which it was begun."""
+        if version not in (1, VERSION):
+            raise UsageError(
+                f"loader {self.name!r}: the checkpoint was written in mid-epoch by a newer Paceline, with order "
+                f"{version} of the examples, and this one knows 1 and {VERSION}. Install it, or resume from a "
+                "checkpoint at the end of an epoch."
+            )
+        self._source.first_order_epoch = self.epoch if version == 1 else None
 
 
 def current_examples(latest: Loader | None, training: Iterable[Loader]) -> int:

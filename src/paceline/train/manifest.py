@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.errors import CheckpointError
-from paceline.train.atomic import sha256_of
+from paceline.train.plain_files import open_plain, sha256_of, unreadable
 
 NAME = "manifest.json"
 FORMAT = 1
 DIRECTORY = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # a second save at the same step has the suffix -2, and so on
 
 _ZEROS = b"0" * 64
+_SHA256 = re.compile("[0-9a-f]{64}")
+_MOST_BYTES = 2**26  # of a manifest, which has some 130 for each file
 
 
 class Damage(Exception):
@@ -80,28 +83,48 @@ def load(directory: Path) -> Manifest:
     """
     path = directory / NAME
     try:
-        data = path.read_bytes()
+        with open_plain(path) as file:
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise Damage(f"{path}: {_missing_or(error)}") from error
+        raise Damage(f"{path}: {unreadable(error)}") from error
+    if len(data) > _MOST_BYTES:
+        raise Damage(f"{path}: not a manifest (it has more than {_MOST_BYTES:,} bytes)")
     try:
         fields = json.loads(data)
         claimed = fields["sha256"]
         actual = hashlib.sha256(_swap(data, claimed.encode(), _ZEROS)).hexdigest()
         if claimed == actual:
             return _parse(fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except Exception as error:  # whatever bytes that nobody vouches for bring json or Python to raise
         actual = hashlib.sha256(data).hexdigest()
         raise Damage(f"{path}: not a manifest ({type(error).__name__}: {error}); its sha256 is {actual}") from error
     raise Damage(f"{path}: expected sha256 {claimed}, found {actual}")
 
 
 def _parse(fields: Any) -> Manifest:
+    serial = _whole("serial", fields["serial"])
     if fields["format"] != FORMAT:
-        return Manifest(step=0, serial=int(fields["serial"]), meta=None, files={}, format=fields["format"])
+        return Manifest(step=0, serial=serial, meta=None, files={}, format=_whole("format", fields["format"]))
     files = {name: Entry(**entry) for name, entry in fields["files"].items()}
-    if strange := [name for name in files if Path(name).name != name]:
-        raise ValueError(f"{strange[0]!r} is not a plain file name")
-    return Manifest(step=int(fields["step"]), serial=int(fields["serial"]), meta=fields["meta"], files=files)
+    if not files:
+        raise ValueError("it names no file")
+    for name, entry in files.items():
+        if Path(name).name != name or "\0" in name:
+            raise ValueError(f"{name!r} is not a plain file name")
+        if name == NAME or not name.endswith((".json", ".safetensors")):
+            raise ValueError(f"a checkpoint has no file called {name!r}")
+        _whole(f"the size of {name}", entry.size)
+        if f"{Path(name).stem}.json" not in files:
+            raise ValueError(f"it names {name}, and no {Path(name).stem}.json")
+        if not _SHA256.fullmatch(entry.sha256):
+            raise ValueError(f"the sha256 of {name} is {entry.sha256!r}")
+    return Manifest(step=_whole("step", fields["step"]), serial=serial, meta=fields["meta"], files=files)
+
+
+def _whole(what: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{what} is {str(value)[:40]}, and a whole number is needed")
+    return value
 
 
 def require_known(manifest: Manifest, directory: Path) -> None:
@@ -126,17 +149,16 @@ def verify(directory: Path, manifest: Manifest) -> None:
 def _examine(directory: Path, name: str, entry: Entry) -> Iterator[str]:
     path = directory / name
     try:
-        size, actual = path.stat().st_size, sha256_of(path)
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            # One that is too long is not read: it may have no end.
+            actual = sha256_of(file) if size <= entry.size else ""
     except OSError as error:
-        yield f"{path}: {_missing_or(error)} (expected sha256 {entry.sha256})"
+        yield f"{path}: {unreadable(error)} (expected sha256 {entry.sha256})"
         return
     if actual != entry.sha256 or size != entry.size:
         lengths = "" if size == entry.size else f"{size} bytes instead of {entry.size}; "
-        yield f"{path}: {lengths}expected sha256 {entry.sha256}, found {actual}"
-
-
-def _missing_or(error: OSError) -> str:
-    return "missing" if isinstance(error, (FileNotFoundError, NotADirectoryError)) else f"unreadable ({error.strerror})"
+        yield f"{path}: {lengths}expected sha256 {entry.sha256}" + (f", found {actual}" if actual else "")
 
 
 def _swap(data: bytes, old: bytes, new: bytes) -> bytes:

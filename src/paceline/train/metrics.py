@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.comm.collectives import data_group
-from paceline.comm.scalars import wide_dtype
+from paceline.comm.scalars import upload, wide_dtype
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
-from paceline.train.weighted_sum import WeightedSum, upload
+from paceline.train.weighted_sum import WeightedSum
 
 _CHANGED = "a loss or metric was changed in place after it was returned. Return a new tensor, or a clone."
 
@@ -176,7 +176,7 @@ def reduce_averages(averages: Sequence[Average]) -> list[float]:
 def evaluating(models: Any) -> Iterator[None]:
     """Put models (one, or a tuple, list or dict of them) into evaluation mode, without gradients. Afterwards each
     module's own mode is put back."""
-    modes = [(module, module.training) for model in _models(models) for module in model.modules()]
+    modes = [(module, module.training) for model in modules_of(models) for module in model.modules()]
     try:
         for module, _ in modes:
             module.training = False
@@ -187,15 +187,16 @@ def evaluating(models: Any) -> Iterator[None]:
             module.training = training
 
 
-def _models(tree: Any) -> Iterator[nn.Module]:
+def modules_of(tree: Any) -> Iterator[nn.Module]:
+    """The models that a script hands over as one, or as a tuple, list or dict of them."""
     if isinstance(tree, nn.Module):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from _models(item)
+            yield from modules_of(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _models(item)
+            yield from modules_of(item)
 
 
 # --- torchmetrics

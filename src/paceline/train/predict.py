@@ -10,6 +10,7 @@ Phase 3: the structure is filled with the joined leaves.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from paceline.comm.collectives import data_group
 from paceline.errors import SettingError, UsageError
 from paceline.train.loader import Loader
 
+LABELS = "label", "label_ids", "labels"
+"""The entries of a batch that Hugging Face's models compute a loss from."""
 LIST, TENSOR = "list", "tensor"
 _Row = tuple[tuple[int, ...], str]  # the shape and dtype of a row
 
@@ -48,7 +51,7 @@ def predict(
         with autocast():
             result = fn(model, batch)
         leaves: list[Any] = []
-        structure = _flatten(result, loader.examples, leaves, "")
+        structure = flatten(result, loader.examples, leaves, "")
         if loader.examples:
             indices += loader.indices
             batches.append(leaves)
@@ -74,7 +77,7 @@ def predict(
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises SettingError for loader arguments that would change which examples come, or in which order."""
-    for name in ("shuffle", "sampler", "batch_sampler", "drop_last", "train", "shuffle_buffer"):
+    for name in ("shuffle", "sampler", "batch_sampler", "drop_last", "train", "shuffle_buffer", "limit_batches"):
         if name in options:
             raise SettingError(
                 f"run.predict({name}=...): it gives each example's result once, in the order of the data set. Leave it "
@@ -83,20 +86,29 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def on_first_input(model: Any, batch: Any) -> Any:
-    """The default function: the model is called with the batch, or with the first part of a tuple or list (inputs,
-    labels)."""
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+    """The default function: the model is called with the batch; or with the first part of a tuple or list (inputs,
+    labels); or with the entries of a dict but its labels, where its forward has parameters of these names, as Hugging
+    Face's models have. Of an output with "logits" they are the result."""
+    if isinstance(batch, (tuple, list)):
+        return model(batch[0])
+    if isinstance(batch, Mapping):
+        inputs = {name: value for name, value in batch.items() if name not in LABELS}
+        if inputs and inputs.keys() <= inspect.signature(getattr(model, "forward", model)).parameters.keys():
+            outputs = model(**inputs)
+            return outputs["logits"] if isinstance(outputs, Mapping) and "logits" in outputs else outputs
+    return model(batch)
 
 
 # --- phase 1
 
 
-def _flatten(node: Any, count: int, leaves: list[Any], path: str) -> Any:
-    """Appends the leaves to `leaves`, on the CPU, and returns the structure around them. count: examples."""
+def flatten(node: Any, count: int, leaves: list[Any], path: str) -> Any:
+    """Appends the leaves to `leaves`, on the CPU, and returns the structure around them. count: examples. path: of the
+    node in the result, for messages. Raises UsageError for a leaf without a row for each example."""
     if isinstance(node, dict):
-        return {key: _flatten(value, count, leaves, f"{path}[{key!r}]") for key, value in node.items()}
+        return {key: flatten(value, count, leaves, f"{path}[{key!r}]") for key, value in node.items()}
     if isinstance(node, tuple):
-        parts = [_flatten(value, count, leaves, f"{path}[{number}]") for number, value in enumerate(node)]
+        parts = [flatten(value, count, leaves, f"{path}[{number}]") for number, value in enumerate(node)]
         return type(node)(*parts) if hasattr(node, "_fields") else tuple(parts)
     if node is None and path:
         return None

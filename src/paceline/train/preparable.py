@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from paceline.errors import UsageError
 from paceline.strategies.replicated import unknown_parameters
 from paceline.torch_private.core import compile_inside, compiled_wrapper, inside_compiled
+from paceline.torch_private.core import compile_module as compile_module
 from paceline.train.sources import DATALOADER_OPTIONS
 
 

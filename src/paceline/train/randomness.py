@@ -8,8 +8,11 @@ are seeded for every example, so seeding must be cheap: torch's default generato
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
 import zlib
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -74,7 +77,86 @@ def seed_python(key: int) -> None:
     np.random.seed(key >> 32)
 
 
+def seed_some(key: int, names: Collection[str]) -> None:
+    """Seed those of the global generators, of GENERATORS, as `seed_all` does."""
+    if "torch" in names:
+        torch.default_generator.manual_seed(key)
+    if "python" in names:
+        random.seed(key)
+    if "numpy" in names:
+        np.random.seed(key >> 32)
+
+
 def seed_all(key: int, device: torch.device | None = None) -> None:
     """Seed every global generator that a data set, a collate function or a model may draw from."""
     seed_torch(key, device)
     seed_python(key)
+
+
+# --- whether something has drawn
+
+GENERATORS = "torch", "python", "numpy"
+"""The global ones on the host, from which data sets and collate functions draw."""
+
+_WORDS = 624  # of a Mersenne Twister, which is what Python's and NumPy's global generators are
+_NUMPY_BYTES = 4 * _WORDS + 4  # its words, and its position in them
+_TORCH_BYTES = torch.default_generator.get_state().numel()
+# Seeding leaves a Mersenne Twister's position at the end, and this first word, which the first draw replaces.
+_SEEDED = _WORDS, 1 << 31
+
+
+class _PythonGenerator(ctypes.Structure):
+    """The beginning of CPython's RandomObject (Modules/_randommodule.c), behind the header that all objects have."""
+
+    _fields_ = (
+        ("position", ctypes.c_int),  # in the words: each draw moves it
+        ("first", ctypes.c_uint32),  # of the words
+    )
+
+
+def _peeked() -> _PythonGenerator | None:
+    """The state of Python's global generator where it lies: `random.getstate` takes 8 us, since it makes a tuple of 625
+    numbers. None where it lies elsewhere: another interpreter, or another version of this one."""
+    own = getattr(random.random, "__self__", None)  # the function is a method of it
+    if sys.implementation.name != "cpython" or type(own) is not random.Random:
+        return None
+    before = own.getstate()
+    try:
+        found = _PythonGenerator.from_address(id(own) + object.__basicsize__)
+        for draws in (0, 1, 2):
+            own.seed(draws)
+            for _ in range(draws):
+                own.getrandbits(32)
+            words = own.getstate()[1]
+            if (found.position, found.first) != (words[-1], words[0]):
+                return None
+        return found
+    finally:
+        own.setstate(before)
+
+
+_python = _peeked()
+
+
+def _python_has_drawn() -> bool:
+    """Since it was seeded."""
+    if _python is not None:
+        return (_python.position, _python.first) != _SEEDED
+    words = random.getstate()[1]
+    return (words[-1], words[0]) != _SEEDED
+
+
+def just_seeded() -> tuple[bytes, bytes]:
+    """The states of NumPy's and torch's global generators, which `seed_all` has seeded, for `drawn_from`."""
+    # np.random.get_state() takes 25 us to say what these bytes say.
+    address = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]  # missing in the stubs
+    torch_state = torch.default_generator.get_state()
+    return ctypes.string_at(address, _NUMPY_BYTES), ctypes.string_at(torch_state.data_ptr(), _TORCH_BYTES)
+
+
+def drawn_from(states: tuple[bytes, bytes]) -> frozenset[str]:
+    """The names, of GENERATORS, of the global generators from which something was drawn since all were seeded, when
+    they had these states."""
+    numpy, ours = just_seeded()
+    moved = {"python": _python_has_drawn(), "numpy": numpy != states[0], "torch": ours != states[1]}
+    return frozenset(name for name in GENERATORS if moved[name])

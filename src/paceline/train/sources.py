@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.errors import SettingError, suggest
 from paceline.strategies.batch_plan import BatchPlan, Fetched, Pass, Request
+from paceline.train import order
 from paceline.train.agreement import check_same_data, probe_of_indices
 from paceline.train.collating import SCOPES, Collator, Streams
 from paceline.train.fetch import MapFetcher, StreamFetcher, converted, is_stream
 from paceline.train.made_batches import RowDataset
-from paceline.train.randomness import mix, permutation, tag
+from paceline.train.randomness import mix, tag
 from paceline.train.sampler_rng import SamplerRNG, generators_of
 
 STREAM_BUFFER = 1000
@@ -59,6 +60,7 @@ class LoaderArguments:
     name: str = "train"
     shuffle_buffer: int | None = None
     collate: str = "example"
+    limit_batches: int | float | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of torch's DataLoader
 
 
@@ -76,23 +78,44 @@ class Source:
         self.dataset, self.name, self.train, self.seed, self.plan = dataset, given.name, given.train, seed, plan
         self.global_batch = given.global_batch  # None where a batch sampler makes the batches
         self.micro_batch, self.drop_last = given.micro_batch, given.drop_last
+        self.limit_batches = given.limit_batches
         self.options = {key: value for key, value in given.options.items() if key != "collate_fn"}
         self.streams = Streams(seed, given.name)
         self.collator = Collator(given.options.get("collate_fn") or default_collate, self.streams, given.collate)
         self.sampled_batch = 0  # size of the batch sampler's first batch, where a work queue hands out its chunks
         self.probing = False  # whether the ranks have yet to compare their data
+        # An epoch that a checkpoint of an earlier release has begun, in that release's order (order.VERSION).
+        self.first_order_epoch: int | None = None
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         """This process's yields of an epoch, from step `start` on."""
         raise NotImplementedError
 
-    def batch_sizes(self) -> Sequence[int]:
-        """Examples in each global batch of an epoch. TypeError where they are not known beforehand."""
+    def all_batch_sizes(self) -> Mapping[int, int]:
+        """The global batches of the data: examples -> how many have so many, in the order in which they come. TypeError
+        where that is not known beforehand."""
         raise NotImplementedError
+
+    def batch_sizes(self) -> Mapping[int, int]:
+        """Those of an epoch, in the same form."""
+        limit, found = self.limit(), dict[int, int]()
+        for size, number in self.all_batch_sizes().items():
+            found[size] = number if limit is None else min(number, limit - sum(found.values()))
+        return found
+
+    def limit(self) -> int | None:
+        """How many global batches of the data an epoch has at most; None: all. TypeError for a fraction of a number
+        that is not known beforehand."""
+        limit = self.limit_batches
+        return int(limit * sum(self.all_batch_sizes().values())) if isinstance(limit, float) else limit
 
     def identity(self) -> dict[str, Any]:
         """What must not change for a position in mid-epoch to keep its meaning."""
         raise NotImplementedError
+
+    def order_version(self, epoch: int) -> int:
+        """Of the order of this epoch's examples."""
+        return 1 if epoch == self.first_order_epoch else order.VERSION
 
     def check_same_data(self, request: Request) -> None:
         """Do all ranks read the same data? Collective, at an optimizer step. Raises UsageError."""
@@ -102,7 +125,7 @@ class Source:
 
     def steps(self) -> int:
         """Optimizer steps in an epoch. TypeError where they are not known beforehand."""
-        return len(self.batch_sizes())
+        return sum(self.batch_sizes().values())
 
     def why_empty(self) -> str:
         """The error message for a training loader that has yielded nothing."""
@@ -144,7 +167,7 @@ class MapSource(Source):
             loader=self.name,
             epoch=epoch,
             start=start,
-            batches=lambda: self._batches(epoch),
+            batches=lambda: self._limited(self._batches(epoch)),
             micro_batch=self.micro_batch,
             probing=self.probing,
             sampled=self.sampler is not None or self.batch_sampler is not None,
@@ -158,23 +181,30 @@ class MapSource(Source):
         self._requests.current = requests
         return iter(self._loader)
 
-    def _batches(self, epoch: int) -> Iterator[Sequence[int]]:
-        """The indices of each global batch of an epoch."""
+    def _batches(self, epoch: int) -> Iterable[Sequence[int]]:
+        """The indices of each global batch of the data."""
         if self.batch_sampler is not None:
-            yield from self._sampled(self.batch_sampler, epoch)
-            return
+            return self._sampled(self.batch_sampler, epoch)
         size = self.global_batch
         assert size is not None
         if self.sampler is not None:
-            sampled = self._sampled(self.sampler, epoch)
-            while batch := list(islice(sampled, size)):
-                if len(batch) == size or not self.drop_last:
-                    yield batch
-            return
+            return self._cut(self._sampled(self.sampler, epoch), size)
         length = len(self.dataset)
-        order: Any = permutation(length, self.seed, self.name, epoch) if self.shuffle else range(length)
-        for first in range(0, length - size + 1 if self.drop_last else length, size):
-            yield order[first : first + size]
+        places: Any = range(length)
+        if self.shuffle:
+            places = order.order_of(length, self.seed, self.name, epoch, self.order_version(epoch))
+        return order.GlobalBatches(places, size, length // size if self.drop_last else -(-length // size))
+
+    def _cut(self, sampled: Iterator[Any], size: int) -> Iterator[Sequence[int]]:
+        while batch := list(islice(sampled, size)):
+            if len(batch) == size or not self.drop_last:
+                yield batch
+
+    def _limited(self, batches: Iterable[Sequence[int]]) -> Iterable[Sequence[int]]:
+        limit = self.limit()
+        if isinstance(batches, order.GlobalBatches):
+            return batches.first(limit)
+        return islice(batches, limit)
 
     def _sampled(self, sampler: Any, epoch: int) -> Iterator[Any]:
         """What the user's sampler gives, alike on every rank: while it runs, generators are keyed by the epoch."""
@@ -188,7 +218,7 @@ class MapSource(Source):
                 sampled = rng.around_each(iter(sampler))
         yield from sampled
 
-    def batch_sizes(self) -> Sequence[int]:
+    def all_batch_sizes(self) -> Mapping[int, int]:
         if self.batch_sampler is not None:
             if _cuts_a_sampler(self.batch_sampler):
                 cut = self.batch_sampler
@@ -196,7 +226,7 @@ class MapSource(Source):
             size = getattr(self.batch_sampler, "batch_size", None)
             if self.micro_batch is not None and size is None:
                 raise TypeError("the sizes of this batch_sampler's batches are not known before it is iterated")
-            return [size or 1] * len(self.batch_sampler)
+            return {size or 1: len(self.batch_sampler)}
         assert self.global_batch is not None
         if isinstance(self.dataset, RowDataset) and self.dataset.steps is None:
             raise TypeError("run.batches without steps= has no end")
@@ -238,15 +268,27 @@ class StreamSource(Source):
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         self._fetcher.epoch, self._fetcher.start, self._fetcher.probing = epoch, start, self.probing
         self._fetcher.plan = self.plan()
-        return iter(self.data_loader(self._fetcher, None))
+        fetched = iter(self.data_loader(self._fetcher, None))
+        limit = self.limit()
+        return fetched if limit is None else _first_steps(fetched, start, limit)
 
-    def batch_sizes(self) -> Sequence[int]:
+    def all_batch_sizes(self) -> Mapping[int, int]:
         assert self.global_batch is not None
         return _equal_batches(len(self.dataset), self.global_batch, self.drop_last)
 
     def identity(self) -> dict[str, Any]:
         buffer = self._fetcher.buffer
         return {"global_batch": self.global_batch, "drop_last": self.drop_last, "shuffle_buffer": buffer}
+
+
+def _first_steps(fetched: Iterator[Fetched], start: int, limit: int) -> Iterator[Fetched]:
+    """The yields of the steps from `start` to `limit`, without reading the data of a further one."""
+    if start >= limit:
+        return
+    for request, batches in fetched:
+        yield request, batches
+        if request.final and request.step == limit - 1:
+            return
 
 
 class _RequestSampler:
@@ -263,10 +305,10 @@ def _cuts_a_sampler(batch_sampler: Any) -> bool:
     return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__len__ is BatchSampler.__len__
 
 
-def _equal_batches(length: int, global_batch: int, drop_last: bool) -> Sequence[int]:
-    """The sizes of an epoch's global batches, of which the last one may be short."""
+def _equal_batches(length: int, global_batch: int, drop_last: bool) -> Mapping[int, int]:
+    """The sizes of an epoch's global batches, of which the last one may be short: size -> how many."""
     whole, rest = divmod(length, global_batch)
-    return [global_batch] * whole + ([rest] if rest and not drop_last else [])
+    return {global_batch: whole, **({rest: 1} if rest and not drop_last else {})}
 
 
 ADDED_LATER = frozenset(["shuffle", "sampler", "subset"])
@@ -283,7 +325,64 @@ def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callab
             "processes come free, and a stream cannot be read from any place. Use parameter_server:mode=sync, "
             "another strategy, or a data set with __getitem__ and __len__."
         )
-    return (StreamSource if stream else MapSource)(dataset, given, seed, plan)
+    source: Source = (StreamSource if stream else MapSource)(dataset, given, seed, plan)
+    if isinstance(given.limit_batches, float):
+        _check_fraction(source, given.limit_batches)
+    return source
+
+
+def make_sources(
+    dataset: Any, given: LoaderArguments, schedule: Any, *, seed: int, plan: Callable[[], BatchPlan]
+) -> dict[int, Source]:
+    """The sources of a loader, by the epoch from which on each is read.
+
+    schedule: the global batch, or {epoch: global batch from it on}. Raises SettingError.
+    """
+    if not isinstance(schedule, Mapping):
+        return {0: make_source(dataset, replace(given, global_batch=schedule), seed=seed, plan=plan)}
+    epochs = list(schedule)
+    if 0 not in epochs or any(isinstance(e, bool) or not isinstance(e, int) or e < 0 for e in epochs):
+        raise SettingError(
+            f"run.loader(global_batch={dict(schedule)!r}): a schedule is {{epoch: global batch from it on}}, with "
+            "epochs that are whole numbers, and begins with epoch 0, such as {0: 64, 4: 128}."
+        )
+    if not given.train or given.batch_sampler is not None:
+        what = (
+            "whose batch_sampler makes the batches"
+            if given.batch_sampler is not None
+            else "for evaluation has no epochs"
+        )
+        raise SettingError(f"run.loader(global_batch={dict(schedule)!r}): a loader {what}, and takes no schedule.")
+    return {
+        epoch: make_source(dataset, replace(given, global_batch=schedule[epoch]), seed=seed, plan=plan)
+        for epoch in sorted(epochs)
+    }
+
+
+def _check_fraction(source: Source, fraction: float) -> None:
+    """Raises SettingError for a fraction of an unknown number of global batches, and for one that is none of them."""
+    try:
+        whole = sum(source.all_batch_sizes().values())
+    except TypeError as error:
+        raise SettingError(
+            f"run.loader(limit_batches={fraction}): of how many global batches is not known, since the data have no "
+            "length. Say how many: limit_batches=100."
+        ) from error
+    if whole and not source.limit():
+        raise SettingError(
+            f"run.loader(limit_batches={fraction}): this part of {whole} global batches is none. Say how many: "
+            "limit_batches=1."
+        )
+
+
+def check_limit(setting: str, limit: Any) -> None:
+    """setting: its name, as it is called: "run.loader(limit_batches". Raises SettingError."""
+    fits = 0.0 < limit <= 1.0 if isinstance(limit, float) else limit is None or (isinstance(limit, int) and limit >= 1)
+    if isinstance(limit, bool) or not fits:
+        raise SettingError(
+            f"{setting}={limit!r}): a whole number of global batches, at least 1, or a fraction of all of them, such "
+            "as 0.1, is needed; None and 1.0 are all."
+        )
 
 
 def _check(stream: bool, given: LoaderArguments) -> None:
@@ -297,6 +396,7 @@ def _check(stream: bool, given: LoaderArguments) -> None:
         value = getattr(given, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise SettingError(f"run.loader({key}={value!r}): a whole number of examples, at least 1, is needed.")
+    check_limit("run.loader(limit_batches", given.limit_batches)
     if "batch_size" in options:
         raise SettingError(
             f"run.loader(batch_size={options['batch_size']!r}): say global_batch, the examples of one optimizer step "

@@ -8,20 +8,24 @@ kept until it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm import collectives, generators
-from paceline.errors import CheckpointError, UsageError, warn
+from paceline.errors import CheckpointError, PacelineError, UsageError, warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
 from paceline.train.environment_fingerprint import check_ranks, check_resumed, fingerprint
 from paceline.train.loader import Loader
+from paceline.train.metrics import modules_of
+from paceline.train.predict_files import digest
 from paceline.train.snapshot import SnapshotBuffers
 
 T = TypeVar("T")
@@ -75,11 +79,13 @@ class State:
 
     # --- saving
 
-    def save(self, directory: str | Path, step: int, keep: int | None, run: dict[str, Any]) -> Path:
+    def save(self, directory: str | Path, step: int, retention: checkpoint.Retention, run: dict[str, Any]) -> Path:
         """Write a checkpoint, and return its path. Collective: rank 0 writes, and all return when it is on the disk.
 
         run: what the run itself adds to its part.
         """
+        for thing in self.tracked.values():
+            getattr(thing, "before_save", _nothing)()
         state = self.strategy.state_dict()
         streams = collectives.gather_objects(generators.get_state(self._device))
 
@@ -95,7 +101,7 @@ class State:
             parts["tracked"] = self._tracked_part()
             encoded = checkpoint.encode_parts(parts, self._buffers)
             meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
-            return checkpoint.write(directory, step=step, parts=encoded, keep=keep, meta=meta)
+            return checkpoint.write(directory, step=step, parts=encoded, retention=retention, meta=meta)
 
         return _on_rank_0(write)
 
@@ -115,10 +121,14 @@ class State:
         """Restore the newest whole checkpoint, and return its part "run". None where there is none, with missing_ok.
         Rank 0 reads it, so that no shared disk is needed."""
 
+        read: dict[str, Any] = {}  # on rank 0
+
         def find() -> checkpoint.WholeCheckpoint | None:
             if missing_ok and not checkpoint.holds_checkpoint(directory):
                 return None
-            return checkpoint.find(directory)
+            whole = checkpoint.find(directory)
+            read.update(checkpoint.read(whole.path)[1])
+            return whole
 
         found = _on_rank_0(find)
         if found is None:
@@ -129,7 +139,11 @@ class State:
                 + "\n  ".join(found.damage)
                 + f"\nThe newest whole one is used: {found.path}",
             )
-        parts = _broadcast_tree(checkpoint.read(found.path)[1] if collectives.rank_of() == 0 else {})
+        parts = _broadcast_tree(read)
+        with fits(found.path):
+            return self._restore(parts)
+
+    def _restore(self, parts: dict[str, Any]) -> dict[str, Any]:
         run: dict[str, Any] = parts["run"]
         if run["seed"] != self._seed:
             raise CheckpointError(
@@ -176,7 +190,7 @@ class State:
             "tracked": self._tracked_part(),
             "compared": [name for name, loader in self.loaders.items() if not loader.probing],
         }
-        moved: dict[str, Any] = _on_cpu(position)
+        moved: dict[str, Any] = _position_on_host(position)
         return moved
 
     def load_position(self, position: dict[str, Any]) -> None:
@@ -186,11 +200,47 @@ class State:
         for name in self._compared & self.loaders.keys():
             self.loaders[name].probing = False
 
+    def digest(self, models: Sequence[nn.Module], used: Any) -> str:
+        """A hash of the weights of the models that `used` is (one, or a tuple, list or dict of them). models: all that
+        are prepared. Collective. It is known on rank 0; elsewhere it is empty."""
+        wanted = list(modules_of(used))
+        states = self.strategy.state_dict()["models"] if any(one is own for one in wanted for own in models) else []
+        if collectives.rank_of() != 0:
+            return ""
+        found = []
+        for one in wanted:
+            number = next((number for number, own in enumerate(models) if own is one), None)
+            state = one.state_dict() if number is None else states[number]
+            found.append(digest({name: value for name, value in state.items() if isinstance(value, Tensor)}))
+        return " ".join(found)
+
     def export(self, path: str | Path, number: int) -> None:
         """Write one model's state_dict as a plain safetensors file. Collective."""
         state = self.strategy.state_dict()["models"][number]
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         _on_rank_0(lambda: checkpoint.export(path, tensors))
+
+
+@contextmanager
+def fits(place: str | Path) -> Iterator[None]:
+    """Raise what a checkpoint's state brings the restored objects to raise, since it does not fit them, as a
+    CheckpointError that names the checkpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from error
+    except (PacelineError, dist.DistError, torch.OutOfMemoryError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{place} cannot be restored: {type(error).__name__}: {error}. The checkpoint does not fit the models, "
+            "optimizers and objects of this program, or it was changed. Restore it with the program that wrote it, or "
+            "use another checkpoint."
+        ) from error
+
+
+def _nothing() -> None:
+    """For a tracked object that has nothing to gather."""
 
 
 def _on_rank_0(action: Callable[[], T]) -> T:
@@ -254,8 +304,8 @@ def _map(node: Any, function: Callable[[Any], Any]) -> Any:
     return node
 
 
-def _on_cpu(node: Any) -> Any:
-    return node.cpu() if isinstance(node, Tensor) else _map(node, _on_cpu)
+def _position_on_host(node: Any) -> Any:
+    return node.cpu() if isinstance(node, Tensor) else _map(node, _position_on_host)
 
 
 def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:

@@ -11,6 +11,7 @@ Independent replicas do the same, each for its own shard, and count updates and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -33,6 +34,7 @@ from paceline.strategies.base import (
     Work,
 )
 from paceline.strategies.batch_plan import Request
+from paceline.strategies.gradient_store import any_gradient
 from paceline.strategies.replicated import check_known
 from paceline.torch_private.core import next_node, node_number, version_of
 from paceline.train.closure import computing, pieces_of
@@ -64,6 +66,11 @@ from paceline.train.tree_accounts import UPDATED_BETWEEN, TreeAccounts
 from paceline.train.yields import Yield, Yields
 
 _UPDATE = tag("update")
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that the optimizer has now, of all its groups."""
+    return list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 class Stepper:
@@ -391,7 +398,7 @@ class Stepper:
         self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
     ) -> bool:
         optimizer = self.prepared(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if self.store.places:
             parameters = self.store.of(parameters)
         if len(parameters) != self._parameter_counts.get(optimizer):
@@ -421,12 +428,11 @@ class Stepper:
                 "make, so that its gradient was never combined over the processes. Make the same backward calls in "
                 "every micro-batch (a loss of zero is fine)."
             )
-        graded = [p for p in parameters if p.grad is not None]
-        self._check_gradients(parameters, graded)
+        self._check_gradients(parameters)
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
         seed_torch(opened[0].key ^ _UPDATE, self.device)
-        if self._update(optimizer, graded, max_grad_norm):
+        if self._update(optimizer, parameters, max_grad_norm):
             self._advance(optimizer, schedulers)
         else:
             self.skipped += 1
@@ -468,28 +474,26 @@ class Stepper:
 
     def check_evaluation(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError or NonFiniteError unless the last evaluation has left finite gradients."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        graded = [p for p in parameters if p.grad is not None]
-        self._check_gradients(parameters, graded)
-        self._finite.check(graded, None, self.updates, self.names)
+        parameters = parameters_of(optimizer)
+        self._check_gradients(parameters)
+        self._finite.check(parameters, None, self.updates, self.names)
 
     def finish_closure_update(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
         """Count an update that the optimizer has made by a closure, and end the global batch."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         opened = [one for one in self._open_yields.values() if one.loader.current is not None]
         seed_torch(opened[0].key ^ _UPDATE, self.device)
         self._advance(optimizer, schedulers)
         self._finish_global_batch(parameters, opened)
 
-    def _check_gradients(self, parameters: Sequence[Tensor], graded: Sequence[Tensor]) -> None:
-        """Raises UsageError unless backward calls of this global batch made the gradients. graded: the parameters that
-        have a gradient."""
+    def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Raises UsageError unless backward calls of this global batch made the gradients."""
         if self.guards.foreign_gradients:
             self.guards.refuse_foreign(parameters)
         reached = self.accounts.reached
         if reached is not None and self.store.others is ALONE and reached.isdisjoint(parameters):
-            raise UsageError(not_reached(bool(graded)))
-        if not graded and self.store.others is ALONE:
+            raise UsageError(not_reached(any_gradient(parameters)))
+        if self.store.others is ALONE and not any_gradient(parameters):  # the first has one, nearly always
             raise UsageError(without_backward(parameters))
 
     def _finish_global_batch(self, parameters: Sequence[Tensor], opened: Sequence[Yield]) -> None:
@@ -529,22 +533,22 @@ class Stepper:
             for optimizer in self.updates:
                 self._advance(optimizer, [s for s in schedulers if s.optimizer is optimizer], updated=False)
 
-    def _update(self, optimizer: torch.optim.Optimizer, graded: list[Tensor], max_grad_norm: float | None) -> bool:
+    def _update(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_grad_norm: float | None) -> bool:
         """Make the update. Returns False if it was skipped, on all ranks alike, for a gradient that is not finite."""
-        norm = None if max_grad_norm is None else self.store.norm(graded, self.device)
+        norm = None if max_grad_norm is None else self.store.norm(parameters, self.device)
         if self.precision.scaler is not None or self.skip:
-            finite = self._finite.all_finite(graded) if norm is None else math.isfinite(norm.item())
+            finite = self._finite.all_finite(parameters) if norm is None else math.isfinite(norm.item())
             if self.precision.scaler is not None:
                 self.precision.scaler.record(not finite)
             if not finite and not self.strategy.mesh.independent:
                 return False
             if not finite:  # the other replicas make theirs, and count on this one when they average
                 self.skipped_alone, self.store.samples, norm = self.skipped_alone + 1, 0.0, None
-                self.store.clear(graded)
+                self.store.clear(parameters)
         else:
-            self._finite.check(graded, norm, self.updates, self.names)
+            self._finite.check(parameters, norm, self.updates, self.names)
         if norm is not None and max_grad_norm is not None:
-            self.store.clip(graded, max_grad_norm, norm)
+            self.store.clip(parameters, max_grad_norm, norm)
         self.guards.allow(self.strategy.step, optimizer)
         return True
 

@@ -28,7 +28,7 @@ import pathlib
 import struct
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def decode(document: Json, tensors: Mapping[str, Tensor], what: str = "the state
     """
     try:
         return _decode(document, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError) as error:
+    except Exception as error:  # whatever numbers and names that nobody vouches for bring torch and NumPy to raise
         raise CheckpointError(
             f"{what} cannot be read back: {type(error).__name__}: {error}. The document and its tensors do not fit "
             "together, or another program wrote them; use another checkpoint."
@@ -201,12 +201,17 @@ def _permuted_strides(value: Tensor) -> list[int] | None:
     """The strides of a dense tensor whose dimensions have another order in memory (channels_last), else None."""
     if value.is_contiguous():
         return None
+    return list(value.stride()) if _is_dense(value.shape, value.stride()) else None
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these strides put each element of a tensor into a place of its own, with no gap between them."""
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride()) if size != 1):
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != expected:
-            return None
+            return False
         expected *= size
-    return list(value.stride())
+    return True
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -269,6 +274,8 @@ def _tensor(node: Json, tensors: Mapping[str, Tensor]) -> Tensor:
     elif "dtype" in node:
         value = value.view(_dtype(node["dtype"])).squeeze(-1)  # view_as_complex knows fewer dtypes
     if "strides" in node:
+        if not _is_dense(value.shape, node["strides"]):  # else a few bytes could ask for any amount of memory
+            raise ValueError(f"strides {node['strides']} for the shape {list(value.shape)}")
         ordered = torch.empty_strided(value.shape, node["strides"], dtype=value.dtype)
         value = ordered.copy_(value)
     return value
@@ -285,14 +292,16 @@ def _array(node: Json, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
     plain, dtype, shape = tensors[node["name"]].numpy(), _numpy_dtype(node["dtype"]), tuple(node["shape"])
     if plain.dtype == dtype and plain.shape == shape:
         return plain
-    if plain.nbytes == 0:
-        return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, buffer=plain.data)
+    if math.prod(shape) * dtype.itemsize != plain.nbytes:
+        raise ValueError(f"{plain.nbytes} bytes for an array of shape {shape} and dtype {dtype}")
+    return np.ndarray(shape, dtype, buffer=plain.data) if plain.nbytes else np.zeros(shape, dtype)
 
 
 def _scalar(node: Json) -> Any:
     dtype, data = _numpy_dtype(node["dtype"]), bytes.fromhex(node["hex"])
-    return (np.ndarray((), dtype, buffer=data) if data else np.empty((), dtype))[()]
+    if dtype.itemsize and not data:
+        raise ValueError(f"no bytes for a number of dtype {dtype}")
+    return (np.ndarray((), dtype, buffer=data) if data else np.zeros((), dtype))[()]
 
 
 _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm.scalars import readable, wide_dtype
+from paceline.comm.scalars import readable, upload, wide_dtype
 from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 from paceline.torch_private.core import version_of
@@ -133,8 +133,3 @@ class WeightedSum:
         column = upload(torch.tensor(numbers, dtype=wide), self._device).unbind()
         mixed = zip(items, on_device, column, strict=True)
         return torch.stack([x.detach().reshape(()).to(self._device, wide) if there else n for x, there, n in mixed])
-
-
-def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for it."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

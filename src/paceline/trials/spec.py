@@ -53,7 +53,7 @@ class TrialSpec:
     def quiet(self, settings: Settings) -> Settings:
         """The settings of a run that shows nothing and writes nothing."""
         reproducible = None if self.single_process else settings.reproducible
-        return replace(settings, log_dir=None, progress="off", reproducible=reproducible)
+        return replace(settings, log_dir=None, progress="off", trace=None, reproducible=reproducible)
 
 
 class TrialEnded(SystemExit):

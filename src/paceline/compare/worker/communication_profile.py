@@ -1,10 +1,10 @@
 """Time in communication, from torch's profiler.
 
 An operation of communication is what a backend's process group reports as such. On the CPU it is the span from the
-start to the end of an operation on gloo's own threads, or of an exchange over Unix sockets (comm/neighbours.py); on an
-accelerator it is a kernel of NCCL, or what XCCL's group annotates. It includes waiting for ranks that come later. The
-exposed part is the time in which this process computed nothing: no operator of torch ran on the CPU, or no other kernel
-on the accelerator.
+start to the end of an operation on gloo's own threads, of an exchange over Unix sockets (comm/neighbours.py), or of a
+sum in shared memory that autograd's thread makes; on an accelerator it is a kernel of NCCL, or what XCCL's group
+annotates. It includes waiting for ranks that come later. The exposed part is the time in which this process computed
+nothing: no operator of torch ran on the CPU, or no other kernel on the accelerator.
 
 The profiler draws a range that was annotated on the host (record_function: a script's own, NCCL's "nccl:all_reduce",
 FSDP's) on the accelerator's timeline too, around the kernels that were launched in it. Such a range is no work.
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity
 Span = tuple[float, float]
 
 _MARK = "paceline: counted from here"
-_ON_HOST = ("gloo:", "mpi:", "ucc:", "unix:")
+_ON_HOST = ("gloo:", "mpi:", "ucc:", "unix:", "memory:")
 _ON_DEVICE = ("ncclDevKernel", "ncclKernel", "xccl:")
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 _NO_KERNELS = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.", "DistributedDataParallel", "Distributed")

@@ -70,13 +70,14 @@ class Probe:
         self._start_up: float | None = None
         self._written = False
         run._stepper.losses = []  # the monitor is told to be quiet, and leaves them
-        own = {
+        own: dict[str, Callable[..., Any]] = {
             "loader": self._loader,
             "_on_yield": self._on_yield,
             "step": self._step,
             "save": self._save,
             "restore": self._restore,
             "export": self._do_nothing,
+            "_predict_to": lambda target, *_: target.folder,
             "add_tracker": self._do_nothing,
             "close": self._close,
         }

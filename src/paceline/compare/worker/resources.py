@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-# Offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and later): tcpi_bytes_received and tcpi_bytes_sent. Both count
-# the payload without headers; what had to be sent again counts again.
-_RECEIVED, _SENT = 128, 200
+# Offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and later): tcpi_bytes_received, tcpi_bytes_sent and
+# tcpi_bytes_retrans. All count the payload without headers. The second counts again what had to be sent again, which
+# depends on the network's load and not on the strategy: the third is taken off.
+_RECEIVED, _SENT, _SENT_AGAIN = 128, 200, 208
 _TCP_INFO_BYTES = 256
 
 
@@ -53,9 +54,9 @@ def traffic() -> Traffic | None:
             info = _tcp_info(name)
             if info is None:
                 continue
-            if len(info) < _SENT + 8:
+            if len(info) < _SENT_AGAIN + 8:
                 return None
-            sent += struct.unpack_from("=Q", info, _SENT)[0]
+            sent += struct.unpack_from("=Q", info, _SENT)[0] - struct.unpack_from("=Q", info, _SENT_AGAIN)[0]
             received += struct.unpack_from("=Q", info, _RECEIVED)[0]
     except OSError:
         return None

@@ -9,6 +9,7 @@ recorded too: a rank can wait in one while another waits in a collective.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import threading
@@ -70,7 +71,7 @@ class CollectiveRecorder:
     def __init__(self, log: EventLog, path: str) -> None:
         self.log = log
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # for as long as the process lives
-        self._count = 0
+        self._numbers = itertools.count()
         self._local = threading.local()
         self._digests = self._results = 0
         # address -> (the parameter's number, its gradient); None: to be found anew
@@ -84,7 +85,9 @@ class CollectiveRecorder:
 
     # --- the side file
 
-    def begin(self, op: str, group: Any, parameter: int | None = None, **must_match: Any) -> Callable[[], None]:
+    def begin(
+        self, op: str, group: Any, parameter: int | None = None, beside: str = "", **must_match: Any
+    ) -> Callable[[], None]:
         """Record that a collective begins. Returns the function that records its end. Inside another collective nothing
         is recorded.
 
@@ -92,19 +95,21 @@ class CollectiveRecorder:
             op: the collective's name.
             group: None: the default group.
             parameter: the number of the parameter whose gradient or weight is sent.
+            beside: one of Paceline's ways beside torch.distributed; "": none. Its calls may be made in a thread of
+                their own, so that they have no order with the group's others.
             must_match: what must be equal on all ranks of the group.
         """
         depth: int = self._depth()
         self._local.depth = depth + 1
-        number = self._count
+        number = next(self._numbers)
         if depth == 0 and self.log.active and dist.is_initialized():
             with self.log.overhead():
-                self._count += 1
                 group = dist.group.WORLD if group is None else group
                 at, way, branches = self.log.call_context()
                 way |= {"the parameter": parameter} if parameter else {}
-                entry = {"b": number, "op": op, "g": group.group_name, "ranks": dist.get_process_group_ranks(group),
-                         "at": at, **must_match, "way": way, "branches": branches}  # fmt: skip
+                ranks = dist.get_process_group_ranks(group)
+                entry = {"b": number, "op": op, "g": group.group_name + beside, "ranks": ranks, "at": at, **must_match,
+                         "way": way, "branches": branches}  # fmt: skip
                 if not self.compared:
                     entry["loose"] = True
                 self._write(entry)
@@ -138,7 +143,7 @@ class CollectiveRecorder:
                     given = signature.bind_partial(*args, **options).arguments
                     group = group_of(given["group"], given.get("tag", ""))
                     tensor = given.get("self")
-                    must_match = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
+                    must_match: dict[str, Any] = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
                     end = self.begin(op, group, **must_match)
                 try:
                     return original(*args, **options)
@@ -378,6 +383,35 @@ class CollectiveRecorder:
 
         return rows
 
+    def wrap_sum(self, original: Any) -> Any:
+        """`SharedMemory.add` of paceline.comm.shared_memory."""
+
+        def add(memory: Any, flat: torch.Tensor) -> None:
+            dtype = str(flat.dtype).removeprefix("torch.")
+            end = self.begin("sum in shared memory", memory.group, beside=" in memory", n=flat.numel(), d=dtype)
+            try:
+                original(memory, flat)
+            finally:
+                end()
+
+        return add
+
+    def wrap_meeting(self, original: Any) -> Any:
+        """`Meetings.wait` of paceline.comm.shared_memory, outside of a sum."""
+
+        def wait(meetings: Any, value: float = 0.0) -> Any:
+            end = self.begin("meeting in shared memory", meetings.group, beside=" in memory")
+            try:
+                return original(meetings, value)
+            finally:
+                end()
+
+        return wait
+
+    def patch_shared_memory(self, module: Any) -> None:
+        patch(module.SharedMemory, "add", self.wrap_sum)
+        patch(module.Meetings, "wait", self.wrap_meeting)
+
     def before_spawn(self, *_: Any, **__: Any) -> None:
         self.log.record("spawn", now=True, joined=dist.is_initialized())
 
@@ -409,6 +443,7 @@ def install(log: EventLog) -> None:
         ordering = recorder.wrap_method("DDP's buckets", lambda module: log.models.rebuilds_buckets(module))
         patch(DistributedDataParallel, DDP_BEFORE_FORWARD, ordering)
     after_import("paceline.comm.neighbours", lambda module: patch(module.Neighbours, "rows", recorder.wrap_exchange))
+    after_import("paceline.comm.shared_memory", recorder.patch_shared_memory)
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.comm import wire
 from paceline.comm.channel import Channel, Phase
 from paceline.comm.sockets import Line
+from paceline.comm.waits import waits
 from paceline.errors import UsageError, WorldError
 from paceline.strategies.batch_plan import Chunk, Queue
 from paceline.world import JOINED, tell_launcher
@@ -29,6 +30,7 @@ JOIN_SECONDS = 14 * 24 * 3600.0
 Request = tuple[dict[str, Any], Iterable[tuple[str, Tensor]]]
 
 
+@waits("ask", "wait_first")
 class Links:
     """One connection to each server. Workers meet at the first server."""
 

@@ -121,6 +121,7 @@ class Recorder:
             "save": lambda directory, **_: Path(directory) / f"step-{self._run.steps:08d}",
             "restore": lambda *_, **__: False,
             "export": lambda *_, **__: None,
+            "_predict_to": lambda target, *_: target.folder,
             "add_tracker": lambda *_, **__: None,
             "close": self._close,
         }
@@ -358,7 +359,7 @@ class Recorder:
                     current["apart"].append([request.parts[0].shard, request.parts[0].micro, call, term, float(value)])
             losses.clear()
 
-    def _apply_update(self, optimizer: Any, graded: list[Tensor], max_grad_norm: float | None) -> bool:
+    def _apply_update(self, optimizer: Any, parameters: list[Tensor], max_grad_norm: float | None) -> bool:
         """In place of the stepper's update of an optimizer."""
         current = self._current
         if current is not None:
@@ -369,8 +370,8 @@ class Recorder:
                 ]
             self._keep_gradients(current)
             if not self._spec.in_question and self._world.size == 1 and not self._trains_apart():
-                graded = self._load_reference_gradients(optimizer, current["updates"])
-        return self._original_update(optimizer, graded, max_grad_norm)
+                parameters = self._load_reference_gradients(optimizer, current["updates"])
+        return self._original_update(optimizer, parameters, max_grad_norm)
 
     def _closure_evaluated(self, optimizer: Any) -> None:
         """An optimizer that is given a closure has evaluated it.

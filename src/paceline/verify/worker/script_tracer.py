@@ -262,6 +262,8 @@ class ScriptTracer:
         if rows.is_complex():
             rows = torch.view_as_real(rows).flatten(1)
         rows = rows[:, :: max(1, rows.numel() // _MAX_ELEMENTS_READ)].to("cpu", torch.float64)
+        # A mask of infinities stands in rows of scores: one would hide all other numbers of its row.
+        rows = rows.nan_to_num(nan=math.nan, posinf=1.0, neginf=-1.0)
         width = rows.shape[1]
         if width not in self._weights:
             self._weights[width] = torch.cos(torch.arange(width, dtype=torch.float64) * 2.399963) + 1.5

@@ -1,0 +1,60 @@
+"""The loss of a detector: which cell answers for which box, and how far it is from it.
+
+A box belongs to the scale of its size, and there to the cells within it whose centres are at most 1.5 strides from its
+own; of several boxes a cell has the smallest (Tian et al. 2019, "FCOS", sections 3.2 and 4.2). The assignment does not
+depend on the predictions. Scores learn the overlap with the box (Li et al. 2020, "Generalized Focal Loss", equation 5),
+corners learn GIoU.
+
+The loss is a mean over the cells that have a box, and how many these are differs from image to image. So loss_fn gives
+the sum and the count, and Paceline divides by the count of the global batch. (Where a global batch has no box at all,
+the step changes nothing: there is nothing to divide by.)
+"""
+
+from __future__ import annotations
+
+import torch
+from detect_boxes import STRIDES, area, cells, corners, overlap
+from detect_mosaic import Batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paceline
+
+RADIUS = 1.5  # in strides
+LARGEST = 8  # a scale's boxes are at most so many strides long; those of the last one may be longer
+CORNERS = 2.0  # the weight of GIoU
+
+
+def assign(boxes: Tensor, centres: Tensor, strides: Tensor) -> Tensor:
+    """(cells,): the number of each cell's box, or -1. boxes: (boxes, 5)."""
+    if not len(boxes):
+        return torch.full((len(centres),), -1, device=centres.device)
+    sides, middle = boxes[:, 3:] - boxes[:, 1:3], (boxes[:, 1:3] + boxes[:, 3:]) / 2
+    longest = sides.amax(1) / strides  # (cells, boxes), in strides
+    least, most = LARGEST / 2 * (strides > STRIDES[0]), torch.where(strides < STRIDES[-1], float(LARGEST), torch.inf)
+    away = (centres[:, None] - middle).abs()
+    near = (away < torch.minimum(RADIUS * strides[:, None], sides / 2)).all(2)
+    areas = torch.where(near & (longest >= least) & (longest < most), area(boxes[:, 1:]), torch.inf)
+    smallest, number = areas.min(1)
+    return torch.where(smallest < torch.inf, number, -1)
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> paceline.Total:
+    images, boxes = batch
+    found = model(images)
+    centres, strides = cells(images)
+    wanted = found.new_zeros(*found.shape[:2], 5)  # each cell's box
+    has_box = torch.zeros(found.shape[:2], dtype=torch.bool, device=found.device)
+    for number, its in enumerate(boxes):
+        its = its.to(found.dtype)
+        box = assign(its, centres, strides)
+        has_box[number] = box >= 0
+        wanted[number, box >= 0] = its[box[box >= 0]]
+    labels, targets = wanted[has_box][:, 0].long(), wanted[has_box][:, 1:]
+    iou, giou = overlap(corners(found, centres, strides)[has_box], targets)
+    logits = found[..., 4:]
+    quality = torch.zeros_like(logits)
+    quality[has_box] = F.one_hot(labels, logits.shape[2]) * iou.detach().to(logits.dtype)[:, None]
+    entropy = F.binary_cross_entropy_with_logits(logits, quality, reduction="none")
+    scores = (logits.sigmoid() - quality).abs().square() * entropy
+    return paceline.Total(scores.sum() + CORNERS * (1 - giou).sum(), has_box.sum())

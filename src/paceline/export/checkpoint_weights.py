@@ -1,0 +1,141 @@
+"""Which model of a checkpoint is meant, and its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointError, ExportError, SettingError, suggest
+from paceline.torch_private.core import METADATA
+from paceline.train import checkpoint
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_MODEL = "model_"  # parts of a checkpoint that hold models begin so; a number follows, in the order of run.prepare
+_MOST_NAMES = 8  # in a message
+
+
+class Weights(NamedTuple):
+    """A model's state_dict out of a checkpoint, on the host."""
+
+    state: OrderedDict[str, Any]  # tensors, and what a module's get_extra_state returns
+    model: str  # its name in the checkpoint: model_0, or that of a tracked object
+    path: Path  # of the checkpoint
+    damage: list[str]  # of newer checkpoints, which were passed over: a line for each damaged file
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What of the state is a tensor."""
+        return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
+
+    @property
+    def others(self) -> list[str]:
+        """The names of what is not."""
+        return [name for name, value in self.state.items() if not isinstance(value, Tensor)]
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of the floating tensors, for people: "float32", "bfloat16 and float32"."""
+        found = {str(value.dtype).removeprefix("torch.") for value in self.tensors.values() if _real(value)}
+        return " and ".join(sorted(found)) or "no floating numbers"
+
+
+def read_weights(directory: Path, name: str | None = None, prefix: str = "") -> Weights:
+    """One model of the newest whole checkpoint in `directory`, or of the checkpoint that it is.
+
+    name: of the model in the checkpoint (model_1, or 1), or of a tracked object such as an EMA; None: its only model.
+    prefix: keep only the entries whose names begin so, without it.
+
+    Raises CheckpointError where there is no whole checkpoint, SettingError where it holds no such model.
+    """
+    _refuse_file(directory)
+    found = checkpoint.find(directory)
+    models = [part for part in checkpoint.part_names(found.path) if part.startswith(_MODEL)]
+    chosen = f"{_MODEL}{name}" if name is not None and name.isdecimal() else name
+    if chosen is None:
+        if len(models) != 1:
+            raise SettingError(f"{found.path} holds {_several(found.path, models)} Say which: --name {models[-1]}.")
+        chosen = models[0]
+    state = _part(found.path, chosen) if chosen in models else _tracked(found.path, chosen, models)
+    kept = OrderedDict((key.removeprefix(prefix), value) for key, value in state.items() if key.startswith(prefix))
+    if not any(isinstance(value, Tensor) for value in kept.values()):
+        raise SettingError(
+            f"--prefix {prefix!r}: no tensor of {chosen} in {found.path} begins so. It has {listed(list(state))}."
+        )
+    if not prefix and hasattr(state, METADATA):
+        setattr(kept, METADATA, getattr(state, METADATA))
+    return Weights(kept, chosen, found.path, found.damage)
+
+
+def in_dtype(weights: Weights, dtype: str | None) -> Weights:
+    """The same weights with floating tensors in another dtype ("fp16"); None: as they are. Raises ExportError where a
+    number would become infinite."""
+    if dtype is None:
+        return weights
+    wanted = DTYPES[dtype]
+    state = copy.copy(weights.state)  # with the attribute that a module's state_dict has
+    for name, value in weights.tensors.items():
+        if _real(value):
+            state[name] = value.to(wanted)
+            if torch.isfinite(value).all() and not torch.isfinite(state[name]).all():
+                raise ExportError(
+                    f"--dtype {dtype}: {name} holds {value.abs().max().item():.3g}, and the largest number of {dtype} "
+                    f"is {torch.finfo(wanted).max:.4g}. Export it as bf16, which has the range of fp32, or as it is."
+                )
+    return weights._replace(state=state)
+
+
+def listed(names: list[str]) -> str:
+    """Names for a message: "a, b, c and 12 more"."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (", ".join(names[:_MOST_NAMES]) or "nothing") + more
+
+
+def _refuse_file(path: Path) -> None:
+    if path.is_file():
+        exported = path.suffix in (".safetensors", ".pt", ".pth", ".onnx", ".bin", ".ckpt")
+        raise CheckpointError(
+            f"{path} is a file, and a checkpoint is a directory. "
+            + ("It looks like weights that were exported already. " if exported else "")
+            + "Give the directory that run.save() was given, or one checkpoint in it (step-00000042)."
+        )
+
+
+def _part(path: Path, name: str) -> Any:
+    return checkpoint.read(path, only={name})[1][name]
+
+
+def _tracked(path: Path, name: str, models: list[str]) -> Any:
+    """The state of a tracked object. Raises SettingError where there is none of this name, or it is no model's."""
+    tracked = _part(path, "tracked") if "tracked" in checkpoint.part_names(path) else {}
+    if name not in tracked:
+        raise SettingError(f"--name {name!r}: {path} holds no such model. {suggest(name, [*models, *tracked])}")
+    state = tracked[name]
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise SettingError(
+            f"--name {name!r}: what run.track({name}=...) has put into {path} is no model's state_dict (names and "
+            f"tensors). Models there: {', '.join(models)}."
+        )
+    return OrderedDict(state)
+
+
+def _several(path: Path, models: list[str]) -> str:
+    """ "2 models: model_0 (12 tensors, 3,402 numbers, from 'encoder.weight' on), ..."."""
+    if not models:
+        raise CheckpointError(f"{path} holds no model: its script prepared none.")
+    parts = checkpoint.read(path, only=set(models))[1]
+    told = []
+    for name in models:
+        tensors = {key: value for key, value in parts[name].items() if isinstance(value, Tensor)}
+        numbers = sum(value.numel() for value in tensors.values())
+        told.append(f"{name} ({len(tensors)} tensors, {numbers:,} numbers, from {next(iter(tensors), None)!r} on)")
+    return f"{len(models)} models, in the order of run.prepare: {'; '.join(told)}."
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

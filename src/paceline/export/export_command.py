@@ -1,0 +1,220 @@
+"""paceline export: read a model out of a checkpoint, write it in another form, say what was written.
+
+1. Everything that can be found wrong by looking is: options, the checkpoint's hashes, the packages, the output.
+2. The weights are read, and rounded where --dtype says so.
+3. For ONNX the user's model is made, run, traced and translated.
+4. The file is written whole beside its place, run by onnxruntime, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from paceline.errors import ExportError, SettingError
+from paceline.export import onnx_check, onnx_program, user_model
+from paceline.export.checkpoint_weights import DTYPES, Weights, in_dtype, listed, read_weights
+from paceline.train import checkpoint
+from paceline.train.atomic import explained, write_whole
+from paceline.train.checkpoint import CANNOT_EXPORT
+
+ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".onnx": "onnx"}
+"""What --to is where the file's name says it."""
+
+_NAMES = {"safetensors": "model.safetensors", "torch": "model.pt", "onnx": "model.onnx"}
+_IN_ONE_FILE = 1_800_000_000  # bytes of weights; protobuf's limit is 2 GiB, beyond which they go into a file beside
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What the command line asks for; the names are those of its options."""
+
+    checkpoint: str
+    to: str | None = None  # None: by the ending of `output`; else safetensors, or onnx where `model` is given
+    output: str | None = None  # None: model.safetensors, model.pt or model.onnx, here
+    name: str | None = None  # of the model in the checkpoint
+    prefix: str = ""  # which tensors, whose names are written without it
+    dtype: str | None = None  # None: as in the checkpoint
+    force: bool = False  # replace a file that is there
+    model: str | None = None  # MODULE:NAME of what makes the model; for onnx
+    input: Sequence[str] = ()  # descriptions of random inputs
+    inputs: str | None = None  # MODULE:NAME of a function that returns inputs
+    check: bool | None = None  # run the file with onnxruntime; None: where that is installed
+
+
+def export(options: ExportOptions, say: Callable[[str], None] = click.echo) -> Path:
+    """Write the file, and return its path. Where it raises SettingError, CheckpointError or ExportError nothing was
+    written."""
+    kind = _kind(options)
+    file = Path(options.output or _NAMES[kind])
+    _check_options(options, kind)
+    _check_output(file, options.force)
+    weights = read_weights(Path(options.checkpoint), options.name, options.prefix)
+    for line in weights.damage:
+        click.echo(f"Warning: a newer checkpoint is damaged and was passed over: {line}", err=True)
+    rounded = in_dtype(weights, options.dtype)
+    told: list[str] = []
+    if kind == "onnx":
+        told = _write_onnx(file, weights, options)
+    elif kind == "torch":
+        write_whole(file, lambda whole: _save(rounded, whole), CANNOT_EXPORT, checksum=True)
+    else:
+        checkpoint.export(file, rounded.tensors)
+        if rounded.others:
+            told.append(
+                f"  left out, since safetensors holds tensors only: {listed(rounded.others)} (--to torch keeps it)"
+            )
+    data = file.with_name(f"{file.name}.data")
+    size = file.stat().st_size + (data.stat().st_size if kind == "onnx" and data.exists() else 0)
+    numbers = sum(value.numel() for value in rounded.tensors.values())
+    say(
+        f"{file}: {_size(size)}, {weights.model} of {weights.path} "
+        f"({len(rounded.tensors)} tensors, {numbers:,} numbers, {rounded.dtypes})"
+    )
+    for line in told:
+        say(line)
+    return file
+
+
+def _kind(options: ExportOptions) -> str:
+    ending = Path(options.output or "").suffix
+    by_name = ENDINGS.get(ending)
+    if options.to is not None and by_name not in (None, options.to):
+        raise SettingError(
+            f"--to {options.to} and -o {options.output}: {ending} is the ending of --to {by_name}. Change one of them."
+        )
+    if ending and options.to is None and by_name is None:
+        raise SettingError(
+            f"-o {options.output}: {ending} is the ending of no format. Add --to safetensors, torch or onnx, or let "
+            f"the name end in one of {', '.join(ENDINGS)}."
+        )
+    return options.to or by_name or ("onnx" if options.model else "safetensors")
+
+
+def _check_options(options: ExportOptions, kind: str) -> None:
+    """Raises SettingError for options that do not belong together, ExportError for packages that are missing."""
+    if kind != "onnx":
+        given: dict[str, Any] = {"--model": options.model, "--input": options.input, "--inputs": options.inputs}
+        given["--check"] = options.check
+        wrong = next((name for name, value in given.items() if value), None)
+        if wrong:
+            raise SettingError(f"{wrong} belongs to --to onnx. --to {kind} needs the checkpoint alone: leave it out.")
+        return
+    if options.model is None:
+        raise SettingError(
+            "--to onnx needs the model's code, which a checkpoint does not hold: --model MODULE:NAME or FILE.py:NAME, "
+            "a class or function without arguments that makes it, such as --model train.py:make_model."
+        )
+    if bool(options.input) == (options.inputs is not None):
+        raise SettingError(
+            "--to onnx needs what the model is called with: --input SHAPE for each input, such as --input 1x3x32x32 or "
+            "--input 1x128:int64:50257, or --inputs FILE.py:NAME, a function that returns it; and not both."
+        )
+    onnx_program.require_packages()
+    if options.check and not onnx_check.available():
+        raise ExportError("--check needs onnxruntime: pip install 'paceline[onnx]'.")
+
+
+def _check_output(file: Path, force: bool) -> None:
+    with explained(CANNOT_EXPORT, file):
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory, and the name of a file is needed")
+        if file.exists() and not force:
+            raise SettingError(f"{file} exists. Give another name (-o FILE), or --force to replace it.")
+
+
+def _save(weights: Weights, whole: Path) -> None:
+    """torch.save, for torch.load(weights_only=True)."""
+    failure: list[OSError] = []
+
+    class Watched:
+        """The open file. torch's writer tells of a full disk by an error without its number; the file's own is kept."""
+
+        def write(self, data: Any) -> int:
+            try:
+                return opened.write(data)
+            except OSError as error:
+                failure.append(error)
+                raise
+
+        def flush(self) -> None:
+            opened.flush()
+
+    with open(whole, "wb", buffering=0) as opened:
+        try:
+            torch.save(weights.state, Watched())  # type: ignore[arg-type]
+        except RuntimeError:
+            if failure:
+                raise failure[0] from None
+            raise
+
+
+def _write_onnx(file: Path, weights: Weights, options: ExportOptions) -> list[str]:
+    """Write the ONNX file; returns what to say of it."""
+    assert options.model is not None
+    inputs = user_model.own_inputs(options.inputs) if options.inputs else user_model.random_inputs(options.input)
+    model = user_model.load_model(options.model, weights)
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    _tried(model, inputs, "")
+    check = onnx_check.available() if options.check is None else options.check
+    reference = onnx_check.expected(model, inputs, dtype) if check else []
+    if dtype is not None:
+        in_dtype(weights, options.dtype)
+        model = model.to(dtype)
+    program = onnx_program.make_program(model, _tried(model, inputs, f" in {options.dtype}" if options.dtype else ""))
+    found: list[onnx_check.Difference] = []
+    weigh = sum(value.nbytes for value in model.state_dict().values() if isinstance(value, torch.Tensor))
+
+    def write(whole: Path) -> None:
+        program.save(whole, external_data=weigh > _IN_ONE_FILE)
+        if check:
+            found.extend(onnx_check.compare(whole, model, inputs, reference))
+
+    write_whole(file, write, CANNOT_EXPORT, checksum=True)
+    graph = program.model.graph
+    lines = [
+        f"  {kind:<7}{_value(one)}"
+        for kind, some in (("input", graph.inputs), ("output", graph.outputs))
+        for one in some
+    ]
+    return [*lines, _checked(found)]
+
+
+def _tried(model: nn.Module, inputs: user_model.Inputs, what: str) -> user_model.Inputs:
+    """The inputs in the model's own dtype, once the model has run on them. Raises ExportError where it fails, which
+    names the shapes as they are before any batch is cut from them."""
+    own = next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
+    given = inputs.of(len(inputs.tensors[0]), own) if own is not None else inputs
+    user_model.run_model(model, given, what)
+    return given
+
+
+def _value(value: Any) -> str:
+    shape = ", ".join(map(str, value.shape)) if value.shape is not None else "?"
+    return f"{value.name}  {str(value.dtype).lower()} ({shape})"
+
+
+def _checked(found: list[onnx_check.Difference]) -> str:
+    if not found:
+        return "  not checked" + ("" if onnx_check.available() else ": pip install onnxruntime, and add --check")
+    import onnxruntime
+
+    most = ", ".join(f"{one.most:.2g} at batch {one.batch}" for one in found)
+    largest = max(one.largest for one in found)
+    whole = sum(one.of for one in found)
+    unequal = f"; {sum(one.unequal for one in found)} of {whole} whole numbers differ" if whole else ""
+    return (
+        f"  onnxruntime {onnxruntime.__version__} beside the model as trained: largest difference {most} "
+        f"(outputs up to {largest:.2g}){unequal}"
+    )
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e6:.2f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"

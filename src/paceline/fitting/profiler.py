@@ -1,0 +1,83 @@
+"""A callback that writes what torch.profiler sees: a trace of a few steps, one file for each process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from paceline.errors import SettingError
+from paceline.fitting.callbacks import Callback
+
+if TYPE_CHECKING:
+    from paceline.fitting.fit_state import Fitting
+
+
+class Profiler(Callback):
+    """Traces some optimizer steps with torch.profiler, and writes `rank0.step12.pt.trace.json` and so on into a
+    directory, one file for each process and cycle: for https://ui.perfetto.dev, chrome://tracing or TensorBoard.
+
+    A cycle leaves out `wait` steps, runs the profiler for `warmup` steps whose numbers it drops, and records `active`
+    steps. options: record_shapes, profile_memory, with_stack and so on, as of torch.profiler.profile. Steps count from
+    the beginning of the fit, or from where it went on.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        wait: int = 5,
+        warmup: int = 2,
+        active: int = 3,
+        repeat: int = 1,
+        **options: Any,
+    ) -> None:
+        least = {"wait": 0, "warmup": 0, "active": 1, "repeat": 1}
+        for name, value in {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < least[name]:
+                raise SettingError(f"Profiler({name}={value!r}): a whole number, at least {least[name]}, is needed.")
+        for name in ("schedule", "on_trace_ready", "activities"):
+            if name in options:
+                raise SettingError(f"Profiler({name}=...): it says so itself. Use torch.profiler.profile directly.")
+        self._directory = Path(directory)
+        self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
+        self._steps = (wait + warmup + active) * repeat  # that it has anything to do
+        self._options = options
+        self._profile: Any = None
+        self.files: list[Path] = []  # those that this process has written
+
+    def on_start(self, fit: Fitting) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+
+        def write(made: Any) -> None:
+            path = self._directory / f"rank{fit.run.rank}.step{fit.run.steps}.pt.trace.json"
+            made.export_chrome_trace(str(path))
+            self.files.append(path)
+
+        self._left = self._steps
+        self._profile = profile(activities=activities, schedule=self._schedule, on_trace_ready=write, **self._options)
+        self._profile.start()
+
+    def on_step(self, fit: Fitting) -> None:
+        if self._profile is None:
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")  # each has its file
+            self._profile.step()
+        self._left -= 1
+        if not self._left:
+            self._end()
+
+    def on_end(self, fit: Fitting) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None

@@ -1,0 +1,171 @@
+"""The state of an elastic Horovod script, and how it outlives a lost worker.
+
+Horovod keeps the workers that live, and their commits in memory. torch.distributed's group cannot lose a member: where
+a worker fails the launcher ends all of them and starts the script again (`paceline run --max-restarts N`). So `commit`
+also writes the state to a file, on each machine by the process of local rank 0, in the launcher's own folder, which
+outlives the workers and ends with the run:
+
+Phase 1, in the script that was started again: the processes tell each other their newest commit. The newest of all is
+  sent to everyone, and loaded.
+Phase 2: the reset callbacks are called, since the number of processes may be another.
+Phase 3: `sync` sends rank 0's state to all, as at every start, and the script's function is called.
+
+Where the launcher restarts nothing, nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import SettingError, UsageError
+from paceline.horovod import hvd_state, hvd_world
+from paceline.horovod.elastic.elastic_sampler import ElasticSampler
+from paceline.world import ERROR_FILE
+
+FILE = "horovod-commit"
+_HELD = (torch.nn.Module, Optimizer, ElasticSampler)  # what has a state_dict that is saved in its place
+_OWN = {"_held", "_values", "_saved", "_callbacks", "_commits"}
+
+
+class TorchState:
+    """What an elastic script keeps: models, optimizers and samplers, and any other values, each an attribute.
+
+    Args:
+        model: a model, or None.
+        optimizer: an optimizer, or None.
+        values: further models, optimizers, ElasticSamplers, or values that can be pickled, such as epoch=0.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        named = {"model": model, "optimizer": optimizer, **values}
+        wrong = sorted(set(named) & ({name for name in dir(type(self)) if not name.startswith("__")} | _OWN))
+        if wrong:
+            raise SettingError(f"TorchState({wrong[0]}=...): the state has a method of that name. Choose another name.")
+        self._held = {name: value for name, value in named.items() if isinstance(value, _HELD)}
+        self._values = [name for name in named if name not in self._held]
+        self._callbacks: list[Callable[[], None]] = []
+        self._commits = 0
+        for name, value in named.items():
+            setattr(self, name, value)
+        self.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("_held", ()):
+            self._held[name] = value
+        super().__setattr__(name, value)
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Have these called when the script goes on after a restart, perhaps in another number of processes."""
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call the reset callbacks."""
+        self.reset()
+        for callback in self._callbacks:
+            callback()
+
+    def reset(self) -> None:
+        """Nothing; for classes that derive from this one."""
+
+    def save(self) -> None:
+        """Keep a copy of the state in memory."""
+        self._saved = {name: copy.deepcopy(held.state_dict()) for name, held in self._held.items()}
+        self._saved |= {name: copy.copy(getattr(self, name)) for name in self._values}
+
+    def restore(self) -> None:
+        """Go back to the last copy."""
+        self._load(self._saved)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        missing = sorted(set(saved) ^ {*self._held, *self._values})
+        if missing:
+            raise UsageError(
+                f"the last commit and this TorchState do not have the same attributes ({', '.join(missing)}). The "
+                "script has changed since: start a new run."
+            )
+        for name, held in self._held.items():
+            held.load_state_dict(copy.deepcopy(saved[name]))
+        for name in self._values:
+            setattr(self, name, copy.copy(saved[name]))
+
+    def commit(self) -> None:
+        """Keep a copy in memory, and in the launcher's folder where it restarts workers that fail."""
+        self.save()
+        self._commits += 1
+        path = _path()
+        if path is not None and hvd_world.local_rank() == 0:
+            _write(path, {"commits": self._commits, "state": self._saved})
+
+    def check_host_updates(self) -> None:
+        """Nothing: where machines come or go, the launcher starts the script again."""
+
+    def sync(self) -> None:
+        """Give every process rank 0's state."""
+        for held in self._held.values():
+            if isinstance(held, torch.nn.Module):
+                hvd_state.broadcast_parameters(held.state_dict(), root_rank=0)
+            elif isinstance(held, Optimizer):
+                hvd_state.broadcast_optimizer_state(held, root_rank=0)
+            else:
+                held.load_state_dict(hvd_state.broadcast_object(held.state_dict()))
+        values = hvd_state.broadcast_object({name: getattr(self, name) for name in self._values})
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.save()
+
+    def resume(self) -> bool:
+        """Load the newest commit of a run that was started again. False: there is none."""
+        path = _path()
+        own = _read(path)
+        commits = hvd_state.allgather_object(own["commits"] if own else 0)
+        if not any(commits):
+            return False
+        source = commits.index(max(commits))
+        found = hvd_state.broadcast_object(own, root_rank=source)
+        assert found is not None
+        self._commits = found["commits"]
+        self._load(found["state"])
+        self.save()
+        return True
+
+
+def _path() -> Path | None:
+    """Where commits are written; None: the launcher restarts nothing, or is not `paceline run`, whose folder for what
+    workers tell it is there for all of a run's starts."""
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") in ("", "0"):
+        return None
+    told = os.environ.get(ERROR_FILE)
+    return Path(told).parent / FILE if told else None
+
+
+def _write(path: Path, content: Any) -> None:
+    """Whole or not at all, and readable by this user only."""
+    number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
+    with open(number, "wb") as file:
+        torch.save(content, file)
+    os.replace(part, path)
+
+
+def _read(path: Path | None) -> dict[str, Any] | None:
+    """The commit of this machine, written by this run."""
+    if path is None or not path.exists():
+        return None
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    return content
+
+
+def forget() -> None:
+    """The commits are needed no more."""
+    path = _path()
+    if path is not None and hvd_world.local_rank() == 0:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()

@@ -1,0 +1,76 @@
+"""What can be found out of how a rank ended, for report.py: from its exit code and the files that it left."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from paceline.launcher.early_exits import read_place
+from paceline.launcher.output import Output
+from paceline.launcher.report import UNWRITTEN, Ending, Error
+from paceline.launcher.stacks import in_collective, place_in_traceback, place_of_crash
+from paceline.world import DONE, FAILING
+
+CRASHES = tuple(-signum for signum in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
+"""Exit codes of a process that its own native code ended."""
+_FULL_BYTES = 64 << 10  # a disk with less to spare counts as full
+
+
+def told_exit_code(path: str) -> int | None:
+    """With which exit code, other than 0, the rank is about to end; None where it did not say. path: of its error
+    file."""
+    try:
+        with open(path + FAILING) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # not there, or not written yet
+        return None
+
+
+def crashed_when_done(path: str, code: int | None) -> bool:
+    """Did the rank do all that it had to do, with exit code 0, and crash after that in native code?
+
+    Destructors of libraries run after the last of Python's exit functions, while threads of theirs may still run: torch
+    with gloo or OpenBLAS crashes there, rarely. path: of the rank's error file.
+    """
+    return code in CRASHES and os.path.exists(path + DONE)
+
+
+def make_ending(
+    rank: int,
+    code: int | None,
+    time: float,
+    error: Error | None,
+    expendable: bool,
+    role: str,
+    path: str,
+    output: Output,
+) -> Ending:
+    """The Ending of a rank. path: of its error file. For the rest see Ending."""
+    place, collective, unwritable = "", False, ""
+    if code == 0:
+        place = read_place(path)
+    elif error is not None:
+        place = place_in_traceback(error.traceback)
+    elif code is not None and code < 0:
+        stand = place_of_crash(path)
+        if stand is not None:
+            place, collective = str(stand), in_collective(stand)
+    else:
+        unwritable = _why_unwritable(output, rank, code)
+    return Ending(rank, code, time, error, expendable, role, place, collective, unwritable)
+
+
+def _why_unwritable(output: Output, rank: int, code: int | None) -> str:
+    """Why the rank could not print, if that may be why it failed; or else ""."""
+    path = output.path(rank)
+    if not output.has_file(rank):
+        return ""
+    try:
+        disk = os.statvfs(os.path.dirname(path))
+    except OSError:
+        return ""
+    if disk.f_bavail * disk.f_frsize < _FULL_BYTES:
+        return f"The disk is full that takes its output, {path}. Make room, or name another by --output DIR or TMPDIR."
+    if code == UNWRITTEN:
+        return f"Its output goes to {path}: is there no room, or a quota? --output DIR or TMPDIR name another disk."
+    return ""

@@ -1,0 +1,108 @@
+"""What the kernel says of a process, by /proc (Linux): whether it runs, is stopped, waits for a disk, or swaps.
+
+A process that is stopped, or waits in the kernel, cannot say where it is. Nothing here disturbs the process, and
+elsewhere than on Linux nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RUNNING = "R"  # or ready to run, and waiting for a core
+STOPPED = "T"  # by SIGSTOP, SIGTSTP (Ctrl-Z) or their like
+TRACED = "t"  # by a debugger
+IN_KERNEL = "D"  # uninterruptible: no signal reaches it, not even SIGKILL
+_GONE = "ZX"
+
+SWAPPING_FAULTS = 20.0  # pages a second that must come from a disk before a process goes on
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """One look at a process.
+
+    Attributes:
+        code: the letter of /proc/PID/stat; "" where nothing is known.
+        major_faults: pages that had to be read from a disk so far.
+        swapped_bytes: of its memory, what lies in swap space.
+        wait_channel: the kernel's function in which it waits; "" where that is not told.
+    """
+
+    code: str = ""
+    major_faults: int = 0
+    swapped_bytes: int = 0
+    wait_channel: str = ""
+
+    @property
+    def stopped(self) -> bool:
+        return self.code in (STOPPED, TRACED)
+
+    @property
+    def gone(self) -> bool:
+        return self.code != "" and self.code in _GONE
+
+
+def read_state(pid: int) -> ProcessState:
+    """The state of a process now."""
+    stat = _read(f"/proc/{pid}/stat")
+    code, faults = parse_stat(stat) if stat else ("", 0)
+    swapped = 0
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("VmSwap:"):
+            swapped = 1024 * int(line.split()[1])
+    channel = _read(f"/proc/{pid}/wchan").strip() if code == IN_KERNEL else ""
+    return ProcessState(code, faults, swapped, "" if channel == "0" else channel)
+
+
+def parse_stat(text: str) -> tuple[str, int]:
+    """(state, major faults) of the content of /proc/PID/stat. The program's name before them may hold any character."""
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[9])
+
+
+def describe(pid: int, state: ProcessState, before: ProcessState | None = None, seconds: float = 0.0) -> str:
+    """What keeps the process from going on, such as "is stopped by a signal ..."; "" where the kernel knows nothing.
+
+    Args:
+        before: an earlier look, `seconds` ago.
+    """
+    if state.code == STOPPED:
+        return f"is stopped by a signal; `kill -CONT {pid}` lets it go on"
+    if state.code == TRACED:
+        return f"is held by a debugger (process {pid})"
+    if state.gone:
+        return f"has ended (process {pid})"
+    if state.code == IN_KERNEL:
+        channel = f", in {state.wait_channel}" if state.wait_channel else ""
+        return f"waits in the kernel for a disk or a device{channel} (process {pid})"
+    if before is not None and seconds > 0 and state.swapped_bytes:
+        rate = (state.major_faults - before.major_faults) / seconds
+        if rate >= SWAPPING_FAULTS:
+            gib = state.swapped_bytes / 2**30
+            return f"is swapping: {gib:.1f} GiB of process {pid} lie in swap space, {rate:.0f} page faults a second"
+    return ""
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read()
+    return ""
+
+
+def has_variable(pid: int, entries: Sequence[bytes]) -> bool:
+    """Was the process started with one of these environment variables (NAME=VALUE)?"""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return not set(entries).isdisjoint(file.read().split(b"\0"))
+    except OSError:  # another user's, or gone
+        return False
+
+
+def all_pids() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []

@@ -1,0 +1,213 @@
+"""Where a worker stands: the line of the user's script, and the call in it.
+
+A signal makes a worker's faulthandler write its Python stack into a file, also while it waits inside native code; the
+script notices nothing (worker.py). A DataLoader's workers, where they are forked, have inherited the handler, and write
+into the same file. On Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.launcher import process_state
+from paceline.launcher.worker import LIBRARY, STACK_SIGNAL, STANDARD_LIBRARY, crash_file, stack_file
+
+_ANSWER_SECONDS = 0.5
+_LOOK_SECONDS = 0.02  # between two looks for the answer
+_LAST_LINES = (" in _run_module_as_main\n", "\n  ...\n")  # of a stack: a worker is started by -m; or 100 frames
+_IDLE = 0.1  # of a core: a process that uses less waits
+MOST_WORKERS = 16  # of a DataLoader, that are asked
+
+Frames = tuple[tuple[str, int, str], ...]
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_TRACEBACK_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+# Innermost frames of a rank that waits for others.
+_WAITS = re.compile(r"/torch/distributed/|/torch/cuda/|/paceline/(comm|strategies|train)/")
+_OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/comm/")
+# Innermost frames of a rank in a backward, which may wait or compute: the CPU time tells.
+_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$")
+_DECORATORS = ("wrapper", "decorate_context")  # of torch's, around what the script calls
+_DATA_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
+_WORKER_LOOP = re.compile(r"/torch/utils/data/_utils/worker\.py$")
+
+
+@dataclass(frozen=True)
+class StackSample:
+    """Where a process stands.
+
+    Attributes:
+        frames: of its main thread, innermost first: (file, line, function).
+        cpu_seconds: that it has used so far.
+    """
+
+    frames: Frames
+    cpu_seconds: float
+
+    def __str__(self) -> str:
+        """The user's innermost line, the function that is called there, and the collective in it where that waits."""
+        called = inner = ""
+        for path, line, function in self.frames:
+            if not LIBRARY.search(path):
+                within = f" ({inner})" if inner not in ("", called) else ""
+                if self.loads:
+                    return f"{os.path.basename(path)}, line {line}, where it waits for its DataLoader"
+                return f"{os.path.basename(path)}, line {line}{called and f', in {called}()'}{within}"
+            if function not in _DECORATORS:
+                called = function
+                inner = inner or (function if _OPERATIONS.search(path) else "")
+        return f"{called}()"
+
+    @property
+    def loads(self) -> bool:
+        """Does it wait for the worker processes of a DataLoader?"""
+        path = next((path for path, *_ in self.frames if not STANDARD_LIBRARY.search(path)), "")
+        return bool(_DATA_LOADER.search(path))
+
+
+def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> dict[int, StackSample]:
+    """The stack of each worker that answers, by rank. On Linux only, and once the worker has begun with its script.
+
+    A process that is stopped is not asked: the request would wait for it.
+    """
+    found: dict[int, StackSample] = {}
+    asked = {rank: path for rank, pid in pids.items() if _ask(pid, path := stack_file(error_files[rank]))}
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while len(found) < len(asked) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+        late = time.monotonic() >= deadline
+        for rank, path in asked.items():
+            if rank not in found and (frames := _answer(path, late)):
+                found[rank] = StackSample(frames, _cpu_seconds(pids[rank]))
+    return found
+
+
+def sample_loader_workers(
+    error_file: str, pid: int
+) -> list[tuple[int, process_state.ProcessState, StackSample | None]]:
+    """The worker processes of a DataLoader that have something to do, or cannot go on: (pid, state, stack).
+
+    Those that were not forked (spawn, forkserver) have no handler for the request; of them only the state is known.
+    """
+    found = []
+    path = stack_file(error_file)
+    for child in _children(pid)[:MOST_WORKERS]:
+        state = process_state.read_state(child)
+        stand: StackSample | None = None
+        if _ask(child, path):
+            frames: Frames = ()
+            deadline = time.monotonic() + _ANSWER_SECONDS
+            while time.monotonic() < deadline and not frames:
+                time.sleep(_LOOK_SECONDS)
+                frames = _answer(path, late=time.monotonic() >= deadline)
+            if frames:
+                stand = StackSample(frames, 0.0)
+        # Of a child that says nothing only what keeps it from going on is worth a line: it may be no loader's.
+        if process_state.describe(child, state) or (stand is not None and _loads_an_example(stand.frames)):
+            found.append((child, state, stand))
+    return found
+
+
+def _ask(pid: int, path: str) -> bool:
+    """Have the process write its stack into the file, which is emptied. Returns whether an answer may come."""
+    if STACK_SIGNAL is None or not os.path.exists(path) or not _catches(pid, STACK_SIGNAL):
+        return False
+    if process_state.read_state(pid).stopped:
+        return False
+    with contextlib.suppress(OSError):
+        os.truncate(path, 0)
+        os.kill(pid, STACK_SIGNAL)
+        return True
+    return False
+
+
+def _answer(path: str, late: bool) -> Frames:
+    """The frames that were written, once they are complete; or else none. late: take what there is.
+
+    A busy machine may take the core from a process in the middle of its answer, before it has written the user's line.
+    """
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        text = file.read()
+        if text.endswith(_LAST_LINES) or (late and text.endswith("\n")):
+            return _frames(_FRAME.findall(text))
+    return ()
+
+
+def _frames(found: Sequence[Sequence[str]]) -> Frames:
+    return tuple((path, int(line), function) for path, line, function in found)
+
+
+def _loads_an_example(frames: Frames) -> bool:
+    """Is it a DataLoader's worker with something to do? An idle one waits in the standard library, in its loop."""
+    own = [path for path, *_ in frames if not STANDARD_LIBRARY.search(path)]
+    return any(map(_WORKER_LOOP.search, own)) and not _WORKER_LOOP.search(own[0])
+
+
+def place_in_traceback(text: str) -> str:
+    """The user's line and call of the traceback of an exception; "" where the script has no line in it."""
+    frames = _frames(list(reversed(_TRACEBACK_FRAME.findall(text))))
+    if not any(not LIBRARY.search(path) for path, *_ in frames):
+        return ""
+    return str(StackSample(frames, 0.0))
+
+
+def place_of_crash(error_file: str) -> StackSample | None:
+    """Where the process was when a signal of its own native code ended it (SIGSEGV, SIGABRT and the like).
+
+    faulthandler writes the threads one after the other, the main thread last. The thread that crashed may be one of
+    native code, as gloo's, which has no frames of Python.
+    """
+    with contextlib.suppress(OSError), open(crash_file(error_file), errors="replace") as file:
+        last = file.read().rpartition("Fatal Python error")[2]
+        blocks = [
+            _frames(_FRAME.findall(block)) for block in re.split(r"^(?=(?:Current t|T)hread 0x)", last, flags=re.M)
+        ]
+        filled = [block for block in blocks if block]
+        return StackSample(filled[-1], 0.0) if filled else None
+    return None
+
+
+def is_waiting(before: StackSample, now: StackSample, seconds: float) -> bool:
+    """Does a process wait for another one, if its frames have been the same for `seconds`?"""
+    path = now.frames[0][0]
+    if _WAITS.search(path):
+        return True
+    return bool(_MAY_WAIT.search(path)) and now.cpu_seconds - before.cpu_seconds < _IDLE * seconds
+
+
+def in_collective(stand: StackSample) -> bool:
+    """Was it inside a call of torch.distributed, or of Paceline's that makes one?"""
+    return any(_OPERATIONS.search(path) for path, *_ in stand.frames)
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Does the process handle the signal? One that has become another program (os.execv) does not: no answer comes."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
+
+
+def _children(pid: int) -> list[int]:
+    import psutil  # only here, where a run is in trouble already
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.Error:
+        return []
+
+
+def _cpu_seconds(pid: int) -> float:
+    import psutil
+
+    try:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return 0.0

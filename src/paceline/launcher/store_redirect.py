@@ -1,0 +1,52 @@
+"""In the ranks of several machines that share a secret: the way to the launcher's store. Imports no torch.
+
+MASTER_ADDR and MASTER_PORT are the first machine's address and a port, alike on all machines, as torchrun's: scripts
+use them for more than torch's store. The store is not there: who comes from another machine must know the secret. The
+launcher does, and a rank finds the store behind a port of its own machine's loopback. So where torch's rendezvous
+(`env://`, `tcp://`) would connect to MASTER_ADDR:MASTER_PORT, it is led to that port.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.world import store_place
+
+_MODULE = "torch.distributed.rendezvous"
+
+
+class Redirect(importlib.abc.MetaPathFinder):
+    """In sys.meta_path it changes torch's rendezvous when that is loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                redirect(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one spec
+        return spec
+
+
+def redirect(module: Any) -> None:
+    """Lead this module's TCPStore to the door, where it would connect to MASTER_ADDR:MASTER_PORT."""
+    original = module.TCPStore
+
+    def tcp_store(host_name: str, port: int, *args: Any, **options: Any) -> Any:
+        return original(*store_place(host_name, port), *args, **options)
+
+    module.TCPStore = tcp_store

@@ -1,0 +1,241 @@
+"""All ranks' spans as one file in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open.
+
+While the run is open each rank writes a file of its own (span_file.py) into the folder FILE.parts. Whoever comes last
+joins them: rank 0 when it closes the run; or, where rank 0 did not come to that, the launcher of its machine. Where
+machines share no folder each has the ranks that it sees, joined by the first of them.
+
+Clocks: the ranks of one machine read the same monotonic clock, so that their spans lie exactly beside each other. Those
+of another machine are placed by the two machines' wall clocks when the run began: as far apart as these clocks are.
+
+The format: "Trace Event Format", Google 2016. Its events X are complete spans, with ts and dur in microseconds, and M
+names a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.timeline.span_file import Phase, RankSpans, Span, read
+from paceline.timeline.stragglers import Ranks, StepKey, report
+
+_IN_A_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD_AND_BACKWARD, Phase.UPDATE)
+_ROW = 1  # the one row of each rank; Perfetto keeps 0 for the idle thread of a machine
+_REMEDY = "Give a file in a directory that it may write to, such as trace='trace.json' (--trace trace.json)."
+
+
+def parts_of(file: str | Path) -> Path:
+    """The folder in which the ranks of a run that is traced to `file` write."""
+    return Path(f"{file}.parts")
+
+
+def cannot_trace(file: str | None, rank: int, clear: bool) -> str | None:
+    """Why this rank could not write there, as the text of an error; None where it can. clear: what an earlier run has
+    left in the folder of parts is removed; no rank may write there before all have called this."""
+    if file is None:
+        return None
+    path = Path(file)
+    if not file or (path.exists() and not path.is_file()):
+        return f"trace={file!r}: that is no file that a trace could replace. {_REMEDY}"
+    try:
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        return cannot_write(file, rank, error)
+    if clear:
+        shutil.rmtree(parts_of(file), ignore_errors=True)
+    return None
+
+
+def cannot_write(file: str, rank: int, error: OSError) -> str:
+    return f"trace={file!r}: rank {rank} cannot write there: {error.strerror or error}. {_REMEDY}"
+
+
+def part_of(file: str | Path, rank: int, pid: int) -> Path:
+    """Where this process writes. With its id: a process that has taken the place of one that was killed leaves the
+    file of that one alone."""
+    return parts_of(file) / f"rank-{rank}-{pid}.spans"
+
+
+def part_files(file: str | Path) -> list[Path]:
+    """The ranks' files, in the order of their numbers."""
+    return sorted(parts_of(file).glob("rank-*-*.spans"), key=_rank)
+
+
+def _rank(part: Path) -> int:
+    return int(part.name.split("-")[1])
+
+
+def first_rank(file: str | Path) -> int | None:
+    """The lowest number among the ranks that have left something; None: there is nothing to join."""
+    return next(map(_rank, part_files(file)), None)
+
+
+def join(file: str | Path) -> list[str]:
+    """Writes `file`, and removes the parts. Returns lines about it for the user. Raises OSError; the parts stay
+    then."""
+    found = map(read, part_files(file))
+    parts = [part for part in found if part is not None and part.spans]
+    if not parts:
+        shutil.rmtree(parts_of(file), ignore_errors=True)
+        return [f"trace={str(file)!r}: the run made no step, so there is nothing to write."]
+    partial = parts_of(file) / "joined"
+    with open(partial, "w", encoding="utf-8") as out:
+        out.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for number, event in enumerate(events(parts)):
+            out.write(("\n" if number == 0 else ",\n") + json.dumps(event))
+        out.write("\n]}\n")
+    os.replace(partial, file)
+    # Away at once: of a folder that is being emptied, another rank would join what is left.
+    done = Path(tempfile.mkdtemp(prefix=parts_of(file).name, dir=Path(file).parent)) / "done"
+    os.rename(parts_of(file), done)
+    shutil.rmtree(done.parent, ignore_errors=True)
+    steps = steps_of(parts)
+    most = max(map(len, steps.values()), default=0)
+    ranks = "1 rank" if len(steps) == 1 else f"{len(steps)} ranks"
+    head = f"trace of {ranks}, {most} step{'' if most == 1 else 's'}, in {file}: open it at https://ui.perfetto.dev"
+    return [head, *report(_compared(parts, steps))]
+
+
+def join_left(file: str, ranks: Iterable[int]) -> list[str]:
+    """For a launcher, when its ranks have ended: `join`, unless that was done, or is for another machine's ranks."""
+    if first_rank(file) not in set(ranks):
+        return []
+    try:
+        return join(file)
+    except OSError as error:
+        return [cannot_join(file, error)]
+
+
+def cannot_join(file: str, error: OSError) -> str:
+    return (
+        f"trace={file!r} could not be written at the end of the run: {error.strerror or error}. What the ranks have "
+        f"recorded is in {parts_of(file)}."
+    )
+
+
+# --- the events
+
+
+def events(parts: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
+    """The events of these ranks. Their times count from the first span of all."""
+    offsets = _offsets(parts)
+    first = min(part.spans[0].start + offset for part, offset in zip(parts, offsets, strict=True))
+    shortest = _shortest_exchanges(parts)
+    named = set()
+    for part, offset in zip(parts, offsets, strict=True):
+        rank = int(part.about["rank"])
+        if rank not in named:
+            named.add(rank)
+            title = {"name": f"rank {rank} ({part.about['host']})"}
+            yield {"name": "process_name", "ph": "M", "pid": rank, "tid": _ROW, "args": title}
+            yield {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": _ROW, "args": {"sort_index": rank}}
+            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": _ROW, "args": {"name": "steps"}}
+        for name, start, end, args in _named_spans(part.spans, shortest):
+            yield {
+                "name": name,
+                "ph": "X",
+                "ts": (start + offset - first) / 1e3,
+                "dur": (end - start) / 1e3,
+                "pid": rank,
+                "tid": _ROW,
+                "args": args,
+            }
+
+
+def _offsets(parts: Sequence[RankSpans]) -> list[int]:
+    """For each part, nanoseconds from its machine's monotonic clock to a time that all share: one for each machine."""
+    machines: dict[str, int] = {}
+    for part in parts:
+        machines.setdefault(part.about["machine"], int(part.about["wall_ns"]) - int(part.about["monotonic_ns"]))
+    return [machines[part.about["machine"]] for part in parts]
+
+
+def _named_spans(
+    spans: Sequence[Span], shortest: Mapping[tuple[StepKey, int], int]
+) -> Iterator[tuple[str, int, int, dict[str, int]]]:
+    """(name, start, end, args): each step, and in it its phases. A step reaches from its first span to its last."""
+    extents: dict[StepKey, tuple[int, int]] = {}
+    for span in spans:
+        if span.within in _IN_A_STEP:
+            key = span.epoch, span.step
+            extents[key] = extents.get(key, (span.start, 0))[0], span.end
+    for (epoch, step), (start, end) in extents.items():
+        yield "step", start, end, {"epoch": epoch, "step": step}
+    exchanges: dict[StepKey, int] = defaultdict(int)
+    for span in spans:
+        key = span.epoch, span.step
+        args = {"epoch": span.epoch, "step": span.step, "micro_batch": span.micro_batch} if span.epoch >= 0 else {}
+        begin = span.start
+        if span.phase is Phase.COMMUNICATION:
+            least = shortest.get((key, exchanges[key]))
+            exchanges[key] += 1
+            if least is not None and span.end - least > begin:
+                yield "waiting", begin, span.end - least, args
+                begin = span.end - least
+        yield span.phase.label, begin, span.end, args
+
+
+def _shortest_exchanges(parts: Sequence[RankSpans]) -> dict[tuple[StepKey, int], int]:
+    """(step, number of the exchange in it) -> nanoseconds of the rank that was in it for the shortest time. That one
+    came last and waited for nobody: what others took longer they have waited. Only where all ranks make the same
+    exchanges, and as many in this step."""
+    if len(parts) < 2 or not all(part.about.get("alike") and part.about.get("in_step") for part in parts):
+        return {}
+    each: list[dict[StepKey, list[int]]] = []
+    for part in parts:
+        lengths: dict[StepKey, list[int]] = defaultdict(list)
+        for span in part.spans:
+            if span.phase is Phase.COMMUNICATION:
+                lengths[span.epoch, span.step].append(span.end - span.start)
+        each.append(lengths)
+    shortest = {}
+    for key, own in each[0].items():
+        rows = [lengths.get(key, []) for lengths in each]
+        if all(len(row) == len(own) for row in rows):
+            shortest.update({(key, number): min(column) for number, column in enumerate(zip(*rows, strict=True))})
+    return shortest
+
+
+# --- for the report
+
+
+def steps_of(parts: Sequence[RankSpans]) -> dict[int, dict[StepKey, dict[Phase, float]]]:
+    """rank -> step -> phase -> milliseconds."""
+    ranks: dict[int, dict[StepKey, dict[Phase, float]]] = {}
+    for part in parts:
+        steps = ranks.setdefault(int(part.about["rank"]), {})
+        for span in part.spans:
+            if span.epoch >= 0:
+                phases = steps.setdefault((span.epoch, span.step), dict.fromkeys(Phase, 0.0))
+                phases[span.phase] += (span.end - span.start) / 1e6
+    return {rank: steps for rank, steps in ranks.items() if steps}
+
+
+def _compared(parts: Sequence[RankSpans], steps: dict[int, dict[StepKey, dict[Phase, float]]]) -> Ranks:
+    return Ranks(
+        steps,
+        in_step=all(part.about.get("in_step", False) for part in parts),
+        alike=all(part.about.get("alike", False) for part in parts),
+        on_host=any(part.about.get("accelerated", False) for part in parts),
+    )
+
+
+def join_and_say(file: str, say: Any) -> None:
+    """`join`, with each line handed to `say`."""
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            lines = join(file)
+        except OSError as error:
+            lines = [cannot_join(file, error)]
+        for line in lines:
+            say(f"paceline: {line}")

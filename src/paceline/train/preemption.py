@@ -1,0 +1,129 @@
+"""A run that is asked to stop saves a checkpoint and ends, so that its machine can be taken away.
+
+Who takes it (Slurm, Kubernetes, a cloud) gives notice by a signal to the launcher. All ranks must save at the same
+step, and may be a step apart when the signal comes, on machines that hear of it at different times:
+
+1. A launcher that is asked tells the others. Each writes LOOK into the file that the ranks of its machine have mapped
+   (world.STOP_FILE). From then on each rank looks into the launcher's store after every step.
+2. When all launchers have written, that of rank 0 writes DECIDE. Rank 0 then puts a step into the store: one that no
+   rank can have completed yet, since it takes all of them (Strategy.steps_to_meeting).
+3. After that step all ranks save, tell their launchers so, and end. The launcher's exit code says that the run is not
+   done; started again, the script restores the checkpoint.
+
+Before anybody asks, a step costs one read of a byte in memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
+
+from paceline.comm import collectives, process_group, transport
+from paceline.errors import WorldError
+from paceline.strategies.base import Strategy
+from paceline.train import manifest
+from paceline.train.loader import Loader
+from paceline.world import DECIDE, SAVED, Preempted, store_place, tell_launcher
+
+_STORE_SECONDS = 60.0
+_LAG = 2
+"""An accelerator's host may be ahead of the device by this many steps (finite.py reads flags a step late)."""
+
+
+class Preemption:
+    """Looks after every step whether the run is asked to stop.
+
+    Args:
+        path: of the launcher's file.
+        ready: whether a checkpoint may be written now, as after `run.step` and before the next batch.
+        steps: how many steps were made.
+        save: writes a checkpoint into this directory, and returns its path. Collective.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        strategy: Strategy,
+        device: torch.device,
+        *,
+        ready: Callable[[], bool],
+        steps: Callable[[], int],
+        save: Callable[[Path], Path],
+    ) -> None:
+        with open(path, "rb") as file:
+            self._asked = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
+        self._strategy, self._ready, self._steps, self._save = strategy, ready, steps, save
+        self._lag = 0 if device.type == "cpu" else _LAG
+        self._restores: Path | None = None  # where the script looked for the newest checkpoint
+        # Of this start of the workers, and of this run of those that the script makes one after the other.
+        self._key = f"paceline/stop/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{process_group.runs}"
+        self._refused = False  # was it said that nothing can be saved?
+        self._last_look = -1  # the step at which the store had no decision yet
+        self._at: int | None = None  # the step that was decided on
+
+    def restores(self, directory: Path) -> None:
+        """The script has looked there for a checkpoint, and will again when it is started the next time."""
+        if not (directory / manifest.NAME).exists():  # else it names one checkpoint, and will start from that again
+            self._restores = directory
+
+    def after_batch(self, loader: Loader) -> None:
+        """The script comes back for its next training batch. Saves and raises Preempted at the step decided on."""
+        phase = self._asked[0]
+        if not phase or not loader.stepped or not self._ready():
+            return
+        steps = self._steps()
+        if self._at is None:
+            self._at = self._decide(steps) if phase == DECIDE and collectives.rank_of() == 0 else self._decision()
+            if self._at is None:
+                self._last_look = steps
+                return
+            if self._last_look >= self._at:
+                raise WorldError(
+                    f"the run was asked to stop after step {self._at}, but this process had made {self._last_look} "
+                    "when it heard of it. Nothing was saved now; the last checkpoint is as it was."
+                )
+        if steps >= self._at:
+            assert self._restores is not None
+            tell_launcher(os.environ, SAVED, str(self._save(self._restores).absolute()))
+            raise Preempted
+
+    def _decide(self, steps: int) -> int | None:
+        """Rank 0's choice of the step, told to the others; None where nothing can be saved, which is said once."""
+        problem = None
+        if self._restores is None:
+            problem = (
+                "the script restores none when it is started again. Call run.restore(DIRECTORY, missing_ok=True) after "
+                "run.prepare"
+            )
+        elif transport.channel() is not None or not self._strategy.plan.in_step:
+            problem = "processes that are not in step, or may come and go, cannot agree on one. Save now and then"
+        if problem is not None:
+            if not self._refused:
+                print(f"paceline: asked to stop, but no checkpoint is saved: {problem}.", file=sys.stderr, flush=True)
+            self._refused = True
+            return None
+        at = steps + self._strategy.steps_to_meeting() + self._lag
+        if collectives.size_of() > 1:
+            self._store.set(self._key, str(at))
+        return at
+
+    def _decision(self) -> int | None:
+        """The step that rank 0 has told, if it has."""
+        if collectives.size_of() == 1 or transport.channel() is not None or not self._store.check([self._key]):
+            return None
+        return int(self._store.get(self._key))
+
+    @cached_property
+    def _store(self) -> Store:
+        """The launcher's, by a connection of its own: which store a process group uses is torch's secret."""
+        place = store_place(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        patience = datetime.timedelta(seconds=_STORE_SECONDS)
+        return TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)

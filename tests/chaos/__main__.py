@@ -1,0 +1,323 @@
+"""`make chaos`: kills processes of a training at random times, starts it again, and looks at what came of it.
+
+    python -m tests.chaos --cases 30 --seed 0                  # adds to the results; 15 s each on two cores
+    python -m tests.chaos --case ddp-17                        # one case again, with all that its processes say
+    python -m tests.chaos --page                               # runs nothing; writes the table of the results
+
+A case is one training (job.py) under one strategy. Its number is the seed of everything that is drawn in it: how many
+processes each start has, how often something is killed, what (a rank, several ranks, the launcher), and when. It has
+ended well if
+
+- each start ends within its deadline,
+- the model has been trained on each example once in each epoch, in the steps of a run that nobody disturbed,
+- its weights are that run's: the same bits with as many processes in all starts, or with `reproducible`; else to 1e-10
+  of their norm,
+- no process, no folder for temporary files and nothing in /dev/shm is left.
+
+Beside it the same kills of the same job as people write it for torchrun (by_hand.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from benchmarks.gpu.__main__ import machine
+from safetensors.torch import load_file
+from tests.chaos.job import STEP_SECONDS, STEPS
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB, BY_HAND = ROOT / "tests" / "chaos" / "job.py", ROOT / "tests" / "chaos" / "by_hand.py"
+RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
+DEADLINE_SECONDS = 120.0  # of one start, which takes some 5 on an idle machine
+MOST_KILLS = 3  # in one case
+MARK = "PACELINE_CHAOS"  # in the environment of all processes of a case
+
+WAYS: dict[str, tuple[str, bool, bool]] = {
+    "ddp": ("ddp", False, False),
+    "ddp, other numbers of processes": ("ddp", True, False),
+    "ddp, reproducible, other numbers of processes": ("ddp", True, True),
+    "fsdp, other numbers of processes": ("fsdp", True, False),
+    "shared": ("shared", False, False),
+}
+"""Name -> (strategy, does each start have a number of processes of its own, is it reproducible)."""
+TORCHRUN = "torchrun, DDP, torch.save"
+
+
+@dataclass
+class Case:
+    """What became of one training.
+
+    Attributes:
+        way: of WAYS, or TORCHRUN.
+        number: the seed of its draws.
+        kills: what was killed: "rank", "ranks", "launcher".
+        processes: of each start.
+        seconds: of all starts.
+        wrong: what was not as it must be; empty: nothing.
+    """
+
+    way: str
+    number: int
+    kills: list[str] = field(default_factory=list)
+    processes: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Folder:
+    """Where a case runs: its files, and a folder for its temporary files."""
+
+    def __init__(self, path: Path, case: str, shown: bool) -> None:
+        self.path, self._mark, self._shown = path, f"{case}-{os.getpid()}", shown
+        self.temporary = path / "tmp"
+        self.temporary.mkdir()
+        self._shared_before = set(os.listdir("/dev/shm"))
+
+    def start(self, command: list[str]) -> subprocess.Popen[str]:
+        (self.path / "began").unlink(missing_ok=True)
+        environ = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        error = None if self._shown else subprocess.DEVNULL
+        return subprocess.Popen(
+            command, cwd=self.path, env=environ, text=True, stdout=subprocess.PIPE, stderr=error, start_new_session=True
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """All that a start has begun, whatever became of its parents."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def ranks(self, launcher: int) -> list[psutil.Process]:
+        return [process for process in self.processes() if process.pid != launcher and "RANK" in process.environ()]
+
+    def end_all(self) -> int:
+        """Kill what is left. Returns how many that were."""
+        left = self.processes()
+        for process in left:
+            process.kill()
+        return len(left)
+
+    def left_over(self) -> list[str]:
+        deadline = time.monotonic() + 10.0  # for the kernel, and for who cleans up after a launcher that was killed
+        while time.monotonic() < deadline and (self.processes() or list(self.temporary.glob("paceline*"))):
+            time.sleep(0.1)
+        found = [f"process {process.pid} is left: {' '.join(process.cmdline())}" for process in self.processes()]
+        found += [f"{path.name} is left in TMPDIR" for path in self.temporary.glob("paceline*")]
+        new = set(os.listdir("/dev/shm")) - self._shared_before
+        return found + [f"/dev/shm/{name} is left" for name in new if "paceline" in name]
+
+
+def command_of(way: str, processes: int) -> list[str]:
+    if way == TORCHRUN:
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(BY_HAND)]
+        return [sys.executable, *words]
+    strategy, _, reproducible = WAYS[way]
+    words = ["-m", "paceline", "run", "--nproc", str(processes), str(JOB), strategy, *(["4"] if reproducible else [])]
+    return [sys.executable, *words]
+
+
+def finished(folder: Folder, process: subprocess.Popen[str], case: Case) -> str | None:
+    """What the start printed; None where it had to be ended."""
+    try:
+        out, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        return out
+    except subprocess.TimeoutExpired:
+        case.wrong.append(f"start {len(case.processes)} hung")
+        folder.end_all()
+        process.communicate()
+        return None
+
+
+def killed(folder: Folder, process: subprocess.Popen[str], what: str, draw: random.Random) -> None:
+    """Kill something of a start, at a random moment of its training, or now and then before it has begun."""
+    wait = draw.random() * STEPS * STEP_SECONDS * 1.5
+    early = draw.random() < 0.15
+    began = time.monotonic()
+    while not early and not (folder.path / "began").exists() and process.poll() is None:
+        if time.monotonic() - began > DEADLINE_SECONDS:
+            return
+        time.sleep(0.02)
+    time.sleep(2 * wait if early else wait)
+    if what == "launcher":
+        process.kill()
+        return
+    ranks = folder.ranks(process.pid)
+    for rank in draw.sample(ranks, min(len(ranks), 1 if what == "rank" else draw.randint(1, 4))):
+        try:
+            rank.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def told(out: str | None) -> dict[str, Any] | None:
+    lines = [line for line in (out or "").splitlines() if line.startswith("ends ")]
+    found: dict[str, Any] | None = json.loads(lines[-1].removeprefix("ends ")) if lines else None
+    return found
+
+
+class Undisturbed:
+    """Runs that nobody disturbed, each made once: what they told, and their weights."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}
+
+    def of(self, way: str, processes: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        if (way, processes) not in self._known:
+            with tempfile.TemporaryDirectory() as path:
+                folder = Folder(Path(path), "undisturbed", False)
+                case = Case(way, 0)
+                found = told(finished(folder, folder.start(command_of(way, processes)), case))
+                assert found is not None, f"{way} on {processes} processes does not train"
+                weights = Path(path) / "weights.safetensors"
+                self._known[way, processes] = found, load_file(weights) if weights.exists() else {}
+        return self._known[way, processes]
+
+
+def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = False) -> Case:
+    case, draw = Case(way, number), random.Random(number)
+    varies = way != TORCHRUN and WAYS[way][1]
+    sizes = [1, 2, 4] if way != TORCHRUN and WAYS[way][2] else [1, 2, 3, 4]
+    if way.startswith("fsdp"):  # it needs two
+        sizes.remove(1)
+    first = draw.choice([2, 4] if way == TORCHRUN else [size for size in sizes if size > 1])
+    path = Path(tempfile.mkdtemp(prefix="chaos-"))
+    began = time.monotonic()
+    try:
+        folder = Folder(path, f"{way}-{number}", shown)
+        out = None
+        for attempt in range(MOST_KILLS + 1):
+            processes = draw.choice(sizes) if varies and attempt else first
+            case.processes.append(processes)
+            process = folder.start(command_of(way, processes))
+            if attempt < MOST_KILLS and draw.random() < (1.0 if attempt == 0 else 0.6):
+                case.kills.append(draw.choice(["rank", "ranks", "launcher"]))
+                killed(folder, process, case.kills[-1], draw)
+            out = finished(folder, process, case)
+            if out is None or told(out) is not None:
+                break
+            if way == TORCHRUN and case.kills[-1:] == ["launcher"]:
+                time.sleep(1.0)
+                folder.end_all()  # its ranks go on without it, and write into the same file
+        judge(case, told(out), path, undisturbed, same_bits=not varies or WAYS[way][2])
+        case.wrong += folder.left_over() if way != TORCHRUN else []
+        folder.end_all()
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    case.seconds = round(time.monotonic() - began, 1)
+    return case
+
+
+def judge(case: Case, found: dict[str, Any] | None, path: Path, undisturbed: Undisturbed, *, same_bits: bool) -> None:
+    """Compare with the run that nobody disturbed."""
+    if found is None:
+        case.wrong.append("it did not come to its end")
+        return
+    wanted, weights = undisturbed.of(case.way, case.processes[0])
+    if found["ledger"] != wanted["ledger"]:
+        case.wrong.append(f"other examples: {found['steps']} steps of {wanted['steps']}, or in another order")
+    if same_bits:
+        if found["weights"] != wanted["weights"]:
+            case.wrong.append("other bits in the weights")
+        return
+    own = load_file(path / "weights.safetensors")
+    gap = max(float((own[name] - value).norm() / value.norm()) for name, value in weights.items())
+    if gap > 1e-10:
+        case.wrong.append(f"weights that differ by {gap:.1e} of their norm")
+
+
+# ---------------------------------------------------------------- results
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["cases"] if path.exists() else []
+
+
+def save(path: Path, cases: list[dict[str, Any]], command: str) -> None:
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    document = {"command": command, "time": now, "machine": machine(), "cases": cases}
+    part = path.with_name(f"part of {path.name}")
+    part.write_text(json.dumps(document, indent=1) + "\n")
+    part.rename(path)
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    """In Markdown: a row for each way, and for what was killed."""
+    rows = [
+        "| | trainings | kills | had to be started again | ended as if undisturbed | hung | left something behind |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for way in [*WAYS, TORCHRUN]:
+        own = [case for case in cases if case["way"] == way]
+        if not own:
+            continue
+        kills = Counter(kill for case in own for kill in case["kills"])
+        killed = ", ".join(f"{kills[kind]} of {'a launcher' if kind == 'launcher' else kind}" for kind in sorted(kills))
+        again = sum(len(case["processes"]) > 1 for case in own)
+        good = sum(not case["wrong"] for case in own)
+        hung = sum(any("hung" in text for text in case["wrong"]) for case in own)
+        left = sum(any("is left" in text for text in case["wrong"]) for case in own)
+        looked = str(left) if way != TORCHRUN else "not looked at"
+        rows.append(f"| {way} | {len(own)} | {sum(kills.values())}: {killed} | {again} | {good} | {hung} | {looked} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=30, help="how many, dealt out over the ways in turn")
+    parser.add_argument("--seed", type=int, default=0, help="number of the first case")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, TORCHRUN], default=[*WAYS], metavar="WAY")
+    parser.add_argument("--case", metavar="WAY-NUMBER", help="this case alone, with what its processes say")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="the results are added here")
+    parser.add_argument("--page", action="store_true", help="run nothing; print the table of the results")
+    options = parser.parse_args()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: sys.exit(130))
+    if options.page:
+        print(table(load(options.json)))
+        return 0
+    undisturbed = Undisturbed()
+    if options.case:
+        way, _, number = options.case.rpartition("-")
+        case = run_case(way, int(number), undisturbed, shown=True)
+        print(json.dumps(asdict(case), indent=1))
+        return int(bool(case.wrong))
+    cases, bad = load(options.json), 0
+    done = {(case["way"], case["number"]) for case in cases}
+    for index in range(options.cases):
+        way, number = options.ways[index % len(options.ways)], options.seed + index
+        if (way, number) in done:
+            continue
+        case = run_case(way, number, undisturbed)
+        bad += bool(case.wrong) and way != TORCHRUN
+        cases.append(asdict(case))
+        save(options.json, cases, f"python -m tests.chaos --cases {options.cases} --seed {options.seed}")
+        word = "; ".join(case.wrong) or "as if undisturbed"
+        print(f"{way}-{number}: {', '.join(case.kills)} on {case.processes}, {case.seconds} s: {word}", flush=True)
+    print(table(cases))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

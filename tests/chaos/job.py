@@ -1,0 +1,94 @@
+"""The job whose processes `make chaos` kills: job.py STRATEGY [REPRODUCIBLE], from the latest checkpoint in
+`checkpoints`.
+
+Its checkpoints hold which examples the model has been trained on, so that a step that is lost or made twice is seen.
+The last line that it prints has the hashes of this ledger and of the weights, which it writes into weights.safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import paceline
+
+EXAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 96, 8, 5, 5
+STEPS = EXAMPLES // GLOBAL_BATCH * EPOCHS
+STEP_SECONDS = 0.02  # a sleep, so that most of a run is training
+
+
+class Numbered(torch.utils.data.Dataset[tuple[Tensor, Tensor, int]]):
+    """(x, y, the example's number)."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.x, self.y = (torch.randn(EXAMPLES, size, generator=draw, dtype=torch.float64) for size in (8, 1))
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.x[index], self.y[index], index
+
+
+class Ledger:
+    """The numbers of the examples of each step, in the order of the steps. A checkpoint holds it."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = [list(step) for step in state["steps"]]
+
+
+def main() -> None:
+    reproducible = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    run = paceline.start(
+        seed=5, strategy=sys.argv[1], device="cpu", progress="off", noise="example", reproducible=reproducible
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.2), nn.Tanh(), nn.Linear(32, 1)).double()
+    model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    loader = run.loader(Numbered(), global_batch=GLOBAL_BATCH, shuffle=True)
+    ledger = Ledger()
+    run.track(ledger=ledger)
+    run.restore("checkpoints", missing_ok=True)
+    batch: list[int] = []
+    for _ in run.epochs(EPOCHS):
+        for x, y, numbers in loader:
+            run.backward(nn.functional.mse_loss(model(x), y))
+            stepped = run.step(optimizer)
+            batch += run.gather(numbers).tolist()
+            if stepped:  # with `reproducible` a global batch may come in several parts
+                ledger.steps.append(sorted(batch))
+                batch = []
+                if run.rank == 0:
+                    Path("began").touch()
+                if run.steps % SAVE_EVERY == 0:
+                    run.save("checkpoints", keep=2)
+                time.sleep(STEP_SECONDS)
+    run.export("weights.safetensors")
+    if run.main:
+        from safetensors.torch import load_file
+
+        weights = b"".join(value.numpy().tobytes() for _, value in sorted(load_file("weights.safetensors").items()))
+        told = {
+            "ledger": hashlib.sha256(json.dumps(ledger.steps).encode()).hexdigest()[:16],
+            "steps": len(ledger.steps),
+            "weights": hashlib.sha256(weights).hexdigest()[:16],
+        }
+        print("ends", json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

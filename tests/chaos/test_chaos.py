@@ -1,0 +1,77 @@
+"""One training of each way of `make chaos`, and what its judgement finds in runs that lost something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.chaos import __main__ as chaos
+from tests.chaos.__main__ import TORCHRUN, WAYS, Case, Undisturbed, judge, run_case, table
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Undisturbed:
+    return Undisturbed()
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("way", "number"), [(way, 1000 + index) for index, way in enumerate(WAYS)])
+def test_a_training_whose_processes_are_killed_ends_as_if_undisturbed(
+    way: str, number: int, undisturbed: Undisturbed
+) -> None:
+    case = run_case(way, number, undisturbed)
+    assert case.kills, case
+    assert case.wrong == [], case
+
+
+class Known(Undisturbed):
+    """A run that nobody disturbed, as if it had been made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        told = {"ledger": "a", "steps": 60, "weights": "b"}
+        for way in (*WAYS, TORCHRUN):
+            self._known[way, 2] = told, {"w": torch.ones(3, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("found", "same_bits", "wrong"),
+    [
+        ({"ledger": "a", "steps": 60, "weights": "b"}, True, []),
+        ({"ledger": "a", "steps": 60, "weights": "c"}, True, ["other bits in the weights"]),
+        (
+            {"ledger": "z", "steps": 58, "weights": "b"},
+            True,
+            ["other examples: 58 steps of 60, or in another order"],
+        ),
+        ({"ledger": "a", "steps": 60, "weights": "c"}, False, ["weights that differ by 1.7e-09 of their norm"]),
+        (None, True, ["it did not come to its end"]),
+    ],
+)
+def test_what_was_lost_is_seen(tmp_path: Path, found: dict[str, Any] | None, same_bits: bool, wrong: list[str]) -> None:
+    case = Case("ddp", 1, processes=[2])
+    save_file({"w": torch.tensor([1, 1, 1 + 3e-9], dtype=torch.float64)}, tmp_path / "weights.safetensors")
+    judge(case, found, tmp_path, Known(), same_bits=same_bits)
+    assert case.wrong == wrong
+
+
+def test_the_table_counts_trainings_kills_and_what_went_wrong(tmp_path: Path) -> None:
+    bad = ["start 2 hung", "process 7 is left: sleep"]
+    cases = [
+        {"way": "ddp", "number": 0, "kills": ["rank", "launcher"], "processes": [2, 2, 2], "wrong": []},
+        {"way": "ddp", "number": 1, "kills": ["rank"], "processes": [4], "wrong": bad},
+        {"way": TORCHRUN, "number": 2, "kills": ["ranks"], "processes": [2, 2], "wrong": ["other bits in the weights"]},
+    ]
+    *_, ours, theirs = table(cases).splitlines()
+    assert ours == "| ddp | 2 | 3: 1 of a launcher, 2 of rank | 1 | 1 | 1 | 1 |"
+    assert theirs == f"| {TORCHRUN} | 1 | 1: 1 of ranks | 1 | 0 | 0 | not looked at |"
+
+
+def test_the_table_of_the_docs_is_that_of_the_results() -> None:
+    page = (chaos.ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert table(json.loads(chaos.RESULTS.read_text())["cases"]) in page, "run python -m tests.chaos --page"

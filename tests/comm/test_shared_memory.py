@@ -1,0 +1,128 @@
+"""Sums in memory that the processes of one machine share: their bits, their ends, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.comm import shared_memory
+from paceline.comm.shared_memory import PART_BYTES, SharedMemory
+from paceline.errors import UsageError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def met() -> SharedMemory:
+    memory = shared_memory.meet()
+    assert memory is not None
+    return memory
+
+
+def addend(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(length, generator=torch.Generator().manual_seed(1000 * rank + length), dtype=torch.float64)
+    return (8 * values).to(dtype)
+
+
+@pytest.mark.ranks(2, conformance=(3, 4))
+def test_the_sum_is_that_of_the_addends_in_rank_order_bit_for_bit() -> None:
+    memory, rank, size = met(), dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64):
+        part = PART_BYTES // torch.empty(0, dtype=dtype).element_size()
+        for length in (0, 1, 2, 7, part - 1, part, part + 1, 3 * part + 5):
+            expected = addend(0, length, dtype)
+            for other in range(1, size):
+                expected += addend(other, length, dtype)
+            found = addend(rank, length, dtype)
+            memory.add(found)
+            assert torch.equal(found, expected), (dtype, length)
+    memory.close()
+
+
+@pytest.mark.ranks(2, conformance=3)
+def test_a_late_process_gets_what_the_others_have_long_had() -> None:
+    """A process that is late at each of the two waits, so that the others sleep, and so that they go on while it still
+    copies."""
+    memory, rank, size = met(), dist.get_rank(), dist.get_world_size()
+    for number in range(12):
+        if number % size == rank:
+            time.sleep(0.03)
+        flat = torch.full((3 * PART_BYTES // 4 + 1,), float(rank + number))
+        memory.add(flat)
+        assert (flat == sum(range(size)) + size * number).all()
+    memory.close()
+
+
+@pytest.mark.ranks(2)
+def test_other_lengths_are_named() -> None:
+    memory, rank = met(), dist.get_rank()
+    with pytest.raises(UsageError, match=rf"rank {1 - rank} sums {'4' if rank else '8'} bytes, and this process"):
+        memory.add(torch.ones(1 + rank))
+    memory.close()
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_left_and_nothing_is_open_afterwards() -> None:
+    me = psutil.Process()
+    before = me.num_fds(), len(list(Path("/dev/shm").iterdir()))
+    for _ in range(3):
+        memory = met()
+        memory.add(torch.ones(5))
+        memory.close()
+        del memory
+    assert (me.num_fds(), len(list(Path("/dev/shm").iterdir()))) == before
+    assert not [one for one in me.memory_maps() if "paceline" in one.path]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("why", ["machines", "system"])
+def test_processes_that_cannot_share_memory_are_told_so(why: str) -> None:
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if why == "machines":
+            patch.setattr(socket, "gethostname", lambda: f"machine-{rank}")
+        elif rank == 1:
+            patch.setattr(shared_memory, "supported", lambda: False)
+        assert shared_memory.meet() is None
+
+
+SCRIPT = """
+import os, sys, time, torch, paceline
+run = paceline.start(device="cpu", strategy="ddp:reducer=shared_memory", progress="off")
+model = torch.nn.Linear(1000, 1000)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+run.prepare(model, optimizer)
+open(f"pid{run.rank}", "w").write(str(os.getpid()))
+for batch in run.batches(lambda rows: torch.ones(len(rows), 1000), global_batch=4):
+    run.forward_backward(lambda model, x: model(x).square().mean(), model, batch)
+    run.step(optimizer)
+    if run.steps == 20:
+        open(f"ready{run.rank}", "w").close()
+"""
+
+
+@pytest.mark.conformance
+def test_when_a_process_is_killed_the_others_end_and_say_whose_fault_it_was(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
+    os.kill(pids[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "rank 1 was killed by SIGKILL" in err
+    assert not any(psutil.pid_exists(pid) for pid in pids)

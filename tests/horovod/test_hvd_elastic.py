@@ -1,0 +1,142 @@
+"""hvd.elastic: samplers, states, and scripts whose worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline.horovod as hvd
+from paceline.errors import SettingError, UsageError
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd.init()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_sampler_cuts_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list(range(11))
+    random.Random(3 + 2).shuffle(order)
+    sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
+    sampler.set_epoch(2)
+    assert list(sampler) == order
+    sampler.record_batch(0, 4)
+    saved = sampler.state_dict()
+    parts = []
+    for rank in range(3):
+        monkeypatch.setattr("paceline.horovod.hvd_world.size", lambda: 3)
+        monkeypatch.setattr("paceline.horovod.hvd_world.rank", lambda rank=rank: rank)
+        later = hvd.elastic.ElasticSampler(range(11), seed=3)
+        later.load_state_dict(saved)
+        assert len(later) == 3
+        parts.append(list(later))
+    left = order[4:] + order[4:6]  # made up to 9
+    assert [parts[n % 3][n // 3] for n in range(9)] == left
+    assert list(hvd.elastic.ElasticSampler(range(2), shuffle=False)) == [0], "one index three ways: as often as needed"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_goes_back_to_its_last_copy() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sampler = hvd.elastic.ElasticSampler(range(4))
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, losses=[], epoch=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state.losses.append(3.0)
+    state.epoch = 2
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    sampler.record_batch(0, 2)
+    state.restore()
+    assert (state.epoch, state.losses, sampler.processed_num, optimizer.state_dict()["state"]) == (1, [], 0, {})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    state.model = other = nn.Linear(2, 1)
+    state.commit()
+    nn.init.zeros_(other.weight)
+    state.restore()
+    assert other.weight.abs().sum() > 0
+    with pytest.raises(SettingError, match="has a method of that name"):
+        hvd.elastic.TorchState(model, commit=1)
+    with pytest.raises(UsageError, match=r"same attributes \(epoch\)"):
+        hvd.elastic.TorchState(model, optimizer, sampler=sampler, losses=[])._load(state._saved)
+
+
+SCRIPT = """
+    import json, os, signal, sys
+    import torch
+    from torch import nn
+    import paceline.horovod as hvd
+
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    data = torch.arange(72.0).double().view(24, 3) / 24
+    sampler = hvd.elastic.ElasticSampler(data, seed=1)
+    die = sys.argv[1:] == ["die"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    starts = []
+
+    @hvd.elastic.run
+    def train(state):
+        starts.append((state.epoch, state.batch))
+        while state.epoch < 3:
+            for rows in torch.utils.data.DataLoader(data, batch_size=12 // hvd.size(), sampler=state.sampler):
+                optimizer.zero_grad()
+                model(rows).square().mean().backward()
+                optimizer.step()
+                state.batch += 1
+                state.sampler.record_batch(state.batch, len(rows))
+                state.commit()
+                if die and hvd.rank() == 1 and state.batch == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            state.epoch += 1
+            state.sampler.set_epoch(state.epoch)
+
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
+    state.register_reset_callbacks([lambda: starts.append("reset")])
+    torch.manual_seed(0)
+    if hvd.rank() == 0:
+        nn.init.normal_(model.weight)
+    train(state)
+    if hvd.rank() == 0:
+        with open("found.json", "w") as file:
+            json.dump([starts, state.batch, [p.tolist() for p in model.parameters()]], file)
+"""
+
+
+def launched(folder: Path, nproc: int, *arguments: str) -> Any:
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", f"--nproc={nproc}", "--max-restarts=1", "script.py", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(folder.rglob("horovod-commit*")), "the commits end with the run"
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.conformance
+def test_a_script_whose_worker_is_killed_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+    _, batches, weights = launched(tmp_path, 1)
+    starts, found_batches, found = launched(tmp_path, 2, "die")
+    assert starts[0] == "reset"
+    assert starts[1] in ([1, 2], [1, 3]), "the commit of the batch at hand, if it was written before all were ended"
+    assert found_batches == batches == 6
+    for own, other in zip(found, weights, strict=True):
+        assert torch.allclose(torch.tensor(own).double(), torch.tensor(other).double(), rtol=1e-12)

@@ -1,0 +1,398 @@
+"""A run that is asked to stop saves a checkpoint, and goes on from it to the same bits (with Slurm: tests/system)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm import collectives, process_group
+from paceline.errors import LaunchError, WorldError
+from paceline.launcher import run
+from paceline.launcher.interrupts import Interrupts, Stopped
+from paceline.launcher.stop_request import RESUMABLE, StopRequest
+from paceline.train.preemption import Preemption
+from paceline.world import DECIDE, LOOK, SAVED, Preempted
+
+DEADLINE_SECONDS = 150.0  # for what takes four on an idle machine
+
+# The job of these tests. A file `hold` keeps it in place: after a step, or in the middle of a save.
+SCRIPT = r"""
+import hashlib, sys, time
+from pathlib import Path
+import torch, paceline
+from torch import nn
+
+how, strategy = sys.argv[1], sys.argv[2]
+def hold(where):
+    if where == how and run.steps == 5 and not Path("held").exists():
+        if run.rank == 0:
+            Path("held").touch()
+        time.sleep(1.0)
+
+class Slow:
+    def state_dict(self):
+        hold("save")
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+run = paceline.start(device="cpu", seed=3, strategy=None if strategy == "default" else strategy, progress="off")
+if how == "start":
+    Path("held").touch()
+    time.sleep(1.0)
+g = torch.Generator().manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1)).double()
+x, y = (torch.randn(64, n, generator=g, dtype=torch.float64) for n in (8, 1))
+model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+loader = run.loader(torch.utils.data.TensorDataset(x, y), global_batch=8, micro_batch=2, shuffle=True)
+run.track(slow=Slow())
+if how != "no restore":
+    run.restore("checkpoints", missing_ok=True)
+run.print("starts at", run.steps)
+for epoch in run.epochs(3):
+    for batch in loader:
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        run.backward(loss)
+        if run.step(optimizer):
+            hold("step")
+            if how == "no restore":
+                Path("held").touch()
+                time.sleep(0.2)
+            if run.steps % 5 == 0 and how != "step":
+                run.save("checkpoints", keep=3)
+bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+run.print("ends at", run.steps, hashlib.sha256(bits).hexdigest()[:16])
+"""
+
+
+class Job:
+    """The script in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text(SCRIPT)
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *line: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "run", *line],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *line: str) -> str:
+        """The last line of a whole run."""
+        out, err = self.start(*line).communicate(timeout=DEADLINE_SECONDS)
+        assert self.started[-1].returncode == 0, err
+        return out.splitlines()[-1]
+
+    def wait(self) -> None:
+        """Until the script has said that it is where the test wants it."""
+        begin = time.monotonic()
+        while not (self.folder / "held").exists():
+            assert time.monotonic() - begin < DEADLINE_SECONDS
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The last line of a run of two processes that was never stopped."""
+    job = Job(tmp_path_factory.mktemp("whole"))
+    try:
+        yield job.run("--nproc", "2", "train.py", "whole", "default")
+    finally:
+        job.close()
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("how", "strategy", "grace"),
+    [("step", "default", False), ("save", "default", True), ("start", "default", False)],
+)
+def test_the_run_goes_on_to_the_same_bits(job: Job, whole: str, how: str, strategy: str, grace: bool) -> None:
+    line = ["--nproc", "2", *(["--grace", "60"] if grace else [])]
+    process = job.start(*line, "train.py", how, strategy)
+    job.wait()
+    process.send_signal(signal.SIGTERM if grace else signal.SIGUSR1)
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == RESUMABLE, err
+    said = re.search(r"paceline: stopped by (\w+), after saving (\S+)/step-0*(\d+)\. The same command goes on", err)
+    assert said is not None, err
+    assert said[1] == ("SIGTERM" if grace else "SIGUSR1")
+    assert Path(said[2]) == job.folder / "checkpoints"
+    assert "ends at" not in out
+    assert job.run(*line, "train.py", how, strategy) == whole
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("grace", [False, True])
+def test_a_signal_to_the_launcher_of_hosts_reaches_theirs(job: Job, whole: str, grace: bool) -> None:
+    """--hosts, of which the only one is this machine: all but ssh itself."""
+    line = ["--hosts", "localhost:2", *(["--grace", "60"] if grace else [])]
+    process = job.start(*line, "train.py", "step", "default")
+    job.wait()
+    process.send_signal(signal.SIGTERM if grace else signal.SIGUSR1)
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == RESUMABLE, err
+    assert re.search(r"\[localhost\] paceline: stopped by SIGUSR1, after saving \S+/step-0*\d+\.", err), err
+    assert "ends at" not in out
+    assert job.run(*line, "train.py", "step", "default").removeprefix("[localhost] ") == whole
+
+
+FIT_SCRIPT = r"""
+import hashlib, sys, time
+from pathlib import Path
+import torch, paceline
+from torch import nn
+
+class Hold(paceline.Callback):
+    def on_step(self, fit):
+        if fit.run.steps == int(sys.argv[1]) and not Path("held").exists():
+            if fit.run.main:
+                Path("held").touch()
+            time.sleep(1.0)
+
+run = paceline.start(device="cpu", seed=3, strategy="fsdp", progress="off")
+g = torch.Generator().manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1)).double()
+data = torch.utils.data.TensorDataset(*(torch.randn(64, n, generator=g, dtype=torch.float64) for n in (8, 1)))
+history = paceline.fit(
+    net, lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]), data, global_batch=8, epochs=3,
+    optimizer=torch.optim.AdamW(net.parameters(), lr=1e-2), evaluate_on=data, run=run,
+    checkpoints="checkpoints", callbacks=[Hold(), paceline.EMA(0.8)],
+)
+bits = b"".join(p.full_tensor().detach().numpy().tobytes() for p in net.parameters())
+run.print("ends at", run.steps, history.history, hashlib.sha256(bits).hexdigest()[:16])
+"""
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(11, id="in mid-epoch"),
+        pytest.param(15, id="before the last step of an epoch", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_fit_goes_on_to_the_same_losses_and_averages_of_sharded_weights(job: Job, step: int) -> None:
+    (job.folder / "train.py").write_text(FIT_SCRIPT)
+    line = ["--nproc", "2", "train.py"]
+    process = job.start(*line, str(step))
+    job.wait()
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == RESUMABLE, err
+    assert re.search(r"after saving \S+/step-0*(\d+)\.", err), err
+    resumed = job.run(*line, str(step))
+    shutil.rmtree(job.folder / "checkpoints")
+    assert job.run(*line, "0") == resumed
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(400)
+def test_replicas_that_train_apart_stop_where_they_meet(job: Job) -> None:
+    line = ["--nproc", "2", "train.py", "step", "local_sgd:every=4"]
+    process = job.start(*line)
+    job.wait()
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == RESUMABLE, err
+    assert (job.folder / "checkpoints" / "step-00000008").exists(), err
+    assert job.run(*line).startswith("ends at 24")
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(400)
+def test_a_signal_to_one_of_two_launchers_stops_both(job: Job, whole: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    line = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", place, "train.py", "step", "default"]
+    two = [job.start(*line), job.start(*line)]
+    job.wait()
+    two[1].send_signal(signal.SIGUSR1)
+    told = [process.communicate(timeout=DEADLINE_SECONDS) for process in two]
+    assert [process.returncode for process in two] == [RESUMABLE, RESUMABLE], told
+    assert sum("after saving" in err for _, err in told) == 1
+    assert job.run("--nproc", "2", "train.py", "whole", "default") == whole
+
+
+@pytest.mark.conformance
+def test_a_script_that_restores_nothing_is_told_and_goes_on_until_the_time_is_up(job: Job) -> None:
+    process = job.start("--nproc", "2", "--grace", "2", "train.py", "no restore", "default")
+    job.wait()
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # Slurm sends two
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.count("Call run.restore(DIRECTORY, missing_ok=True) after run.prepare.") == 1
+    assert "stopped by SIGTERM; all ranks have ended." in err
+
+
+# ---------------------------------------------------------------- the agreement, with no process
+
+
+class FakePeers:
+    count = 0  # of all
+
+    def add_stop(self) -> int:
+        FakePeers.count += 1
+        return FakePeers.count
+
+    def count_stops(self) -> int:
+        return FakePeers.count
+
+
+def test_rank_0_decides_when_all_launchers_have_told_their_ranks(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("paceline.launcher.stop_request.POLL_SECONDS", 0.0)
+    FakePeers.count = 0
+    requests = [StopRequest(str(tmp_path / f"{n}"), FakePeers(), n, 3) for n in range(3)]  # type: ignore[arg-type]
+
+    def phases() -> list[int]:
+        return [(tmp_path / f"{n}").read_bytes()[0] for n in range(3)]
+
+    for request in requests:
+        request.poll(asked=False)
+    assert phases() == [0, 0, 0]
+    requests[2].poll(asked=True)
+    assert phases() == [0, 0, LOOK]
+    requests[0].poll(asked=False)
+    assert phases() == [LOOK, 0, LOOK]
+    requests[0].poll(asked=False)
+    requests[1].poll(asked=False)
+    assert phases() == [LOOK, LOOK, LOOK]
+    requests[0].poll(asked=False)
+    assert phases() == [DECIDE, LOOK, LOOK]
+    alone = StopRequest(str(tmp_path / "0"), FakePeers(), 0, 1)  # type: ignore[arg-type]
+    assert phases()[0] == 0
+    alone.poll(asked=True)
+    assert phases()[0] == DECIDE
+
+
+class Here:
+    """A rank that makes steps, with a store in which the decision may be."""
+
+    def __init__(self, folder: Path, phase: int, device: str = "cpu", meeting: int = 1) -> None:
+        (folder / "stop").write_bytes(bytes([phase]))
+        self.made, self.saved, self.stepped, self.ready = 0, [], True, True
+        strategy: Any = SimpleNamespace(steps_to_meeting=lambda: meeting, plan=SimpleNamespace(in_step=True))
+        self.side = Preemption(
+            str(folder / "stop"),
+            strategy,
+            torch.device(device),
+            ready=lambda: self.ready,
+            steps=lambda: self.made,
+            save=self.save,
+        )
+        self.side.restores(folder)
+
+    def save(self, directory: Path) -> Path:
+        self.saved.append(self.made)
+        return directory / "step"
+
+    def steps(self, count: int) -> int | None:
+        """Make so many steps. The one after which the run was left, if it was."""
+        for _ in range(count):
+            self.made += 1
+            try:
+                self.side.after_batch(self)  # type: ignore[arg-type]  # what it reads of a loader
+            except Preempted:
+                return self.made
+        return None
+
+
+def test_the_step_is_one_that_all_have_yet_to_make(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PACELINE_ERROR_FILE", str(tmp_path / "error"))
+    assert Here(tmp_path, 0).steps(5) is None
+    assert Here(tmp_path, LOOK).steps(5) is None
+    here = Here(tmp_path, DECIDE)
+    assert (here.steps(9), here.saved) == (2, [2])
+    assert Path(f"{tmp_path}/error{SAVED}").read_text() == str(tmp_path / "step")
+    assert Here(tmp_path, DECIDE, meeting=4).steps(9) == 5
+    assert Here(tmp_path, DECIDE, device="cuda").steps(9) == 4  # a host may be ahead of its device
+    here = Here(tmp_path, DECIDE)
+    here.ready = False  # in the middle of a global batch
+    assert here.steps(4) is None
+    here.ready = True
+    assert here.steps(9) == 6
+
+
+def test_a_rank_that_hears_too_late_says_so_and_does_not_hang(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(collectives, "size_of", lambda group=None: 2)
+    monkeypatch.setattr(collectives, "rank_of", lambda group=None: 1)
+    store: dict[str, bytes] = {}
+    fake = SimpleNamespace(check=lambda keys: keys[0] in store, get=store.__getitem__)
+    here = Here(tmp_path, LOOK)
+    here.side.__dict__["_store"] = fake
+    assert here.steps(3) is None
+    store[f"paceline/stop/0/{process_group.runs}"] = b"3"
+    with pytest.raises(WorldError, match="asked to stop after step 3, but this process had made 3"):
+        here.steps(1)
+    here = Here(tmp_path, LOOK)
+    here.side.__dict__["_store"] = fake
+    assert here.steps(9) == 3
+
+
+def test_a_named_checkpoint_is_no_place_to_go_on_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "manifest.json").touch()  # run.restore("checkpoints/step-00000010"): the next run starts from that too
+    assert Here(tmp_path, DECIDE).steps(3) is None
+    assert capfd.readouterr().err.count("no checkpoint is saved: the script restores none") == 1
+
+
+def test_signals(monkeypatch: Any) -> None:
+    with Interrupts(stoppable=True, grace=0.05) as interrupts:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        interrupts.check()  # before the workers run: kept until they do
+        assert interrupts.asked == signal.SIGUSR1
+        interrupts.deferred = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        interrupts.check()
+        time.sleep(0.1)
+        with pytest.raises(Stopped) as stopped:
+            interrupts.check()
+        assert stopped.value.signum == signal.SIGTERM
+    os.kill(os.getpid(), signal.SIGUSR1)  # the run is done, and must not be said to be killed
+    done = subprocess.run(["sh", "-c", "kill -USR1 $$"], check=False)
+    assert done.returncode == -signal.SIGUSR1  # a process that is started now is as any other
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    with Interrupts(), pytest.raises(Stopped):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_grace_that_is_none_is_refused() -> None:
+    with pytest.raises(LaunchError, match="--grace 0: give seconds"):
+        run("train.py", grace=0)

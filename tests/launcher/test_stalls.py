@@ -1,0 +1,364 @@
+"""A rank that keeps the others waiting is named, with its line and the reason: real processes, a limit of seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import timeit
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.ranks import children
+
+from paceline import launcher
+from paceline.errors import LaunchError
+from paceline.launcher import early_exits, process_state, stalls
+from paceline.launcher.process_state import ProcessState
+from paceline.launcher.stalls import STALLED, Stalls
+from paceline.train.heartbeat import Heartbeat
+from paceline.world import BEAT, ERROR_FILE, read_beat
+
+LIMIT = 2.0
+LATE_SECONDS = 5.0  # after the limit all must be over
+
+HEAD = """import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+rank = int(os.environ["RANK"])
+def arrived():  # when the stall begins
+    open("arrived", "w").write(str(time.time()))
+def meet():  # with torch loaded: no rank shall wait for another that is still busy with that
+    open(f"loaded{rank}", "w").close()
+    while not all(os.path.exists(f"loaded{r}") for r in range(int(os.environ["WORLD_SIZE"]))): time.sleep(0.01)
+"""
+PLAIN = HEAD + "meet()\n" + 'dist.init_process_group("gloo")\ntotal = torch.ones(1)\ndist.all_reduce(total)\n'
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to run in; its `tmp` is where launches make theirs."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def end(place: Path, code: str, capfd: pytest.CaptureFixture[str], late: float = LATE_SECONDS) -> str:
+    """What is said of a run that a stall must end, within the deadline, with nothing left behind."""
+    (place / "script.py").write_text(code)
+    before = children()
+    exit_code = launcher.run("script.py", nproc=2, stall_seconds=LIMIT, stall_action="end")
+    err = capfd.readouterr().err
+    assert exit_code == STALLED, err
+    assert (place / "arrived").exists(), err
+    seconds = time.time() - float((place / "arrived").read_text())
+    assert seconds < LIMIT + late, err
+    assert set(children()) <= set(before)
+    assert [path for path in (place / "tmp").rglob("*") if path.suffix != ".log" and path.is_file()] == []
+    return err
+
+
+def line_of(code: str, text: str) -> int:
+    (number,) = (n for n, line in enumerate(code.split("\n"), 1) if text in line)
+    return number
+
+
+def test_a_stopped_rank(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        PLAIN
+        + "if rank == 1:\n    arrived()\n    os.kill(os.getpid(), signal.SIGSTOP)\ndist.all_reduce(total)  # the next\n"
+    )
+    head, first, second, away, *_ = end(place, code, capfd).splitlines()
+    assert re.fullmatch(r"rank 0 has waited for other ranks for \d s\.", head)
+    assert first == f"  rank 0 waits at script.py, line {line_of(code, '# the next')}, in all_reduce()"
+    assert re.fullmatch(r"  rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", second)
+    assert away == "  rank 1 has not come to it."
+
+
+def test_an_endless_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = PLAIN + "if rank == 1:\n    arrived()\n    while True: pass  # here\ndist.all_reduce(total)\n"
+    err = end(place, code, capfd)
+    assert f"\n  rank 1 computes at script.py, line {line_of(code, '# here')}\n" in err
+    assert "rank 1 has not come to it." in err
+
+
+def test_a_rank_in_a_disk_wait(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """After vfork the kernel holds a process in the same state, until its child ends or becomes another program."""
+    code = f"""{PLAIN}
+if rank == 1:
+    arrived()
+    import ctypes
+    ctypes.PyDLL(None).vfork()
+    time.sleep(300)  # the child
+dist.all_reduce(total)
+"""
+    err = end(place, code, capfd, late=2 * LATE_SECONDS)  # SIGTERM does not reach it: SIGKILL comes 3 s later
+    assert re.search(r"\n  rank 1 waits in the kernel for a disk or a device(, in \w+)? \(process \d+\)\n", err), err
+    assert "cannot be killed" not in err
+
+
+LOADER = """
+class Slow(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i):
+        if rank == 1 and i >= 4:
+            arrived()
+            time.sleep(300)  # here
+        return torch.ones(2)
+"""
+
+
+@pytest.mark.parametrize("stop", [False, pytest.param(True, marks=pytest.mark.conformance)], ids=["asleep", "stopped"])
+def test_a_worker_of_a_data_loader(place: Path, capfd: pytest.CaptureFixture[str], stop: bool) -> None:
+    """The user's own line in it, and not that of the loader."""
+    slow = LOADER.replace("time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)") if stop else LOADER
+    code = f"""{HEAD}{slow}
+import paceline, paceline.session, paceline.strategies.ddp
+meet()
+run = paceline.start(device="cpu", progress="off", strategy="ddp:reducer=native")
+net = torch.nn.Linear(2, 1)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for batch in run.loader(Slow(), global_batch=4, num_workers=1):  # the loop
+    run.backward(model(batch).square().mean())
+    run.step(optimizer)
+"""
+    err = end(place, code, capfd)
+    loop = line_of(code, "# the loop")
+    assert f"\n  rank 1 is at script.py, line {loop}, where it waits for its DataLoader\n" in err, err
+    worker = r"\n    its DataLoader worker, process \d+, is "
+    if stop:
+        assert re.search(worker + r"stopped by a signal; `kill -CONT \d+` lets it go on\n", err), err
+    else:
+        assert re.search(worker + rf"at script\.py, line {line_of(code, '# here')}\n", err), err
+
+
+def test_a_rank_that_left_the_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It goes on with something else."""
+    code = f"""{PLAIN}
+for step in range(9):
+    if rank == 1 and step == 3:
+        break
+    dist.all_reduce(total)  # the loop
+if rank == 1:
+    arrived()
+    time.sleep(300)  # elsewhere
+"""
+    err = end(place, code, capfd)
+    assert f"\n  rank 0 waits at script.py, line {line_of(code, '# the loop')}, in all_reduce()\n" in err, err
+    assert f"\n  rank 1 is at script.py, line {line_of(code, '# elsewhere')}\n" in err, err
+    assert "Every rank must make the same calls in the same order" in err
+
+
+def test_a_restart_of_a_run_that_stalls(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = f"""{PLAIN}
+if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(total)
+"""
+    (place / "script.py").write_text(code)
+    options = {"stall_seconds": LIMIT, "stall_action": "restart", "max_restarts": 1}
+    assert launcher.run("script.py", nproc=2, **options) == 0
+    err = capfd.readouterr().err
+    assert "rank 1 is stopped by a signal" in err
+    assert err.endswith("paceline: restart 1 of 1.\n")
+
+
+def test_a_rank_that_waits_in_every_step_is_not_accused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is found at the same line each time; its count of batches says that it moves."""
+    code = f"""{HEAD}
+import paceline, paceline.session, paceline.strategies.ddp
+meet()
+run = paceline.start(device="cpu", progress="off", strategy="ddp:reducer=native")
+net = torch.nn.Linear(2, 1)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(64, 2))
+for (batch,) in run.loader(data, global_batch=4):
+    if rank == 1:
+        time.sleep(0.3)
+    run.backward(model(batch).square().mean())
+    run.step(optimizer)
+"""
+    (place / "script.py").write_text(code)
+    assert launcher.run("script.py", nproc=2, stall_seconds=LIMIT, stall_action="end") == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_the_limit_follows_the_usual_time_of_a_batch() -> None:
+    watch = Stalls({0: "none"}, alone=False)
+    assert watch.limit == stalls.STALL_SECONDS
+    for beats, now in [(0, 0.0), (1, 10.0), (1, 14.0), (2, 30.0), (3, 50.0), (3, 80.0)]:
+        watch._paces[0].add(beats, now)
+    assert watch.limit == pytest.approx(20.0 * stalls.USUAL_TIMES)
+    assert Stalls({0: "none"}, alone=False, seconds=7.0).limit == 7.0
+
+
+def test_a_batch_is_counted_for_less_than_a_thousandth_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shortest step of a run takes some hundred microseconds."""
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error"))
+    heartbeat = Heartbeat()
+    heartbeat()
+    seconds = min(timeit.repeat(heartbeat, number=1000, repeat=5)) / 1000
+    assert read_beat(str(tmp_path / "error") + BEAT) == 5001
+    heartbeat.close()
+    heartbeat()  # after the end of a run
+    again = Heartbeat()
+    again()
+    assert read_beat(str(tmp_path / "error") + BEAT) == 5002
+    again.close()
+    assert seconds < 5e-6  # 0.2e-6 on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stall_seconds": 0.0}, r"--stall-timeout 0: give seconds, above 0, as 300"),
+        ({"stall_action": "stop"}, "--stall-action stop: there is no such action. Give one of say, end, restart"),
+        ({"stall_action": "restart"}, "--stall-action restart: no restart is allowed. Give --max-restarts N too"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launcher.run("script.py", **options)
+
+
+# ---------------------------------------------------------------- what the kernel says
+
+
+def test_states() -> None:
+    stat = "12 (a (b) c) D 1 12 12 0 -1 4194304 100 0 7 0 1 2"
+    assert process_state.parse_stat(stat) == ("D", 7)
+    waits = ProcessState("D", wait_channel="nfs_wait")
+    assert process_state.describe(12, waits) == "waits in the kernel for a disk or a device, in nfs_wait (process 12)"
+    assert process_state.describe(12, ProcessState("t")) == "is held by a debugger (process 12)"
+    assert process_state.describe(12, ProcessState("S")) == ""
+    now, before = ProcessState("S", 500, 3 << 30), ProcessState("S", 100, 3 << 30)
+    assert process_state.describe(12, now, before, 4.0) == (
+        "is swapping: 3.0 GiB of process 12 lie in swap space, 100 page faults a second"
+    )
+    assert process_state.describe(12, now, before, 400.0) == ""
+    assert process_state.read_state(os.getpid()).code == process_state.RUNNING
+    assert process_state.read_state(2**30) == ProcessState()
+
+
+# ---------------------------------------------------------------- ranks that end early
+
+
+def test_a_stopped_rank_that_nobody_needs_is_ended(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker of a parameter server, when training is over."""
+    monkeypatch.setattr(early_exits, "NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(early_exits, "STUCK_SECONDS", 0.5)
+    code = """import os, signal
+from paceline.world import MAY_DIE, tell_launcher
+if os.environ["RANK"] == "1":
+    tell_launcher(os.environ, MAY_DIE)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    (place / "script.py").write_text(code)
+    assert launcher.run("script.py", nproc=2) == 0
+    notice, story = capfd.readouterr().err.splitlines()
+    assert notice.endswith("rank 1 still runs.")
+    assert story == "paceline: rank 1 is stopped by a signal, and the others have done all work: it is ended."
+
+
+def test_a_rank_that_left_before_the_others_came(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No connection breaks: the other waits, and the run is ended after the limit, whatever the action."""
+    code = f"""{HEAD}
+meet()
+if rank == 1:
+    arrived()
+    sys.exit()  # here
+dist.init_process_group("gloo")  # the meeting
+"""
+    (place / "script.py").write_text(code)
+    assert launcher.run("script.py", nproc=2, stall_seconds=LIMIT) == 1
+    seconds = time.time() - float((place / "arrived").read_text())
+    story = capfd.readouterr().err.splitlines()[-1]
+    assert story.startswith(
+        f"rank 1 ended early, with exit code 0, by sys.exit() at script.py, line {line_of(code, '# here')}, and rank 0 "
+        f"has waited since then at script.py, line {line_of(code, '# the meeting')}, in init_process_group()"
+    )
+    assert seconds < LIMIT + LATE_SECONDS
+
+
+LEAVING = """
+for step in range(9):
+    if rank == 1 and step == 3:
+        {leave}  # here
+    dist.all_reduce(total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "place_of_exit"),
+    [
+        ("sys.exit()", "by sys.exit() at script.py, line {here}"),
+        ("os._exit(0)", "by os._exit() at script.py, line {here}"),
+        ("break", "at the end of script.py"),
+    ],
+)
+def test_the_rank_that_left_is_blamed_and_not_its_victim(
+    place: Path, capfd: pytest.CaptureFixture[str], leave: str, place_of_exit: str
+) -> None:
+    code = PLAIN + LEAVING.format(leave=leave)
+    (place / "script.py").write_text(code)
+    assert launcher.run("script.py", nproc=2) == 1
+    first, second, *_ = capfd.readouterr().err.splitlines()
+    where = place_of_exit.format(here=line_of(code, "# here"))
+    assert first.startswith(
+        f"rank 1 ended early, with exit code 0, {where}, while others still needed it: do all ranks"
+    )
+    assert second.startswith("rank 0 failed: ")
+
+
+@pytest.mark.conformance
+def test_a_rank_that_left_a_sum_in_shared_memory(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where ddp adds in memory that the processes share."""
+    code = f"""{HEAD}
+import paceline, paceline.session, paceline.strategies.ddp
+meet()
+run = paceline.start(device="cpu", progress="off")
+net = torch.nn.Linear(2, 1)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(16, 2))
+for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
+    if rank == 1 and step == 2:
+        os._exit(0)  # here
+    run.backward(model(batch).square().mean())
+    run.step(optimizer)
+"""
+    (place / "script.py").write_text(code)
+    assert launcher.run("script.py", nproc=2) == 1
+    story = capfd.readouterr().err
+    where = f"by os._exit() at script.py, line {line_of(code, '# here')}"
+    assert f"rank 1 ended early, with exit code 0, {where}, while others still needed it" in story, story
+
+
+def test_a_sum_on_one_rank_only(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """gloo aborts one rank: both calls and lines are said."""
+    code = f"""{HEAD}
+import paceline, paceline.session, paceline.strategies.ddp
+meet()
+run = paceline.start(device="cpu", progress="off", strategy="ddp:reducer=native")
+net = torch.nn.Linear(64, 64)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(16, 64))
+for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
+    if rank == 0 and step == 2:
+        run.sum(1.0)  # the sum
+    run.backward(model(batch).square().mean())  # the backward
+    run.step(optimizer)
+"""
+    (place / "script.py").write_text(code)
+    exit_code = launcher.run("script.py", nproc=2)
+    err = capfd.readouterr().err
+    print(err)
+    assert exit_code != 0
+    assert f"  rank 0 was at script.py, line {line_of(code, '# the sum')}, in sum()" in err, err
+    assert f"  rank 1 was at script.py, line {line_of(code, '# the backward')}, in backward()" in err, err
+    assert "Ranks were in different collective operations." in err, err
