@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 
 from paceline.comm import collectives, process_group
 from paceline.errors import LaunchError, WorldError
@@ -365,6 +368,40 @@ def test_a_rank_that_hears_too_late_says_so_and_does_not_hang(tmp_path: Path, mo
     here = Here(tmp_path, LOOK)
     here.side.__dict__["_store"] = fake
     assert here.steps(9) == 3
+
+
+@contextlib.contextmanager
+def late_to(port: int, seconds: float) -> Iterator[int]:
+    """A port that leads to this one, and keeps what is sent to it for so long before it passes it on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def forward(source: socket.socket, target: socket.socket, wait: float) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    time.sleep(wait)
+                    target.sendall(data)
+
+        def serve() -> None:
+            near = server.accept()[0]
+            far = socket.create_connection(("127.0.0.1", port))
+            threading.Thread(target=forward, args=(far, near, 0.0), daemon=True).start()
+            forward(near, far, seconds)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def test_the_step_is_in_the_store_before_rank_0_makes_it(tmp_path: Path, monkeypatch: Any) -> None:
+    """Between machines a forwarder may keep what rank 0 has sent, while a collective tells the others to go on."""
+    monkeypatch.setattr(collectives, "size_of", lambda group=None: 2)
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with late_to(master.port, 0.3) as port:
+        first, second = Here(tmp_path, DECIDE), Here(tmp_path, DECIDE)
+        first.side.__dict__["_store"] = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        second.side.__dict__["_store"] = master
+        assert first.steps(1) is None  # rank 0 decides on step 2
+        monkeypatch.setattr(collectives, "rank_of", lambda group=None: 1)
+        assert (second.steps(9), second.saved) == (2, [2])
 
 
 def test_a_named_checkpoint_is_no_place_to_go_on_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,9 @@ class Preemption:
         at = steps + self._strategy.steps_to_meeting() + self._lag
         if collectives.size_of() > 1:
             self._store.set(self._key, str(at))
+            # `set` has no answer, and between machines the store is behind forwarders: the others, which learn from a
+            # collective that rank 0 went on, must find the step by then. `get` is answered after it, in their order.
+            self._store.get(self._key)
         return at
 
     def _decision(self) -> int | None:
