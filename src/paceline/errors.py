@@ -1,4 +1,4 @@
-"""Every exception that Paceline raises on purpose, and how it warns.
+"""Every exception that Paceline raises on purpose, how it warns, and which of torch's tell of a process that has gone.
 
     PacelineError
     ├── SettingError      a setting, argument or option has a value that cannot work   (also a ValueError)
@@ -19,12 +19,22 @@ A message names the setting or call, what was received, and the remedy; of a mis
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")
 """Packages whose lines a warning does not name."""
+
+# What gloo, NCCL and torch's store say when the process at the other end has gone.
+_PEER_IS_GONE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|socket closed|connection refused|connection was likely closed|"
+    r"failed to recv, got 0 bytes|remote process exited|caused pair closure",
+    re.IGNORECASE,
+)
+_FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
+_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
 
 
 class PacelineError(Exception):
@@ -89,3 +99,25 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what led to it, at most 20."""
+    link: BaseException | None = error
+    for _ in range(20):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def in_words(error: BaseException) -> str:
+    """ "Type: message"."""
+    return f"{type(error).__name__}: {error}"
+
+
+def only_tells_of_a_lost_peer(chain: Iterable[str]) -> bool:
+    """Does an exception only say that another process has gone? chain: it and what led to it, in words."""
+    return any(
+        (link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link)) or _SERVER_IS_GONE.match(link) for link in chain
+    )

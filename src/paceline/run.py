@@ -32,6 +32,7 @@ from paceline.train.heartbeat import Heartbeat
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.train.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
+from paceline.train.newest_state import NewestState
 from paceline.train.noise import check_modules, make_noise
 from paceline.train.normalisation import Normalisation
 from paceline.train.objective import step_by_closure
@@ -52,7 +53,7 @@ from paceline.train.sources import LoaderArguments, make_sources
 from paceline.train.state import State, fits, model_number
 from paceline.train.step import Stepper
 from paceline.train.zero_rows import ZERO_ROWS
-from paceline.world import STOP_FILE, World
+from paceline.world import HANDOVER, STOP_FILE, World
 
 
 class Run:
@@ -61,6 +62,7 @@ class Run:
     Attributes:
         world, device, settings, seed: of the run.
         latest: the loader that yielded last.
+        newest: what this process hands on to the next start of the run if another dies; None where nothing is.
         closed: has the run ended?
     """
 
@@ -93,6 +95,7 @@ class Run:
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self._preemption = self._follow_launcher()
+        self.newest = self._newest_state()
         self._heartbeat = Heartbeat()
         self.closed = False
         self._put_backends_back = backends.apply(settings)
@@ -104,13 +107,30 @@ class Run:
         if not path:
             return None
 
-        def between_steps() -> bool:
-            loaders = self._state.loaders.values()
-            return all(one.current is None or one.stepped for one in loaders) and not self._stepper.incomplete
-
         return Preemption(
-            path, self._strategy, self.device, ready=between_steps, steps=lambda: self.steps, save=self.save
+            path, self._strategy, self.device, ready=self._between_steps, steps=lambda: self.steps, save=self.save
         )
+
+    def _newest_state(self) -> NewestState | None:
+        """None where the launcher does not start ranks again. And on accelerators: with NCCL, a rank that waits for one
+        that has died is ended by torch, without an exception."""
+        folder = os.environ.get(HANDOVER)
+        if not folder or self.device.type != "cpu":
+            return None
+        own = self._strategy, self._state, self._position, self._models
+        return NewestState(folder, *own, ready=self._between_steps, steps=lambda: self.steps)
+
+    def _between_steps(self) -> bool:
+        """Whether a checkpoint may be written now."""
+        loaders = self._state.loaders.values()
+        return all(one.current is None or one.stepped for one in loaders) and not self._stepper.incomplete
+
+    def _after_batch(self, loader: Loader) -> None:
+        """The script comes back for its next training batch."""
+        if self.newest is not None:
+            self.newest.after_batch(loader)
+        if self._preemption is not None:
+            self._preemption.after_batch(loader)
 
     @property
     def main(self) -> bool:
@@ -268,8 +288,8 @@ class Run:
         )
         sources = make_sources(dataset, given, global_batch, seed=self.seed, plan=plan)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
-        if self._preemption is not None:
-            hooks["on_body_end"] = self._preemption.after_batch
+        if self._preemption is not None or self.newest is not None:
+            hooks["on_body_end"] = self._after_batch
         loader = Loader(sources.pop(0), device=self.device, noise=self._noise, later=sources, **hooks)
         if train:
             self._state.add_loader(loader)
@@ -546,7 +566,8 @@ class Run:
     def track(self, **objects: Any) -> None:
         """Puts objects with state_dict and load_state_dict (an EMA, a best score) into checkpoints, by name.
 
-        state_dict() is called on rank 0 alone. An object whose state lies on several processes gathers it in
+        state_dict() is called on rank 0 alone; under ddp, where the launcher starts ranks again after a failure, on all
+        after each step (docs/reliability.md). An object whose state lies on several processes gathers it in
         before_save(), which all processes call, if it has one, before each checkpoint.
         """
         for name, thing in objects.items():
@@ -586,15 +607,16 @@ class Run:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
         if transport.arriving():  # the others go on, and hand over where they are
             return True
-        found = self._state.restore(directory, missing_ok)
+        found = self._state.restore(directory, missing_ok, None if self.newest is None else self.newest.find)
         if self._preemption is not None:
             self._preemption.restores(Path(directory))
-        if found is None:
-            return False
-        with fits(directory):
-            self._position.load_counters(found)
-        self._monitor.restored(directory, self.steps)
-        return True
+        if found is not None:
+            with fits(directory):
+                self._position.load_counters(found)
+            self._monitor.restored(self._state.restored_from, self.steps)
+        if self.newest is not None:
+            self.newest.begin()
+        return found is not None
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
@@ -640,6 +662,8 @@ class Run:
         if self._noise is not None:
             self._noise.close()
         self._guards.close()
+        if self.newest is not None:
+            self.newest.close()
         self._heartbeat.close()
         self._strategy.close()
         self._strategy.mesh.close()

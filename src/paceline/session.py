@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -143,7 +144,13 @@ def _explain() -> None:
     global _explained
     if not _explained:
         _explained = True
-        explain_uncaught(lambda: _open[-1].latest if _open else None)
+        explain_uncaught(lambda: _open[-1].latest if _open else None, _hand_on)
+
+
+def _hand_on(error: BaseException) -> None:
+    """An uncaught error ends this process: what it has of the open run may help those that start it again."""
+    if _open and _open[-1].newest is not None:
+        _open[-1].newest.hand_on(error)
 
 
 def current() -> Run | None:
@@ -193,7 +200,11 @@ def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:
 
 def _close_all() -> None:
     while _open:
-        _open.pop().close()
+        run = _open.pop()
+        # An uncaught error is what to read: to close its run may take a collective, and others have gone.
+        failed = getattr(sys, "last_value", None) is not None
+        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+            run.close()
 
 
 def _world(init_method: str | None, rank: int | None, world_size: int | None) -> World:

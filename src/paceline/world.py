@@ -47,9 +47,12 @@ FAILING = ".failing"  # the rank is about to end with this exit code, which is n
 DONE = ".done"  # after LEFT: all exit functions of Python's have run too
 BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endian, written in place
 TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
+KEEPS = ".keeps"  # the rank would hand its state on to the next start if another died (train/newest_state.py)
 SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; the content is its path
 # A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
 STOP_FILE = "PACELINE_STOP_FILE"
+# A folder of a machine in which its ranks leave their state for the next start, when another has died.
+HANDOVER = "PACELINE_HANDOVER"
 # A port on this machine's loopback, behind which is what torch looks for at MASTER_ADDR:MASTER_PORT (store_place).
 STORE_DOOR = "PACELINE_STORE_DOOR"
 LOOK, DECIDE = 1, 2  # its byte; 0: nobody has asked the run to stop
@@ -127,7 +130,7 @@ def tell_launcher(environ: Environment, what: str, text: str = "") -> None:
     """Leave a message for the launcher, in a file that only this user can read. Other launchers do not read it.
 
     Args:
-        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE or SAVED.
+        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS or SAVED.
         text: the content of the file.
     """
     path = environ.get(ERROR_FILE)

@@ -48,14 +48,18 @@ DEADLINE_SECONDS = 120.0  # of one start, which takes some 5 on an idle machine
 MOST_KILLS = 3  # in one case
 MARK = "PACELINE_CHAOS"  # in the environment of all processes of a case
 
+KEPT = "ddp, --max-restarts"
 WAYS: dict[str, tuple[str, bool, bool]] = {
     "ddp": ("ddp", False, False),
+    KEPT: ("ddp", False, False),
     "ddp, other numbers of processes": ("ddp", True, False),
     "ddp, reproducible, other numbers of processes": ("ddp", True, True),
     "fsdp, other numbers of processes": ("fsdp", True, False),
     "shared": ("shared", False, False),
 }
-"""Name -> (strategy, does each start have a number of processes of its own, is it reproducible)."""
+"""Name -> (strategy, does each start have a number of processes of its own, is it reproducible).
+
+Of KEPT ranks alone are killed, one at a time, and the launcher starts them again: who lives hands on."""
 TORCHRUN = "torchrun, DDP, torch.save"
 
 
@@ -70,6 +74,7 @@ class Case:
         processes: of each start.
         seconds: of all starts.
         wrong: what was not as it must be; empty: nothing.
+        lost: of KEPT, at each start after the first, the steps that a rank had made and that this start makes again.
     """
 
     way: str
@@ -78,6 +83,7 @@ class Case:
     processes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
 
 
 class Folder:
@@ -134,7 +140,9 @@ def command_of(way: str, processes: int) -> list[str]:
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(BY_HAND)]
         return [sys.executable, *words]
     strategy, _, reproducible = WAYS[way]
-    words = ["-m", "paceline", "run", "--nproc", str(processes), str(JOB), strategy, *(["4"] if reproducible else [])]
+    words = ["-m", "paceline", "run", "--nproc", str(processes)]
+    words += ["--max-restarts", str(MOST_KILLS)] if way == KEPT else []
+    words += [str(JOB), strategy, *(["4"] if reproducible else [])]
     return [sys.executable, *words]
 
 
@@ -169,6 +177,22 @@ def killed(folder: Folder, process: subprocess.Popen[str], what: str, draw: rand
             rank.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def kill_ranks(folder: Folder, process: subprocess.Popen[str], case: Case, draw: random.Random) -> None:
+    """Kill a rank, and with luck others after it, while the launcher starts them again."""
+    for number in range(MOST_KILLS):
+        if process.poll() is not None or (number and draw.random() > 0.6):
+            return
+        killed(folder, process, "rank", draw)
+        case.kills.append("rank")
+        (folder.path / "began").unlink(missing_ok=True)  # the next start makes it anew
+
+
+def steps_lost(path: Path) -> list[int]:
+    """What job.note_start has written, of all starts but the first."""
+    lines = (path / "starts").read_text().splitlines() if (path / "starts").exists() else []
+    return [int(made) - int(step) for made, step in map(str.split, lines[1:])]
 
 
 def told(out: str | None) -> dict[str, Any] | None:
@@ -211,7 +235,9 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
             processes = draw.choice(sizes) if varies and attempt else first
             case.processes.append(processes)
             process = folder.start(command_of(way, processes))
-            if attempt < MOST_KILLS and draw.random() < (1.0 if attempt == 0 else 0.6):
+            if way == KEPT:
+                kill_ranks(folder, process, case, draw)
+            elif attempt < MOST_KILLS and draw.random() < (1.0 if attempt == 0 else 0.6):
                 case.kills.append(draw.choice(["rank", "ranks", "launcher"]))
                 killed(folder, process, case.kills[-1], draw)
             out = finished(folder, process, case)
@@ -220,6 +246,8 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
             if way == TORCHRUN and case.kills[-1:] == ["launcher"]:
                 time.sleep(1.0)
                 folder.end_all()  # its ranks go on without it, and write into the same file
+        if way == KEPT:
+            case.lost = steps_lost(path)
         judge(case, told(out), path, undisturbed, same_bits=not varies or WAYS[way][2])
         case.wrong += folder.left_over() if way != TORCHRUN else []
         folder.end_all()
@@ -274,13 +302,23 @@ def table(cases: list[dict[str, Any]]) -> str:
             continue
         kills = Counter(kill for case in own for kill in case["kills"])
         killed = ", ".join(f"{kills[kind]} of {'a launcher' if kind == 'launcher' else kind}" for kind in sorted(kills))
-        again = sum(len(case["processes"]) > 1 for case in own)
+        again = sum(len(case["processes"]) > 1 or bool(case.get("lost")) for case in own)
         good = sum(not case["wrong"] for case in own)
         hung = sum(any("hung" in text for text in case["wrong"]) for case in own)
         left = sum(any("is left" in text for text in case["wrong"]) for case in own)
         looked = str(left) if way != TORCHRUN else "not looked at"
         rows.append(f"| {way} | {len(own)} | {sum(kills.values())}: {killed} | {again} | {good} | {hung} | {looked} |")
     return "\n".join(rows)
+
+
+def steps_made_again(cases: list[dict[str, Any]]) -> str:
+    """Of KEPT, in words: what the starts after the first cost."""
+    lost = sorted(steps for case in cases for steps in case.get("lost", ()))
+    if not lost:
+        return ""
+    free = sum(steps <= 0 for steps in lost)
+    rest = f", the other {len(lost) - free} made up to {lost[-1]} steps again" if free < len(lost) else ""
+    return f"Of {len(lost)} such starts {free} went on with the step that was at hand{rest}."
 
 
 def main() -> int:
@@ -295,7 +333,7 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(130))
     if options.page:
-        print(table(load(options.json)))
+        print(table(load(options.json)), steps_made_again(load(options.json)), sep="\n\n")
         return 0
     undisturbed = Undisturbed()
     if options.case:

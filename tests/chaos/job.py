@@ -51,6 +51,14 @@ class Ledger:
         self.steps = [list(step) for step in state["steps"]]
 
 
+def note_start(rank: int, step: int) -> None:
+    """Write down how many steps a rank had made, and how many of them this start has."""
+    if rank == 0:
+        made = [int(path.read_text() or 0) for path in Path().glob("made-*")]
+        with open("starts", "a") as file:
+            file.write(f"{max(made, default=0)} {step}\n")
+
+
 def main() -> None:
     reproducible = int(sys.argv[2]) if len(sys.argv) > 2 else None
     run = paceline.start(
@@ -63,11 +71,14 @@ def main() -> None:
     ledger = Ledger()
     run.track(ledger=ledger)
     run.restore("checkpoints", missing_ok=True)
+    note_start(run.rank, run.steps)
     batch: list[int] = []
     for _ in run.epochs(EPOCHS):
         for x, y, numbers in loader:
             run.backward(nn.functional.mse_loss(model(x), y))
             stepped = run.step(optimizer)
+            if stepped:
+                Path(f"made-{run.rank}").write_text(str(run.steps))
             batch += run.gather(numbers).tolist()
             if stepped:  # with `reproducible` a global batch may come in several parts
                 ledger.steps.append(sorted(batch))

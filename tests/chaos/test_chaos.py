@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.chaos import __main__ as chaos
-from tests.chaos.__main__ import TORCHRUN, WAYS, Case, Undisturbed, judge, run_case, table
+from tests.chaos.__main__ import TORCHRUN, WAYS, Case, Undisturbed, judge, run_case, steps_lost, steps_made_again, table
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,14 @@ def test_the_table_counts_trainings_kills_and_what_went_wrong(tmp_path: Path) ->
     assert theirs == f"| {TORCHRUN} | 1 | 1: 1 of ranks | 1 | 0 | 0 | not looked at |"
 
 
+def test_steps_that_are_made_again_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "starts").write_text("0 0\n7 7\n9 5\n")
+    assert steps_lost(tmp_path) == [0, 4]
+    words = steps_made_again([{"lost": [0, 4]}, {"lost": [0]}, {}])
+    assert words == "Of 3 such starts 2 went on with the step that was at hand, the other 1 made up to 4 steps again."
+
+
 def test_the_table_of_the_docs_is_that_of_the_results() -> None:
     page = (chaos.ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert steps_made_again(json.loads(chaos.RESULTS.read_text())["cases"]) in page, "run python -m tests.chaos --page"
     assert table(json.loads(chaos.RESULTS.read_text())["cases"]) in page, "run python -m tests.chaos --page"

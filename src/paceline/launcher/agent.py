@@ -12,8 +12,9 @@ A failure goes through these phases:
 2. If only secondary failures have been reported, wait up to SETTLE_SECONDS for the root cause. Likewise for the first
    rank, whose words are shown, where the script refuses its arguments.
 3. Tell the other machines.
-4. End the other workers: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
-5. Say the cause. Start all workers again, or end.
+4. If they are to start again: let the other workers hand their state on.
+5. End the other workers: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
+6. Say the cause. Start all workers again, or end.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ from paceline.launcher.stalls import STALLED, Stalls
 from paceline.launcher.stop_request import StopRequest
 from paceline.timeline.chrome_trace import join_left
 from paceline.torch_private.elastic import SimpleElasticAgent
-from paceline.world import JOINED, MAY_DIE, ROLE, SAVED, TICKET, TICKET_FILE, TRACE, World
+from paceline.world import JOINED, KEEPS, MAY_DIE, ROLE, SAVED, TICKET, TICKET_FILE, TRACE, World
 
 SETTLE_SECONDS = 1.0
 LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
+HANDOVER_SECONDS = 30.0  # for ranks that live to come to their next collective, and leave their state
 LINGER_SECONDS = 10.0  # for the exit functions of a failed script, such as uploading a log
 
 
@@ -236,6 +238,8 @@ class Agent(SimpleElasticAgent):
         if self._remaining_restarts > 0 and self._peers.any_finished():
             self._remaining_restarts = 0
             self.story += "There is no restart: another machine has ended its part already.\n"
+        if problem is None and self._remaining_restarts > 0:
+            self._await_handover()
         self._failed = True
         self.refused = bool(endings) and all(ending.refusal for ending in endings)
         self._shutdown()
@@ -244,6 +248,18 @@ class Agent(SimpleElasticAgent):
                 self._peers.linger()
         failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
+
+    def _await_handover(self) -> None:
+        """Let the ranks that live come to a collective, which tells them that one has died, and leave their state for
+        the next start (train/newest_state.py)."""
+        deadline = time.monotonic() + HANDOVER_SECONDS
+        while time.monotonic() < deadline:
+            ended = self._processes.exits()
+            left = [rank for local_rank, rank in enumerate(self._ranks) if local_rank not in ended]
+            if not any(os.path.exists(self._error_file(rank) + KEEPS) for rank in left):
+                return
+            self._interrupts.check()
+            time.sleep(self._plan.monitor_seconds)
 
     def _wait_for_cause(self) -> Failure | None:
         """If only secondary failures have been reported, wait briefly for the root cause, also of other machines."""

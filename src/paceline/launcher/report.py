@@ -13,14 +13,8 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# What gloo, NCCL and torch's store say when the process at the other end has gone.
-_PEER_IS_GONE = re.compile(
-    r"closed by peer|reset by peer|broken pipe|socket closed|connection refused|connection was likely closed|"
-    r"failed to recv, got 0 bytes|remote process exited|caused pair closure",
-    re.IGNORECASE,
-)
-_FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
-_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
+from paceline.errors import only_tells_of_a_lost_peer
+
 # What gloo says, before it aborts, when two ranks have come to different operations.
 _UNLIKE_CALLS = re.compile(r"gloo::EnforceNotMet|op\.preamble\.length|preamble\.nbytes")
 _CALL_ALIKE = (
@@ -58,10 +52,7 @@ class Error:
     @property
     def consequence(self) -> bool:
         """Does it only say that another process has gone?"""
-        return any(
-            (link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link)) or _SERVER_IS_GONE.match(link)
-            for link in self.chain
-        )
+        return only_tells_of_a_lost_peer(self.chain)
 
 
 @dataclass(frozen=True)

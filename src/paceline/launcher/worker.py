@@ -34,9 +34,9 @@ import time
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, PacelineError, chain_of, in_words
 from paceline.launcher.store_redirect import Redirect
 from paceline.launcher.torch_import import FasterTorch
 from paceline.world import (
@@ -308,7 +308,7 @@ def describe(error: BaseException) -> dict[str, object]:
         "time": time.time(),
         "summary": own,
         "traceback": "".join(text.format()),
-        "chain": [f"{type(link).__name__}: {link}" for link in _chain(error)],
+        "chain": [in_words(link) for link in chain_of(error)],
         "shown": False,
     }
 
@@ -335,16 +335,6 @@ def _hide_package(text: traceback.TracebackException, error: BaseException) -> N
             _hide_package(inner, cause)
             if not inner.stack:
                 setattr(text, name, None)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what led to it, at most 20."""
-    link: BaseException | None = error
-    for _ in range(20):
-        if link is None:
-            return
-        yield link
-        link = link.__cause__ or link.__context__
 
 
 if __name__ == "__main__":

@@ -380,9 +380,9 @@ class Monitor:
         yield
         self.totals.saved(time.perf_counter() - began)
 
-    def restored(self, directory: Any, steps: int) -> None:
+    def restored(self, place: str, steps: int) -> None:
         if self._main and self._shown:
-            _say(f"paceline: goes on after step {steps}, from a checkpoint in {directory}")
+            _say(f"paceline: goes on after step {steps}, from {place}")
 
     def join_state(self) -> tuple[int, list[str]]:
         """For a process that joins the run: (interval, keys), so that it exchanges at the same steps with the same

@@ -161,6 +161,11 @@ class Strategy(ABC):
         the strategy's own; others ignore them. Collective. Ranks other than 0 may get tensors without memory (on
         "meta")."""
 
+    def own_state(self) -> dict[str, Any] | None:
+        """What `state_dict` returns, where this process holds all of it; None where it holds a part. Tensors are the
+        live ones. Communicates nothing."""
+        return None
+
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads what `state_dict` of any strategy returned, the same on every process. Collective."""

@@ -329,6 +329,11 @@ class DDP(LoopStrategy):
         state = replicated_state(self.models, self.optimizers)
         return state if self._reduction is None else state | self._reduction.state_dict(self._names)
 
+    def own_state(self) -> dict[str, Any] | None:
+        if self._reduction is not None and self._reduction.codec is not None:
+            return None  # what it has yet to send belongs to the state of all
+        return replicated_state(self.models, self.optimizers)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, state)
         ddp_hook.load(self._reduction, state, self._names)

@@ -59,6 +59,9 @@ class ZeRO1(DDP):
         self._check_at_checkpoint()
         return full_state(self.models, self.optimizers, self._masters.of)
 
+    def own_state(self) -> None:
+        return None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_full_state(self.models, self.optimizers, self._masters.of, state)
 

@@ -14,8 +14,8 @@ from paceline.train.messages import DROP_LAST, ONE_VALUE, empty_message, one_val
 _PACKAGE = __name__.partition(".")[0]
 
 
-def explain_uncaught(latest: Callable[[], Loader | None]) -> None:
-    """Install an excepthook that calls the one before it.
+def explain_uncaught(latest: Callable[[], Loader | None], before: Callable[[BaseException], None]) -> None:
+    """Install an excepthook that calls the one before it. before: is called first, with the error.
 
     It shows a PacelineError without frames from inside Paceline. It adds a note to an error in the loop where the shard
     was empty, or too small for batch norm. latest: returns the loader that yielded last.
@@ -23,6 +23,7 @@ def explain_uncaught(latest: Callable[[], Loader | None]) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(error)
         if isinstance(error, PacelineError):
             trace = _without_package(trace)
             error.__traceback__, error.__cause__, error.__suppress_context__ = trace, None, True

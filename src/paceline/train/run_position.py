@@ -108,6 +108,11 @@ class RunPosition:
         counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.manual_updates}
         return {**counts, "epochs": self._epochs.state_dict()}
 
+    def counts(self) -> list[int]:
+        """The updates of each optimizer, steps that were left out, and updates that the script has made by hand."""
+        stepper = self._stepper
+        return [*stepper.updates.values(), stepper.skipped + stepper.skipped_alone, stepper.manual_updates]
+
     def load_counters(self, found: dict[str, Any]) -> None:
         """Go on from the counters of a checkpoint."""
         stepper = self._stepper

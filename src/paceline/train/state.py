@@ -39,6 +39,7 @@ class State:
         self.schedulers: list[Any] = []
         self.loaders: dict[str, Loader] = {}
         self.tracked: dict[str, Any] = {}
+        self.restored_from = ""  # where the last restored state was, in words
         self.parts: dict[str, Any] = {}  # objects of the run itself: the fp16 scaler
         self._device, self._seed, self._reproducible = device, seed, reproducible
         # Restored states of loaders and tracked objects that the script has not made yet, by name.
@@ -90,20 +91,20 @@ class State:
         streams = collectives.gather_objects(generators.get_state(self._device))
 
         def write() -> Path:
-            parts: dict[str, Any] = {}
-            for kind in ("models", "optimizers"):
-                parts |= {f"{kind[:-1]}_{i}": value for i, value in enumerate(state[kind])}
-            own = {key: value for key, value in state.items() if key not in ("models", "optimizers")}
-            parts |= {"strategy": own} if own else {}
-            parts |= {f"scheduler_{i}": scheduler.state_dict() for i, scheduler in enumerate(self.schedulers)}
-            kinds = [type(scheduler).__qualname__ for scheduler in self.schedulers]
-            parts["run"] = {**run, "seed": self._seed, "schedulers": kinds, "streams": streams, **self._run_part()}
-            parts["tracked"] = self._tracked_part()
+            parts = with_models(state, self.parts_beside_models(run, streams))
             encoded = checkpoint.encode_parts(parts, self._buffers)
             meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
             return checkpoint.write(directory, step=step, parts=encoded, retention=retention, meta=meta)
 
         return _on_rank_0(write)
+
+    def parts_beside_models(self, run: dict[str, Any], streams: list[Any]) -> dict[str, Any]:
+        """The parts of a checkpoint that hold neither models nor optimizers. run: what the run itself adds to its part.
+        streams: the random streams of all ranks; an empty list where they are not known."""
+        parts = {f"scheduler_{i}": scheduler.state_dict() for i, scheduler in enumerate(self.schedulers)}
+        kinds = [type(scheduler).__qualname__ for scheduler in self.schedulers]
+        own = {"seed": self._seed, "schedulers": kinds, "streams": streams}
+        return {**parts, "run": {**run, **own, **self._run_part()}, "tracked": self._tracked_part()}
 
     def _run_part(self) -> dict[str, Any]:
         loaders = {name: loader.state_dict() for name, loader in self.loaders.items()}
@@ -117,9 +118,18 @@ class State:
 
     # --- restoring
 
-    def restore(self, directory: str | Path, missing_ok: bool) -> dict[str, Any] | None:
+    def restore(
+        self,
+        directory: str | Path,
+        missing_ok: bool,
+        handed_on: Callable[[], checkpoint.WholeCheckpoint | None] | None = None,
+    ) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint, and return its part "run". None where there is none, with missing_ok.
-        Rank 0 reads it, so that no shared disk is needed."""
+        Rank 0 reads it, so that no shared disk is needed.
+
+        handed_on: finds on each rank what was handed on to its machine (newest_state.py), which is taken in place of an
+        older checkpoint; the lowest of the ranks that have the newest sends it to all.
+        """
 
         read: dict[str, Any] = {}  # on rank 0
 
@@ -131,6 +141,10 @@ class State:
             return whole
 
         found = _on_rank_0(find)
+        kept = None if handed_on is None else handed_on()
+        steps = [-1] if handed_on is None else collectives.gather_objects(-1 if kept is None else kept.step)
+        if max(steps) > (-1 if found is None else found.step):
+            return self._restore_handed_on(kept, source=steps.index(max(steps)), step=max(steps))
         if found is None:
             return None
         if found.damage and collectives.rank_of() == 0:
@@ -139,8 +153,20 @@ class State:
                 + "\n  ".join(found.damage)
                 + f"\nThe newest whole one is used: {found.path}",
             )
+        self.restored_from = f"a checkpoint in {directory}"
         parts = _broadcast_tree(read)
         with fits(found.path):
+            return self._restore(parts)
+
+    def _restore_handed_on(self, kept: checkpoint.WholeCheckpoint | None, *, source: int, step: int) -> dict[str, Any]:
+        """Restore what rank `source` has. Collective."""
+        read: dict[str, Any] = {}
+        if collectives.rank_of() == source:
+            assert kept is not None
+            read = checkpoint.read(kept.path)[1]
+        self.restored_from = f"the state that rank {source} was handed on"
+        parts = _broadcast_tree(read, source)
+        with fits(f"the state that was handed on after step {step}"):
             return self._restore(parts)
 
     def _restore(self, parts: dict[str, Any]) -> dict[str, Any]:
@@ -239,6 +265,15 @@ def fits(place: str | Path) -> Iterator[None]:
         ) from error
 
 
+def with_models(state: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """All parts of a checkpoint. state: what a strategy returns. others: State.parts_beside_models."""
+    parts: dict[str, Any] = {}
+    for kind in ("models", "optimizers"):
+        parts |= {f"{kind[:-1]}_{i}": value for i, value in enumerate(state[kind])}
+    own = {key: value for key, value in state.items() if key not in ("models", "optimizers")}
+    return {**parts, **({"strategy": own} if own else {}), **others}
+
+
 def _nothing() -> None:
     """For a tracked object that has nothing to gather."""
 
@@ -265,8 +300,8 @@ class _TensorSlot(NamedTuple):
     dtype: torch.dtype
 
 
-def _broadcast_tree(parts: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's tree on every rank. Collective: its tensors are broadcast, the rest of it is pickled."""
+def _broadcast_tree(parts: dict[str, Any], source: int = 0) -> dict[str, Any]:
+    """That rank's tree on every rank. Collective: its tensors are broadcast, the rest of it is pickled."""
     if collectives.size_of() == 1:
         return parts
     slots: list[_TensorSlot] = []
@@ -282,10 +317,10 @@ def _broadcast_tree(parts: dict[str, Any]) -> dict[str, Any]:
     def fill_slots(node: Any) -> Any:
         return tensors[node.number] if isinstance(node, _TensorSlot) else _map(node, fill_slots)
 
-    skeleton, slots = collectives.broadcast_object((put_slots(parts), slots))
-    if collectives.rank_of() != 0:
+    skeleton, slots = collectives.broadcast_object((put_slots(parts), slots), source)
+    if collectives.rank_of() != source:
         tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
-    collectives.broadcast_tensors(tensors)
+    collectives.broadcast_tensors(tensors, source)
     whole: dict[str, Any] = fill_slots(skeleton)
     return whole
 

@@ -1,0 +1,240 @@
+"""A rank dies, and those that live hand their state on: no step is lost but the one at hand.
+
+Where each process holds the whole state (Strategy.own_state), any that lives has a newer one than the last checkpoint.
+
+1. After each step, when the script comes back for its next batch, a rank notes what the next batch or the rest of an
+   epoch may change before the next update: all that a checkpoint holds beside weights and the state of optimizers
+   (counters, positions of loaders, schedulers, tracked objects), the options of optimizers, and buffers. Nothing is
+   written.
+2. A rank dies. The others learn it from a collective, which raises. The script does not catch that, and the excepthook
+   writes a checkpoint of the last note into a folder that the launcher has named (world.HANDOVER). The launcher waits
+   for it (Agent._await_handover). Of the ranks of a machine one writes.
+3. All ranks start again. In `run.restore` they tell each other which step they find in that folder. If it is newer
+   than the script's last checkpoint, who has it sends it to all.
+
+The weights must still be those of the note. They are not where a rank learns it after its own update, from a collective
+in the rest of the loop's body (`run.mean`): the rest of that body would never be run. Nor where an evaluation has put
+others in their place. The run then goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import collectives, process_group, transport
+from paceline.errors import CheckpointError, chain_of, in_words, only_tells_of_a_lost_peer
+from paceline.strategies.base import Strategy
+from paceline.torch_private.core import version_of
+from paceline.train import checkpoint
+from paceline.train.loader import Loader
+from paceline.train.run_position import RunPosition
+from paceline.train.state import State, with_models
+from paceline.world import ERROR_FILE, KEEPS, tell_launcher
+
+_COPIED_ELEMENTS = 2**16
+"""A larger tensor of a tracked object, such as an average of weights, is not copied at each step: it is noted which
+version of it that was."""
+_PROBES = 4
+"""Of so many weights a number is noted, beside their versions, which a write to `weight.data` does not change."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Where a rank stood between two steps."""
+
+    step: int
+    counts: list[int]  # of RunPosition: the state is that of the note as long as these are the same
+    parts: dict[str, Any]  # of a checkpoint, but for models and optimizers
+    options: list[list[dict[str, Any]]]  # of each optimizer, the groups' learning rates and so on
+    buffers: list[dict[str, Tensor]]  # of each model, by name
+    versions: list[tuple[Tensor, int]]  # of tensors in `parts` that were not copied
+    weights: tuple[list[int], list[float]]  # by which they are known again
+
+
+class NewestState:
+    """What one rank could hand on of a run. Made where the launcher starts ranks again after a failure.
+
+    Args:
+        folder: of this machine, for all starts of the run.
+        ready: whether a checkpoint may be written now, as after `run.step` and before the next batch.
+        steps: how many steps were made.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        strategy: Strategy,
+        state: State,
+        position: RunPosition,
+        models: Sequence[nn.Module],
+        *,
+        ready: Callable[[], bool],
+        steps: Callable[[], int],
+    ) -> None:
+        # Of this run of those that the script makes one after the other.
+        self._folder = Path(folder) / f"run-{process_group.runs}"
+        self._strategy, self._state, self._position, self._models = strategy, state, position, models
+        self._ready, self._steps = ready, steps
+        self._note: _Note | None = None
+        self._restored: int | None = None  # the step at which the run began; None: the script restores nothing
+
+    # --- while it trains
+
+    def begin(self) -> None:
+        """The script has looked for a checkpoint, and would again: what is handed on has a place to come in."""
+        if self._restored is None and self._can():
+            self._restored = self._steps()
+            self._take()
+
+    def after_batch(self, loader: Loader) -> None:
+        """The script comes back for its next training batch."""
+        if self._note is not None and loader.stepped and self._ready():
+            self._take()
+
+    def close(self) -> None:
+        """The run ends: there is nothing to hand on."""
+        if self._note is not None:
+            self._note = None
+            _stop_keeping()
+
+    def _can(self) -> bool:
+        """Whether this process, alone, holds all that a checkpoint holds."""
+        return (
+            collectives.size_of() > 1
+            and transport.channel() is None
+            and self._strategy.own_state() is not None
+            and not any(hasattr(thing, "before_save") for thing in self._state.tracked.values())
+        )
+
+    def _take(self) -> None:
+        first = self._note is None
+        versions: list[tuple[Tensor, int]] = []
+        parts = _frozen(self._state.parts_beside_models(self._position.counters(), streams=[]), versions)
+        with torch.no_grad():
+            buffers = [_buffers_of(model) for model in self._models]
+        self._note = _Note(
+            step=self._steps(),
+            counts=self._position.counts(),
+            parts=parts,
+            options=[_frozen(_options_of(optimizer.param_groups), versions) for optimizer in self._strategy.optimizers],
+            buffers=buffers,
+            versions=versions,
+            weights=self._weights(),
+        )
+        if first:
+            tell_launcher(os.environ, KEEPS)
+
+    def _weights(self) -> tuple[list[int], list[float]]:
+        weights = [weight for model in self._models for weight in model.parameters()]
+        probed = [weight for weight in weights[: 2 * _PROBES : 2] if weight.numel()]
+        return [version_of(weight) for weight in weights], [weight.detach().reshape(-1)[-1].item() for weight in probed]
+
+    # --- when a rank has died
+
+    def hand_on(self, error: BaseException) -> None:
+        """The error ends this rank. If it is that another has gone, the others' next start gets this rank's state."""
+        note = self._note
+        if note is None:
+            return
+        try:
+            if self._is_newest(note) and only_tells_of_a_lost_peer(map(in_words, chain_of(error))):
+                self._write(note)
+        except Exception as problem:  # whatever it is, the user must see `error`
+            why = str(problem) if isinstance(problem, CheckpointError) else in_words(problem)
+            print(f"paceline: the state after step {note.step} is not handed on: {why}", file=sys.stderr, flush=True)
+        finally:
+            self.close()
+
+    def _is_newest(self, note: _Note) -> bool:
+        """Whether the state is still that of the note, and newer than that with which the run began."""
+        return (
+            self._restored is not None
+            and note.step > self._restored
+            and self._position.counts() == note.counts
+            and self._weights() == note.weights
+            and all(version_of(tensor) == version for tensor, version in note.versions)
+            and self._can()
+        )
+
+    def _write(self, note: _Note) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        try:
+            os.close(os.open(self._folder / f"taken-{start}-{note.step}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return  # another rank of this machine writes the same
+        for step, path in _kept(self._folder):
+            if step < note.step - 1:  # not that of a rank that is a step behind, and writes now
+                shutil.rmtree(path, ignore_errors=True)
+        own = self._strategy.own_state()
+        assert own is not None
+        for state, buffers in zip(own["models"], note.buffers, strict=True):
+            state.update({name: value for name, value in buffers.items() if name in state})
+        for state, groups in zip(own["optimizers"], note.options, strict=True):
+            for group, options in zip(state["groups"], groups, strict=True):
+                group.update(options)
+        meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
+        checkpoint.write(self._folder, step=note.step, parts=with_models(own, note.parts), meta=meta)
+
+    # --- at the next start
+
+    def find(self) -> checkpoint.WholeCheckpoint | None:
+        """What was handed on to this machine, the newest that is whole. None after the script's first restore, which
+        alone begins where the run was, and where nothing was handed on."""
+        if self._restored is not None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            return None
+        for _, path in _kept(self._folder):
+            with contextlib.suppress(CheckpointError):
+                return checkpoint.find(path)
+        return None
+
+
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: own.clone() for name, own in model.named_buffers(remove_duplicate=False)}
+
+
+def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _kept(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints in a folder, with their steps, the newest first."""
+    paths = folder.glob("step-*") if folder.is_dir() else ()
+    return sorted(((int(path.name.split("-")[1]), path) for path in paths), reverse=True)
+
+
+def _stop_keeping() -> None:
+    """The launcher need not wait for this rank any more."""
+    with contextlib.suppress(OSError):
+        os.remove(os.environ[ERROR_FILE] + KEEPS)
+
+
+def _frozen(node: Any, versions: list[tuple[Tensor, int]]) -> Any:
+    """A copy that later steps do not change. A large tensor is shared, and put into `versions` with its own."""
+    if isinstance(node, Tensor):
+        if node.numel() <= _COPIED_ELEMENTS:
+            return node.detach().clone()
+        versions.append((node, version_of(node)))
+        return node
+    if node is None or isinstance(node, (bool, int, float, str, bytes)):
+        return node
+    if type(node) is dict:
+        return {key: _frozen(value, versions) for key, value in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)([_frozen(value, versions) for value in node])
+    if isinstance(node, Mapping):
+        frozen = copy.copy(node)
+        frozen.update({key: _frozen(value, versions) for key, value in node.items()})  # type: ignore[attr-defined]
+        return frozen
+    return copy.deepcopy(node)
