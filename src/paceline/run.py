@@ -205,6 +205,8 @@ class Run:
         if self.latest is not None and self._strategy.plan is not plan:
             raise ModelError(PREPARED_LATE)
         transport.hand_over_by(self._position)
+        if self.newest is not None:
+            self.newest.prepared()
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)

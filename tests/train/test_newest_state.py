@@ -324,7 +324,9 @@ def test_what_the_next_forward_changes_is_handed_on_as_it_was(rank: Rank) -> Non
     assert not rank.keeps.exists()
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "update", "own error", "gathers", "average", "no step"])
+@pytest.mark.parametrize(
+    "how", ["in place", "data", "other data", "update", "own error", "gathers", "average", "no step"]
+)
 def test_what_is_not_that_of_the_note_is_not_handed_on(
     rank: Rank, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +336,8 @@ def test_what_is_not_that_of_the_note_is_not_handed_on(
             rank.net[1].bias.mul_(2)  # type: ignore[operator]  # a tensor
     elif how == "data":
         rank.net[0].weight.data.mul_(2)  # type: ignore[union-attr,operator]
+    elif how == "other data":
+        rank.net[0].weight.data = rank.net[0].weight.data.clone()  # type: ignore[union-attr,operator]
     elif how == "update":
         rank.made += 1
     elif how == "own error":

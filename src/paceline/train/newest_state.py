@@ -20,11 +20,12 @@ others in their place. The run then goes on from the last checkpoint.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy as shallow_copy
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from paceline.comm import collectives, process_group, transport
 from paceline.errors import CheckpointError, chain_of, in_words, only_tells_of_a_lost_peer
 from paceline.strategies.base import Strategy
-from paceline.torch_private.core import version_of
+from paceline.torch_private.core import foreach_copy_, version_of
 from paceline.train import checkpoint
 from paceline.train.loader import Loader
 from paceline.train.run_position import RunPosition
@@ -57,9 +58,9 @@ class _Note:
     counts: list[int]  # of RunPosition: the state is that of the note as long as these are the same
     parts: dict[str, Any]  # of a checkpoint, but for models and optimizers
     options: list[list[dict[str, Any]]]  # of each optimizer, the groups' learning rates and so on
-    buffers: list[dict[str, Tensor]]  # of each model, by name
+    buffers: dict[str, Tensor]  # of all models, by "NUMBER OF THE MODEL/name"
     versions: list[tuple[Tensor, int]]  # of tensors in `parts` that were not copied
-    weights: tuple[list[int], list[float]]  # by which they are known again
+    weights: tuple[list[int], list[tuple[int, float]]]  # by which they are known again
 
 
 class NewestState:
@@ -87,9 +88,16 @@ class NewestState:
         self._strategy, self._state, self._position, self._models = strategy, state, position, models
         self._ready, self._steps = ready, steps
         self._note: _Note | None = None
+        self._weights: list[Tensor] | None = None  # of all models; None: to be looked for
+        self._buffers: list[tuple[nn.Module, str, str]] = []  # (module, name in it, "NUMBER OF THE MODEL/whole name")
+        self._probes: list[tuple[Tensor, Tensor]] = []  # (weight, its last element)
         self._restored: int | None = None  # the step at which the run began; None: the script restores nothing
 
     # --- while it trains
+
+    def prepared(self) -> None:
+        """Models may have other weights, buffers or layers than before."""
+        self._weights = None
 
     def begin(self) -> None:
         """The script has looked for a checkpoint, and would again: what is handed on has a place to come in."""
@@ -119,26 +127,58 @@ class NewestState:
 
     def _take(self) -> None:
         first = self._note is None
+        if self._weights is None:
+            self._look_at_models()
         versions: list[tuple[Tensor, int]] = []
-        parts = _frozen(self._state.parts_beside_models(self._position.counters(), streams=[]), versions)
-        with torch.no_grad():
-            buffers = [_buffers_of(model) for model in self._models]
         self._note = _Note(
             step=self._steps(),
             counts=self._position.counts(),
-            parts=parts,
-            options=[_frozen(_options_of(optimizer.param_groups), versions) for optimizer in self._strategy.optimizers],
-            buffers=buffers,
+            parts=_frozen(self._state.parts_beside_models(self._position.counters(), streams=[]), versions),
+            options=[[_options_of(group) for group in one.param_groups] for one in self._strategy.optimizers],
+            buffers=self._copied_buffers(),
             versions=versions,
-            weights=self._weights(),
+            weights=self._known_by(),
         )
         if first:
             tell_launcher(os.environ, KEEPS)
 
-    def _weights(self) -> tuple[list[int], list[float]]:
-        weights = [weight for model in self._models for weight in model.parameters()]
-        probed = [weight for weight in weights[: 2 * _PROBES : 2] if weight.numel()]
-        return [version_of(weight) for weight in weights], [weight.detach().reshape(-1)[-1].item() for weight in probed]
+    def _look_at_models(self) -> None:
+        self._weights = [weight for model in self._models for weight in model.parameters()]
+        probed = [weight for weight in self._weights if weight.numel() and weight.is_contiguous()][: 2 * _PROBES : 2]
+        self._probes = [(weight, weight.detach().view(-1)[-1]) for weight in probed]
+        self._buffers = [
+            (module, name, f"{number}/{path}{'.' if path else ''}{name}")
+            for number, model in enumerate(self._models)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+
+    @torch.no_grad()
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        # By its module each time: `self.mean = ...` puts another tensor there.
+        found = {name: getattr(module, own) for module, own, name in self._buffers}
+        found = {name: buffer for name, buffer in found.items() if buffer is not None}
+        former = {} if self._note is None else self._note.buffers
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        copies = {}
+        for name, buffer in found.items():
+            copy = former.get(name)
+            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
+                copies[name] = buffer.clone()
+                continue
+            copies[name] = copy
+            targets, sources = by_dtype.setdefault(buffer.dtype, ([], []))
+            targets.append(copy)
+            sources.append(buffer)
+        for targets, sources in by_dtype.values():
+            foreach_copy_(targets, sources)
+        return copies
+
+    def _known_by(self) -> tuple[list[int], list[tuple[int, float]]]:
+        """What changes when somebody writes to the weights: their versions; or, through `weight.data`, their memory or
+        what is in it."""
+        assert self._weights is not None
+        return list(map(version_of, self._weights)), [(weight.data_ptr(), last.item()) for weight, last in self._probes]
 
     # --- when a rank has died
 
@@ -162,7 +202,7 @@ class NewestState:
             self._restored is not None
             and note.step > self._restored
             and self._position.counts() == note.counts
-            and self._weights() == note.weights
+            and self._known_by() == note.weights
             and all(version_of(tensor) == version for tensor, version in note.versions)
             and self._can()
         )
@@ -179,8 +219,9 @@ class NewestState:
                 shutil.rmtree(path, ignore_errors=True)
         own = self._strategy.own_state()
         assert own is not None
-        for state, buffers in zip(own["models"], note.buffers, strict=True):
-            state.update({name: value for name, value in buffers.items() if name in state})
+        for number, state in enumerate(own["models"]):
+            named = {name: f"{number}/{name}" for name in state}
+            state.update({name: note.buffers[key] for name, key in named.items() if key in note.buffers})
         for state, groups in zip(own["optimizers"], note.options, strict=True):
             for group, options in zip(state["groups"], groups, strict=True):
                 group.update(options)
@@ -200,12 +241,11 @@ class NewestState:
         return None
 
 
-def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: own.clone() for name, own in model.named_buffers(remove_duplicate=False)}
-
-
-def _options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's options for a group of parameters. A learning rate may be a tensor, which a scheduler fills."""
+    options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    del options["params"]
+    return options
 
 
 def _kept(folder: Path) -> list[tuple[int, Path]]:
@@ -234,7 +274,7 @@ def _frozen(node: Any, versions: list[tuple[Tensor, int]]) -> Any:
     if type(node) in (list, tuple):
         return type(node)([_frozen(value, versions) for value in node])
     if isinstance(node, Mapping):
-        frozen = copy.copy(node)
+        frozen = shallow_copy(node)
         frozen.update({key: _frozen(value, versions) for key, value in node.items()})  # type: ignore[attr-defined]
         return frozen
-    return copy.deepcopy(node)
+    return deepcopy(node)
