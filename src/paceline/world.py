@@ -47,7 +47,7 @@ FAILING = ".failing"  # the rank is about to end with this exit code, which is n
 DONE = ".done"  # after LEFT: all exit functions of Python's have run too
 BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endian, written in place
 TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
-KEEPS = ".keeps"  # the rank would hand its state on to the next start if another died (train/newest_state.py)
+KEEPS = ".keeps"  # the rank would hand its state on if another died (train/newest_state.py); WRITING: it does so now
 SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; the content is its path
 # A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
 STOP_FILE = "PACELINE_STOP_FILE"
@@ -55,6 +55,7 @@ STOP_FILE = "PACELINE_STOP_FILE"
 HANDOVER = "PACELINE_HANDOVER"
 # A port on this machine's loopback, behind which is what torch looks for at MASTER_ADDR:MASTER_PORT (store_place).
 STORE_DOOR = "PACELINE_STORE_DOOR"
+WRITING = "writing"
 LOOK, DECIDE = 1, 2  # its byte; 0: nobody has asked the run to stop
 
 Environment = Mapping[str, str]

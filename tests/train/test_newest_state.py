@@ -256,6 +256,23 @@ def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
     assert time.monotonic() - asked < 15.0
 
 
+@pytest.mark.conformance
+@pytest.mark.timeout(300)
+def test_the_launcher_waits_for_a_state_that_takes_its_time(job: Job, whole: str) -> None:
+    """Longer than for a rank that has yet to notice: here 30 s and a disk that needs 35."""
+    slow = (
+        "import paceline.train.checkpoint as checkpoint, time\n"
+        "write = checkpoint.write\n"
+        "def slow(folder, **options):\n"
+        "    time.sleep(35 if 'newest' in str(folder) else 0)\n"
+        "    return write(folder, **options)\n"
+        "checkpoint.write = slow\n"
+    )
+    (job.folder / "train.py").write_text(slow + SCRIPT)
+    found = job.run("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=5:forward:1")
+    assert found[:2] == ([0, 5], whole), found[2]
+
+
 # ---------------------------------------------------------------- one rank, with no other
 
 

@@ -46,11 +46,12 @@ from paceline.launcher.stalls import STALLED, Stalls
 from paceline.launcher.stop_request import StopRequest
 from paceline.timeline.chrome_trace import join_left
 from paceline.torch_private.elastic import SimpleElasticAgent
-from paceline.world import JOINED, KEEPS, MAY_DIE, ROLE, SAVED, TICKET, TICKET_FILE, TRACE, World
+from paceline.world import JOINED, KEEPS, MAY_DIE, ROLE, SAVED, TICKET, TICKET_FILE, TRACE, WRITING, World
 
 SETTLE_SECONDS = 1.0
 LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
 HANDOVER_SECONDS = 30.0  # for ranks that live to come to their next collective, and leave their state
+WRITING_SECONDS = 300.0  # of these for those that write it
 LINGER_SECONDS = 10.0  # for the exit functions of a failed script, such as uploading a log
 
 
@@ -252,14 +253,23 @@ class Agent(SimpleElasticAgent):
     def _await_handover(self) -> None:
         """Let the ranks that live come to a collective, which tells them that one has died, and leave their state for
         the next start (train/newest_state.py)."""
-        deadline = time.monotonic() + HANDOVER_SECONDS
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while True:
             ended = self._processes.exits()
             left = [rank for local_rank, rank in enumerate(self._ranks) if local_rank not in ended]
-            if not any(os.path.exists(self._error_file(rank) + KEEPS) for rank in left):
+            kept = [text for text in map(self._kept_by, left) if text is not None]
+            if not kept or time.monotonic() - began > (WRITING_SECONDS if WRITING in kept else HANDOVER_SECONDS):
                 return
             self._interrupts.check()
             time.sleep(self._plan.monitor_seconds)
+
+    def _kept_by(self, rank: int) -> str | None:
+        """What the rank says of the state that it would hand on; None: it hands nothing on."""
+        try:
+            with open(self._error_file(rank) + KEEPS) as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
 
     def _wait_for_cause(self) -> Failure | None:
         """If only secondary failures have been reported, wait briefly for the root cause, also of other machines."""

@@ -41,7 +41,7 @@ from paceline.train import checkpoint
 from paceline.train.loader import Loader
 from paceline.train.run_position import RunPosition
 from paceline.train.state import State, with_models
-from paceline.world import ERROR_FILE, KEEPS, tell_launcher
+from paceline.world import ERROR_FILE, KEEPS, WRITING, tell_launcher
 
 _COPIED_ELEMENTS = 2**16
 """A larger tensor of a tracked object, such as an average of weights, is not copied at each step: it is noted which
@@ -217,6 +217,7 @@ class NewestState:
         for step, path in _kept(self._folder):
             if step < note.step - 1:  # not that of a rank that is a step behind, and writes now
                 shutil.rmtree(path, ignore_errors=True)
+        tell_launcher(os.environ, KEEPS, WRITING)
         own = self._strategy.own_state()
         assert own is not None
         for number, state in enumerate(own["models"]):
