@@ -1,6 +1,6 @@
 """A step of ddp over slow links, in the laboratory (lab.py): stock DDP, lossless reducers and reducer=auto. As root.
 
-    python benchmarks/slow_links.py --json benchmarks/results/slow_links.json              # half an hour
+    python benchmarks/slow_links.py --json benchmarks/results/slow_links.json              # forty minutes
     python benchmarks/slow_links.py --overlap --json benchmarks/results/overlap.json       # ten minutes
 
 Steps. A multilayer perceptron of 4 MB and a small batch, so that communication is most of a step. `stock` is
