@@ -381,6 +381,27 @@ def test_an_error_in_handing_on_does_not_hide_the_ranks_own(rank: Rank, capfd: p
     assert not rank.keeps.exists()
 
 
+@pytest.mark.parametrize("how", ["raises", "slow"])
+def test_a_tracked_object_that_cannot_be_noted_does_not_stop_the_training(
+    rank: Rank, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def state_dict() -> dict[str, Any]:
+        if how == "raises":
+            raise AssertionError("rank 0 alone")
+        time.sleep(0.6)
+        return {}
+
+    rank.tracked["meter"] = SimpleNamespace(state_dict=state_dict)
+    for _ in range(3):
+        rank.step()
+    said = capfd.readouterr().err
+    assert said.count("goes on from the last checkpoint, and not from the state of rank 0: ") == 1
+    assert ("AssertionError: rank 0 alone" if how == "raises" else "ms after each step") in said
+    assert not rank.keeps.exists()
+    rank.newest.hand_on(GONE)
+    assert rank.handed_on() is None
+
+
 def test_of_the_ranks_of_a_machine_one_writes_each_step(
     rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

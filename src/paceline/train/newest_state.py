@@ -23,6 +23,7 @@ import contextlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
@@ -46,6 +47,8 @@ from paceline.world import ERROR_FILE, KEEPS, WRITING, tell_launcher
 _COPIED_ELEMENTS = 2**16
 """A larger tensor of a tracked object, such as an average of weights, is not copied at each step: it is noted which
 version of it that was."""
+_MOST, _FREE_SECONDS = 0.05, 0.5
+"""Notes that take a larger part of the time of training than this, and so many seconds more, are given up."""
 _PROBES = 4
 """Of so many weights a number is noted, beside their versions, which a write to `weight.data` does not change."""
 
@@ -88,6 +91,7 @@ class NewestState:
         self._strategy, self._state, self._position, self._models = strategy, state, position, models
         self._ready, self._steps = ready, steps
         self._note: _Note | None = None
+        self._taken, self._spent, self._began = 0, 0.0, 0.0  # notes; seconds that they have taken; when they began
         self._weights: list[Tensor] | None = None  # of all models; None: to be looked for
         self._buffers: list[tuple[nn.Module, str, str]] = []  # (module, name in it, "NUMBER OF THE MODEL/whole name")
         self._probes: list[tuple[Tensor, Tensor]] = []  # (weight, its last element)
@@ -102,13 +106,13 @@ class NewestState:
     def begin(self) -> None:
         """The script has looked for a checkpoint, and would again: what is handed on has a place to come in."""
         if self._restored is None and self._can():
-            self._restored = self._steps()
-            self._take()
+            self._restored, self._began = self._steps(), time.perf_counter()
+            self._try_to_take()
 
     def after_batch(self, loader: Loader) -> None:
         """The script comes back for its next training batch."""
         if self._note is not None and loader.stepped and self._ready():
-            self._take()
+            self._try_to_take()
 
     def close(self) -> None:
         """The run ends: there is nothing to hand on."""
@@ -125,6 +129,26 @@ class NewestState:
             and not any(hasattr(thing, "before_save") for thing in self._state.tracked.values())
         )
 
+    def _try_to_take(self) -> None:
+        """Take a note. What cannot be noted, or not in a short time, must not stop or slow the training."""
+        began = time.perf_counter()
+        try:
+            self._take()
+            now = time.perf_counter()
+            self._spent += now - began
+            dear = self._spent > _FREE_SECONDS + _MOST * (now - self._began)
+            why = f"to note it takes {self._spent / self._taken * 1e3:.2g} ms after each step" if dear else ""
+        except Exception as problem:  # of a tracked object, whose state_dict runs on other ranks than 0 here alone
+            why = in_words(problem)
+        if why:
+            self.close()
+            print(
+                "paceline: should another rank die, the run goes on from the last checkpoint, and not from the state "
+                f"of rank {collectives.rank_of()}: {why}. Look at what is given to run.track.",
+                file=sys.stderr,
+                flush=True,
+            )
+
     def _take(self) -> None:
         first = self._note is None
         if self._weights is None:
@@ -139,6 +163,7 @@ class NewestState:
             versions=versions,
             weights=self._known_by(),
         )
+        self._taken += 1
         if first:
             tell_launcher(os.environ, KEEPS)
 
