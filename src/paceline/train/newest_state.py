@@ -226,6 +226,7 @@ class NewestState:
         return (
             self._restored is not None
             and note.step > self._restored
+            and self._weights is not None  # run.prepare was not called since
             and self._position.counts() == note.counts
             and self._known_by() == note.weights
             and all(version_of(tensor) == version for tensor, version in note.versions)
