@@ -157,8 +157,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (["0=5:begin:0"], [0, 5]),  # rank 0 itself
         (["0=13:forward:1", "1=21:forward:0"], [0, 13, 21]),
         (["0=16:schedule:1"], [0, 16]),  # the rest of an epoch, in which the learning rate had been changed already
-        (["0=16:average:1"], [0, 8]),  # other weights are in the model: the checkpoint
-        (["0=13:step:1"], [0, 8]),  # the others have made their update: the rest of the loop's body would be left out
+        (["0=16:average:1"], [0, 16]),  # other weights are in the model
+        (["0=13:step:1"], [0, 12]),  # the others have made their update, and not the rest of the loop's body
         (["0=0:forward:1"], [0, 0]),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -287,6 +287,7 @@ class Rank:
         self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.made, self.tracked = 0, dict[str, Any]()
+        self.mean = torch.zeros(2**17)  # of a tracked object, too large to be copied by itself
         strategy: Any = SimpleNamespace(
             own_state=lambda: replicated_state([self.net], [self.optimizer]), optimizers=[self.optimizer]
         )
@@ -341,44 +342,85 @@ def test_what_the_next_forward_changes_is_handed_on_as_it_was(rank: Rank) -> Non
     assert not rank.keeps.exists()
 
 
-@pytest.mark.parametrize(
-    "how", ["in place", "data", "other data", "update", "own error", "gathers", "average", "no step"]
-)
-def test_what_is_not_that_of_the_note_is_not_handed_on(
-    rank: Rank, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error: Exception = GONE
+def meddle(rank: Rank, how: str) -> None:
+    """What may come between a note and the moment at which a rank learns of a death."""
+    weight, bias = rank.net[0].weight, rank.net[1].bias
+    assert isinstance(weight, nn.Parameter)
+    assert isinstance(bias, nn.Parameter)
     if how == "in place":
         with torch.no_grad():
-            rank.net[1].bias.mul_(2)  # type: ignore[operator]  # a tensor
+            bias.mul_(2)
     elif how == "data":
-        rank.net[0].weight.data.mul_(2)  # type: ignore[union-attr,operator]
+        weight.data.mul_(2)
     elif how == "other data":
-        rank.net[0].weight.data = rank.net[0].weight.data.clone()  # type: ignore[union-attr,operator]
+        weight.data = weight.data.clone() + 1
     elif how == "update":
+        rank.net(torch.randn(4, 2)).square().sum().backward()
+        rank.optimizer.step()
         rank.made += 1
-    elif how == "own error":
-        error = ValueError("the user's own")
-    elif how == "gathers":
-        rank.tracked["sum"] = SimpleNamespace(state_dict=dict, before_save=lambda: None)
     elif how == "average":
-        mean = torch.zeros(2**17)
-        rank.tracked["mean"] = SimpleNamespace(state_dict=lambda: {"mean": mean})
+        rank.mean += 1
+
+
+WAYS = ["in place", "data", "other data", "update", "average"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_of_a_small_model_the_state_of_the_note_is_handed_on_whatever_came_after_it(rank: Rank, how: str) -> None:
+    rank.tracked["mean"] = SimpleNamespace(state_dict=lambda: {"mean": rank.mean})
+    rank.step()
+    weights = {name: value.clone() for name, value in rank.net.state_dict().items()}
+    moments = [state["momentum_buffer"].clone() for state in rank.optimizer.state.values()]
+    meddle(rank, how)
+    rank.newest.hand_on(GONE)
+    parts = rank.handed_on()
+    assert parts is not None
+    assert parts["run"]["updates"] == [4]
+    assert all(torch.equal(value, weights[name]) for name, value in parts["model_0"].items())
+    found = [state["momentum_buffer"] for state in parts["optimizer_0"]["state"].values()]
+    assert all(map(torch.equal, found, moments))
+    assert not parts["tracked"]["mean"]["mean"].any()
+
+
+@pytest.mark.parametrize("how", [*WAYS, "own error", "gathers", "no step"])
+def test_what_is_not_that_of_the_note_is_not_handed_on(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.train.newest_state._MOST_COPIED", 0)  # as of a large model
+    rank = Rank(tmp_path, monkeypatch)
+    rank.newest.begin()
+    rank.tracked["mean"] = SimpleNamespace(state_dict=lambda: {"mean": rank.mean})
+    for _ in range(0 if how == "no step" else 3):
         rank.step()
-        mean += 1
-    else:
-        rank = Rank(tmp_path, monkeypatch)
-        rank.newest.begin()
-    rank.newest.hand_on(error)
+    meddle(rank, how)
+    if how == "gathers":
+        rank.tracked["sum"] = SimpleNamespace(state_dict=dict, before_save=lambda: None)
+    rank.newest.hand_on(ValueError("the user's own") if how == "own error" else GONE)
     assert rank.handed_on() is None
     assert not rank.keeps.exists()
 
 
-def test_an_error_in_handing_on_does_not_hide_the_ranks_own(rank: Rank, capfd: pytest.CaptureFixture[str]) -> None:
-    rank.folder.touch()  # a file, where a folder is needed
+def test_a_large_model_is_handed_on_where_nothing_came_after_the_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.train.newest_state._MOST_COPIED", 0)
+    rank = Rank(tmp_path, monkeypatch)
+    rank.newest.begin()
+    rank.step()
     rank.newest.hand_on(GONE)
-    assert "paceline: the state after step 3 is not handed on: " in capfd.readouterr().err
-    assert not rank.keeps.exists()
+    parts = rank.handed_on()
+    assert parts is not None
+    assert all(torch.equal(value, rank.net.state_dict()[name]) for name, value in parts["model_0"].items())
+
+
+def test_weights_are_no_longer_copied_where_that_takes_too_long(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.train.newest_state._FREE_SECONDS", 0.0)
+    monkeypatch.setattr("paceline.train.newest_state._MOST", 10.0)
+    rank.step()
+    rank.step()
+    meddle(rank, "update")
+    rank.newest.hand_on(GONE)
+    assert rank.handed_on() is None
 
 
 @pytest.mark.parametrize("how", ["raises", "slow"])

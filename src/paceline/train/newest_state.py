@@ -12,9 +12,10 @@ Where each process holds the whole state (Strategy.own_state), any that lives ha
 3. All ranks start again. In `run.restore` they tell each other which step they find in that folder. If it is newer
    than the script's last checkpoint, who has it sends it to all.
 
-The weights must still be those of the note. They are not where a rank learns it after its own update, from a collective
-in the rest of the loop's body (`run.mean`): the rest of that body would never be run. Nor where an evaluation has put
-others in their place. The run then goes on from the last checkpoint.
+The weights must be those of the note. They are not any more where a rank learns it after its own update, from a
+collective in the rest of the loop's body (`run.mean`), for the rest of that body would never be run; nor where an
+evaluation has put others in their place. So where it costs little, the note has a copy of weights and optimizer states.
+Where it does not, and the weights are others, the run goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from torch import Tensor, nn
 from paceline.comm import collectives, process_group, transport
 from paceline.errors import CheckpointError, chain_of, in_words, only_tells_of_a_lost_peer
 from paceline.strategies.base import Strategy
+from paceline.strategies.replicated import parameter_names
 from paceline.torch_private.core import foreach_copy_, version_of
 from paceline.train import checkpoint
 from paceline.train.loader import Loader
@@ -49,8 +52,15 @@ _COPIED_ELEMENTS = 2**16
 version of it that was."""
 _MOST, _FREE_SECONDS = 0.05, 0.5
 """Notes that take a larger part of the time of training than this, and so many seconds more, are given up."""
+_MOST_FOR_COPIES, _MOST_COPIED = 0.02, 2**26
+"""Copies are made of weights of so many bytes at most, as long as they take a smaller part of the time than this, and
+_FREE_SECONDS more."""
 _PROBES = 4
 """Of so many weights a number is noted, beside their versions, which a write to `weight.data` does not change."""
+
+
+_Key = tuple[str, int, str, str]
+"""("model", its number, the weight's name, ""), or ("optimizer", its number, the weight's name, "exp_avg")."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,18 @@ class _Note:
     counts: list[int]  # of RunPosition: the state is that of the note as long as these are the same
     parts: dict[str, Any]  # of a checkpoint, but for models and optimizers
     options: list[list[dict[str, Any]]]  # of each optimizer, the groups' learning rates and so on
-    buffers: dict[str, Tensor]  # of all models, by "NUMBER OF THE MODEL/name"
+    buffers: dict[str, Any]  # of all models, by "NUMBER OF THE MODEL/name"
+    copies: dict[_Key, Any] | None  # of weights and of the optimizers' states; None: they cost too much
     versions: list[tuple[Tensor, int]]  # of tensors in `parts` that were not copied
-    weights: tuple[list[int], list[tuple[int, float]]]  # by which they are known again
+    weights: tuple[list[int], list[tuple[int, float]]]  # by which they are known again where they were not copied
+
+    def copied(self, optimizer: int) -> dict[str, dict[str, Any]]:
+        """The state of this optimizer, by the names of the weights."""
+        state: dict[str, dict[str, Any]] = {}
+        for (kind, number, name, what), value in (self.copies or {}).items():
+            if kind == "optimizer" and number == optimizer:
+                state.setdefault(name, {})[what] = value
+        return state
 
 
 class NewestState:
@@ -95,6 +114,9 @@ class NewestState:
         self._weights: list[Tensor] | None = None  # of all models; None: to be looked for
         self._buffers: list[tuple[nn.Module, str, str]] = []  # (module, name in it, "NUMBER OF THE MODEL/whole name")
         self._probes: list[tuple[Tensor, Tensor]] = []  # (weight, its last element)
+        self._named: list[tuple[_Key, Tensor]] = []  # the weights, a tied one under each of its names
+        self._names: dict[Tensor, str] = {}  # of the weights, in a state of all models
+        self._copying, self._copied_seconds = True, 0.0
         self._restored: int | None = None  # the step at which the run began; None: the script restores nothing
 
     # --- while it trains
@@ -154,12 +176,18 @@ class NewestState:
         if self._weights is None:
             self._look_at_models()
         versions: list[tuple[Tensor, int]] = []
+        copies = self._copies()
+        most = _COPIED_ELEMENTS if copies is None else sys.maxsize
+        freeze = partial(_frozen, versions=versions, most=most)
+        former = {} if self._note is None else self._note.buffers
         self._note = _Note(
             step=self._steps(),
             counts=self._position.counts(),
-            parts=_frozen(self._state.parts_beside_models(self._position.counters(), streams=[]), versions),
+            parts=freeze(self._state.parts_beside_models(self._position.counters(), streams=[])),
             options=[[_options_of(group) for group in one.param_groups] for one in self._strategy.optimizers],
-            buffers=self._copied_buffers(),
+            # By its module each time: `self.mean = ...` puts another tensor there.
+            buffers=_copied({name: getattr(module, own) for module, own, name in self._buffers}, former),
+            copies=copies,
             versions=versions,
             weights=self._known_by(),
         )
@@ -171,6 +199,13 @@ class NewestState:
         self._weights = [weight for model in self._models for weight in model.parameters()]
         probed = [weight for weight in self._weights if weight.numel() and weight.is_contiguous()][: 2 * _PROBES : 2]
         self._probes = [(weight, weight.detach().view(-1)[-1]) for weight in probed]
+        self._names = parameter_names(self._models)
+        self._named = [
+            (("model", number, name, ""), weight)
+            for number, model in enumerate(self._models)
+            for name, weight in model.named_parameters(remove_duplicate=False)
+        ]
+        self._copying = self._copying and sum(weight.nbytes for weight in self._weights) <= _MOST_COPIED
         self._buffers = [
             (module, name, f"{number}/{path}{'.' if path else ''}{name}")
             for number, model in enumerate(self._models)
@@ -178,25 +213,20 @@ class NewestState:
             for name, _ in module.named_buffers(recurse=False)
         ]
 
-    @torch.no_grad()
-    def _copied_buffers(self) -> dict[str, Tensor]:
-        # By its module each time: `self.mean = ...` puts another tensor there.
-        found = {name: getattr(module, own) for module, own, name in self._buffers}
-        found = {name: buffer for name, buffer in found.items() if buffer is not None}
-        former = {} if self._note is None else self._note.buffers
-        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        copies = {}
-        for name, buffer in found.items():
-            copy = former.get(name)
-            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
-                copies[name] = buffer.clone()
-                continue
-            copies[name] = copy
-            targets, sources = by_dtype.setdefault(buffer.dtype, ([], []))
-            targets.append(copy)
-            sources.append(buffer)
-        for targets, sources in by_dtype.values():
-            foreach_copy_(targets, sources)
+    def _copies(self) -> dict[_Key, Any] | None:
+        """Of all that an update changes."""
+        if not self._copying:
+            return None
+        began = time.perf_counter()
+        found: dict[_Key, Any] = {key: weight.detach() for key, weight in self._named}
+        for number, optimizer in enumerate(self._strategy.optimizers):
+            for weight, state in optimizer.state.items():
+                name = self._names[weight]
+                found |= {("optimizer", number, name, what): value for what, value in state.items()}
+        copies = _copied(found, (self._note.copies if self._note else None) or {})
+        now = time.perf_counter()
+        self._copied_seconds += now - began
+        self._copying = self._copied_seconds < _FREE_SECONDS + _MOST_FOR_COPIES * (now - self._began)
         return copies
 
     def _known_by(self) -> tuple[list[int], list[tuple[int, float]]]:
@@ -227,11 +257,14 @@ class NewestState:
             self._restored is not None
             and note.step > self._restored
             and self._weights is not None  # run.prepare was not called since
-            and self._position.counts() == note.counts
-            and self._known_by() == note.weights
+            and (note.copies is not None or self._is_untouched(note))
             and all(version_of(tensor) == version for tensor, version in note.versions)
             and self._can()
         )
+
+    def _is_untouched(self, note: _Note) -> bool:
+        """Whether weights and optimizers are still as they were."""
+        return self._position.counts() == note.counts and self._known_by() == note.weights
 
     def _write(self, note: _Note) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -249,7 +282,12 @@ class NewestState:
         for number, state in enumerate(own["models"]):
             named = {name: f"{number}/{name}" for name in state}
             state.update({name: note.buffers[key] for name, key in named.items() if key in note.buffers})
-        for state, groups in zip(own["optimizers"], note.options, strict=True):
+            if note.copies is not None:
+                copies = {name: ("model", number, name, "") for name in state}
+                state.update({name: note.copies[key] for name, key in copies.items() if key in note.copies})
+        for number, (state, groups) in enumerate(zip(own["optimizers"], note.options, strict=True)):
+            if note.copies is not None:
+                state["state"] = note.copied(number)
             for group, options in zip(state["groups"], groups, strict=True):
                 group.update(options)
         meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
@@ -287,21 +325,44 @@ def _stop_keeping() -> None:
         os.remove(os.environ[ERROR_FILE] + KEEPS)
 
 
-def _frozen(node: Any, versions: list[tuple[Tensor, int]]) -> Any:
-    """A copy that later steps do not change. A large tensor is shared, and put into `versions` with its own."""
+@torch.no_grad()
+def _copied(found: Mapping[Any, Any], former: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A copy of each value, by its key. former: the last copies, whose memory is used again."""
+    copies: dict[Any, Any] = {}
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for key, value in found.items():
+        if not isinstance(value, Tensor):
+            copies[key] = _frozen(value, versions=[], most=sys.maxsize)
+            continue
+        copy = former.get(key)
+        if not isinstance(copy, Tensor) or copy.shape != value.shape or copy.dtype != value.dtype:
+            copies[key] = value.clone()
+            continue
+        copies[key] = copy
+        targets, sources = by_dtype.setdefault(value.dtype, ([], []))
+        targets.append(copy)
+        sources.append(value)
+    for targets, sources in by_dtype.values():
+        foreach_copy_(targets, sources)
+    return copies
+
+
+def _frozen(node: Any, versions: list[tuple[Tensor, int]], most: int) -> Any:
+    """A copy that later steps do not change. A tensor of more than `most` elements is shared, and put into `versions`
+    with its own."""
     if isinstance(node, Tensor):
-        if node.numel() <= _COPIED_ELEMENTS:
+        if node.numel() <= most:
             return node.detach().clone()
         versions.append((node, version_of(node)))
         return node
     if node is None or isinstance(node, (bool, int, float, str, bytes)):
         return node
     if type(node) is dict:
-        return {key: _frozen(value, versions) for key, value in node.items()}
+        return {key: _frozen(value, versions, most) for key, value in node.items()}
     if type(node) in (list, tuple):
-        return type(node)([_frozen(value, versions) for value in node])
+        return type(node)([_frozen(value, versions, most) for value in node])
     if isinstance(node, Mapping):
         frozen = shallow_copy(node)
-        frozen.update({key: _frozen(value, versions) for key, value in node.items()})  # type: ignore[attr-defined]
+        frozen.update({key: _frozen(value, versions, most) for key, value in node.items()})  # type: ignore[attr-defined]
         return frozen
     return deepcopy(node)
