@@ -316,9 +316,11 @@ def steps_made_again(cases: list[dict[str, Any]]) -> str:
     lost = sorted(steps for case in cases for steps in case.get("lost", ()))
     if not lost:
         return ""
-    free = sum(steps <= 0 for steps in lost)
-    rest = f", the other {len(lost) - free} made up to {lost[-1]} steps again" if free < len(lost) else ""
-    return f"Of {len(lost)} such starts {free} went on with the step that was at hand{rest}."
+    free, more = sum(steps <= 0 for steps in lost), sum(steps > 1 for steps in lost)
+    return (
+        f"Of {len(lost)} such starts {free} made no update again, {len(lost) - free - more} one, that of the step at hand, "
+        f"and {more} more than that{f': up to {lost[-1]}' if more else ''}."
+    )
 
 
 def main() -> int:

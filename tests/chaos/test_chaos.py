@@ -76,7 +76,9 @@ def test_steps_that_are_made_again_are_counted(tmp_path: Path) -> None:
     (tmp_path / "starts").write_text("0 0\n7 7\n9 5\n")
     assert steps_lost(tmp_path) == [0, 4]
     words = steps_made_again([{"lost": [0, 4]}, {"lost": [0]}, {}])
-    assert words == "Of 3 such starts 2 went on with the step that was at hand, the other 1 made up to 4 steps again."
+    assert words == (
+        "Of 3 such starts 2 made no update again, 0 one, that of the step at hand, and 1 more than that: up to 4."
+    )
 
 
 def test_the_table_of_the_docs_is_that_of_the_results() -> None:
