@@ -117,7 +117,7 @@ class Run:
         folder = os.environ.get(HANDOVER)
         if not folder or self.device.type != "cpu":
             return None
-        own = self._strategy, self._state, self._position, self._models
+        own = self._strategy, self._state, self._position, self._models, self._optimizers
         return NewestState(folder, *own, ready=self._between_steps, steps=lambda: self.steps)
 
     def _between_steps(self) -> bool:

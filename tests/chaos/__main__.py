@@ -284,10 +284,24 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 def save(path: Path, cases: list[dict[str, Any]], command: str) -> None:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    document = {"command": command, "time": now, "machine": machine(), "cases": cases}
+    document = {"command": command, "time": now, "machine": machine(), "counts": counts(cases), "cases": cases}
     part = path.with_name(f"part of {path.name}")
     part.write_text(json.dumps(document, indent=1) + "\n")
     part.rename(path)
+
+
+def counts(cases: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Of each way: trainings, kills, those that had to be started again, and those that ended as if undisturbed."""
+    found: dict[str, dict[str, int]] = {}
+    for way in [*WAYS, TORCHRUN]:
+        own = [case for case in cases if case["way"] == way]
+        found[way] = {
+            "trainings": len(own),
+            "kills": sum(len(case["kills"]) for case in own),
+            "again": sum(len(case["processes"]) > 1 or bool(case.get("lost")) for case in own),
+            "good": sum(not case["wrong"] for case in own),
+        }
+    return {way: count for way, count in found.items() if count["trainings"]}
 
 
 def table(cases: list[dict[str, Any]]) -> str:
@@ -296,18 +310,15 @@ def table(cases: list[dict[str, Any]]) -> str:
         "| | trainings | kills | had to be started again | ended as if undisturbed | hung | left something behind |",
         "|---|---|---|---|---|---|---|",
     ]
-    for way in [*WAYS, TORCHRUN]:
+    for way, count in counts(cases).items():
         own = [case for case in cases if case["way"] == way]
-        if not own:
-            continue
         kills = Counter(kill for case in own for kill in case["kills"])
         killed = ", ".join(f"{kills[kind]} of {'a launcher' if kind == 'launcher' else kind}" for kind in sorted(kills))
-        again = sum(len(case["processes"]) > 1 or bool(case.get("lost")) for case in own)
-        good = sum(not case["wrong"] for case in own)
         hung = sum(any("hung" in text for text in case["wrong"]) for case in own)
         left = sum(any("is left" in text for text in case["wrong"]) for case in own)
         looked = str(left) if way != TORCHRUN else "not looked at"
-        rows.append(f"| {way} | {len(own)} | {sum(kills.values())}: {killed} | {again} | {good} | {hung} | {looked} |")
+        begun = f"| {way} | {count['trainings']} | {count['kills']}: {killed} | {count['again']} | {count['good']} |"
+        rows.append(f"{begun} {hung} | {looked} |")
     return "\n".join(rows)
 
 
@@ -318,8 +329,8 @@ def steps_made_again(cases: list[dict[str, Any]]) -> str:
         return ""
     free, more = sum(steps <= 0 for steps in lost), sum(steps > 1 for steps in lost)
     return (
-        f"Of {len(lost)} such starts {free} made no update again, {len(lost) - free - more} one, that of the step at hand, "
-        f"and {more} more than that{f': up to {lost[-1]}' if more else ''}."
+        f"Of {len(lost)} such starts {free} made no update again, {len(lost) - free - more} one, that of the step at "
+        f"hand, and {more} more than that{f': up to {lost[-1]}' if more else ''}."
     )
 
 

@@ -288,9 +288,7 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.made, self.tracked = 0, dict[str, Any]()
         self.mean = torch.zeros(2**17)  # of a tracked object, too large to be copied by itself
-        strategy: Any = SimpleNamespace(
-            own_state=lambda: replicated_state([self.net], [self.optimizer]), optimizers=[self.optimizer]
-        )
+        strategy: Any = SimpleNamespace(own_state=lambda: replicated_state([self.net], [self.optimizer]))
         state: Any = SimpleNamespace(
             tracked=self.tracked,
             parts_beside_models=lambda run, streams: {
@@ -301,7 +299,14 @@ class Rank:
         position: Any = SimpleNamespace(counters=lambda: {"updates": [self.made]}, counts=lambda: [self.made, 0, 0])
         self.folder = folder / "newest"
         self.newest = NewestState(
-            str(self.folder), strategy, state, position, [self.net], ready=lambda: True, steps=lambda: self.made
+            str(self.folder),
+            strategy,
+            state,
+            position,
+            [self.net],
+            [self.optimizer],
+            ready=lambda: True,
+            steps=lambda: self.made,
         )
 
     def step(self) -> None:

@@ -90,6 +90,7 @@ class NewestState:
 
     Args:
         folder: of this machine, for all starts of the run.
+        models, optimizers: those that are prepared, in the order of the strategy's state; more may come.
         ready: whether a checkpoint may be written now, as after `run.step` and before the next batch.
         steps: how many steps were made.
     """
@@ -101,13 +102,15 @@ class NewestState:
         state: State,
         position: RunPosition,
         models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         ready: Callable[[], bool],
         steps: Callable[[], int],
     ) -> None:
         # Of this run of those that the script makes one after the other.
         self._folder = Path(folder) / f"run-{process_group.runs}"
-        self._strategy, self._state, self._position, self._models = strategy, state, position, models
+        self._strategy, self._state, self._position = strategy, state, position
+        self._models, self._optimizers = models, optimizers
         self._ready, self._steps = ready, steps
         self._note: _Note | None = None
         self._taken, self._spent, self._began = 0, 0.0, 0.0  # notes; seconds that they have taken; when they began
@@ -184,7 +187,7 @@ class NewestState:
             step=self._steps(),
             counts=self._position.counts(),
             parts=freeze(self._state.parts_beside_models(self._position.counters(), streams=[])),
-            options=[[_options_of(group) for group in one.param_groups] for one in self._strategy.optimizers],
+            options=[[_options_of(group) for group in one.param_groups] for one in self._optimizers],
             # By its module each time: `self.mean = ...` puts another tensor there.
             buffers=_copied({name: getattr(module, own) for module, own, name in self._buffers}, former),
             copies=copies,
@@ -219,7 +222,7 @@ class NewestState:
             return None
         began = time.perf_counter()
         found: dict[_Key, Any] = {key: weight.detach() for key, weight in self._named}
-        for number, optimizer in enumerate(self._strategy.optimizers):
+        for number, optimizer in enumerate(self._optimizers):
             for weight, state in optimizer.state.items():
                 name = self._names[weight]
                 found |= {("optimizer", number, name, what): value for what, value in state.items()}
