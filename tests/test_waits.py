@@ -28,6 +28,7 @@ ON_THE_HOST = {
     "scalar": "asks whether reading waits for no device",
     "tensor_of": "what has arrived in a socket",
     "is_transposed_linear": "a probe of three numbers, when a model is cut",
+    "NewestState._known_by": "of runs on CPUs alone (Run._newest_state)",
     "JsonLines.log_histogram": "counts and edges of NumPy's",
     "Neighbours._rows": "takes tensors on the CPU alone",
     "PeriodicAveraging.average": "counts that an optimizer keeps as numbers; it made the tensor",

@@ -233,6 +233,7 @@ def test_a_rank_of_fsdp_that_an_error_ends_says_that_and_nothing_of_its_exit(job
     assert "Exception ignored" not in out + err
 
 
+@pytest.mark.conformance
 def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
     """Rank 1 dies. Rank 0 would hand its state on at its next collective, and sleeps."""
     (job.folder / "train.py").write_text(
@@ -420,7 +421,8 @@ def test_a_large_model_is_handed_on_where_nothing_came_after_the_note(
 
 def test_weights_are_no_longer_copied_where_that_takes_too_long(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.train.newest_state._FREE_SECONDS", 0.0)
-    monkeypatch.setattr("paceline.train.newest_state._MOST", 10.0)
+    monkeypatch.setattr("paceline.train.newest_state._MOST_FOR_COPIES", 0.0)
+    monkeypatch.setattr("paceline.train.newest_state._MOST", 1.0)
     rank.step()
     rank.step()
     meddle(rank, "update")
@@ -430,8 +432,10 @@ def test_weights_are_no_longer_copied_where_that_takes_too_long(rank: Rank, monk
 
 @pytest.mark.parametrize("how", ["raises", "slow"])
 def test_a_tracked_object_that_cannot_be_noted_does_not_stop_the_training(
-    rank: Rank, how: str, capfd: pytest.CaptureFixture[str]
+    rank: Rank, how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("paceline.train.newest_state._FREE_SECONDS", 0.0)
+
     def state_dict() -> dict[str, Any]:
         if how == "raises":
             raise AssertionError("rank 0 alone")
