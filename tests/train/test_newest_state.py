@@ -173,6 +173,18 @@ def test_the_end_is_that_of_a_run_that_nobody_disturbed(
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
+def test_a_reproducible_run_goes_on_with_the_same_bits(job: Job) -> None:
+    """Each process computes several shards, in a loop of several yields."""
+    script = SCRIPT.replace("nn.BatchNorm1d(16), ", "").replace('progress="off"', 'progress="off", reproducible=4')
+    (job.folder / "train.py").write_text(script)
+    found = job.run("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=13:forward:1")
+    assert found[0] == [0, 13], found[2]
+    shutil.rmtree(job.folder / "checkpoints")
+    assert job.run("--nproc", "2", "train.py", "ddp")[1] == found[1]
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", ["ddp:codec=bf16", "shared", "fsdp:stage=1"])
 def test_where_no_rank_has_the_whole_state_the_checkpoint_is_taken(job: Job, strategy: str) -> None:
     """The codec's residuals, and slices of the optimizer's state, died with the rank."""
