@@ -18,12 +18,20 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import paceline
+from paceline import session
 from paceline.errors import ModelError, SettingError, UsageError
 from paceline.fitting.micro_batch_finder import MicroBatch, MicroBatches, search
 from paceline.train.memory_trial import is_out_of_memory
 
 pytestmark = pytest.mark.timeout(240)
 WANT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes. Error code 12 (Cannot allocate)"
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_open() -> None:
+    """A test of another file may have left one, in pytest's own process, which is the one rank of some of these tests.
+    `paceline.start` would end it by itself."""
+    session._close_all()
 
 
 def find(model: nn.Module, loss: Any = loss_fn, **options: Any) -> MicroBatches:
