@@ -128,8 +128,8 @@ def start(
             print(f"paceline: {note}", file=sys.stderr)
     _close_all()
     world, where = _join(world, settings, init_method)
-    atexit.unregister(_close_all)
-    atexit.register(_close_all)  # before the process group ends, which was made earlier
+    atexit.unregister(_close_at_exit)
+    atexit.register(_close_at_exit)  # before the process group ends, which was made earlier
     run = Run(world, settings, where)
     if spec is not None:
         (Probe if spec.reference is None else Recorder)(run, spec)
@@ -200,11 +200,15 @@ def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:
 
 def _close_all() -> None:
     while _open:
-        run = _open.pop()
-        # An uncaught error is what to read: to close its run may take a collective, and others have gone.
-        failed = getattr(sys, "last_value", None) is not None
-        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
-            run.close()
+        _open.pop().close()
+
+
+def _close_at_exit() -> None:
+    """Close what is open when the process exits. Where an uncaught error ends the process, that error is what to read:
+    to close the run may take a collective, and other ranks have gone."""
+    failed = getattr(sys, "last_value", None) is not None
+    with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+        _close_all()
 
 
 def _world(init_method: str | None, rank: int | None, world_size: int | None) -> World:

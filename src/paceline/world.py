@@ -55,8 +55,8 @@ STOP_FILE = "PACELINE_STOP_FILE"
 HANDOVER = "PACELINE_HANDOVER"
 # A port on this machine's loopback, behind which is what torch looks for at MASTER_ADDR:MASTER_PORT (store_place).
 STORE_DOOR = "PACELINE_STORE_DOOR"
-WRITING = "writing"
-LOOK, DECIDE = 1, 2  # its byte; 0: nobody has asked the run to stop
+LOOK, DECIDE = 1, 2  # the byte of STOP_FILE; 0: nobody has asked the run to stop
+WRITING = "writing"  # the content of KEEPS while the rank writes its state; empty before
 
 Environment = Mapping[str, str]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -429,6 +430,30 @@ def test_a_large_model_is_handed_on_where_nothing_came_after_the_note(
     parts = rank.handed_on()
     assert parts is not None
     assert all(torch.equal(value, rank.net.state_dict()[name]) for name, value in parts["model_0"].items())
+
+
+def test_of_two_models_with_an_optimizer_each_both_are_handed_on(rank: Rank) -> None:
+    """One of them has made its update, as in a GAN, when the rank learns of the death."""
+    other = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(other.parameters())
+    nets, optimizers = [rank.net, other], [rank.optimizer, optimizer]
+    rank.newest._models, rank.newest._optimizers = nets, optimizers
+    rank.newest._strategy.own_state = lambda: replicated_state(nets, optimizers)  # type: ignore[method-assign]
+    rank.newest.prepared()
+    other(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    rank.step()
+    kept = copy.deepcopy(replicated_state(nets, optimizers))
+    for _ in range(2):
+        optimizer.step()
+    rank.newest.hand_on(GONE)
+    parts = rank.handed_on()
+    assert parts is not None
+    for number in range(2):
+        assert all(torch.equal(v, kept["models"][number][name]) for name, v in parts[f"model_{number}"].items())
+        found, wanted = parts[f"optimizer_{number}"]["state"], kept["optimizers"][number]["state"]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name][what], value) for name in wanted for what, value in wanted[name].items())
 
 
 def test_weights_are_no_longer_copied_where_that_takes_too_long(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ class _Note:
     """Where a rank stood between two steps."""
 
     step: int
-    counts: list[int]  # of RunPosition: the state is that of the note as long as these are the same
+    counts: list[int]  # RunPosition.counts(): weights without a copy are those of the note while these are the same
     parts: dict[str, Any]  # of a checkpoint, but for models and optimizers
     options: list[list[dict[str, Any]]]  # of each optimizer, the groups' learning rates and so on
     buffers: dict[str, Any]  # of all models, by "NUMBER OF THE MODEL/name"
@@ -130,7 +130,7 @@ class NewestState:
 
     def begin(self) -> None:
         """The script has looked for a checkpoint, and would again: what is handed on has a place to come in."""
-        if self._restored is None and self._can():
+        if self._restored is None:
             self._restored, self._began = self._steps(), time.perf_counter()
             self._try_to_take()
 
@@ -158,6 +158,8 @@ class NewestState:
         """Take a note. What cannot be noted, or not in a short time, must not stop or slow the training."""
         began = time.perf_counter()
         try:
+            if self._note is None and not self._can():
+                return
             self._take()
             now = time.perf_counter()
             self._spent += now - began
@@ -224,7 +226,10 @@ class NewestState:
         found: dict[_Key, Any] = {key: weight.detach() for key, weight in self._named}
         for number, optimizer in enumerate(self._optimizers):
             for weight, state in optimizer.state.items():
-                name = self._names[weight]
+                name = self._names.get(weight)
+                if name is None:  # the optimizer keeps something of its own there
+                    self._copying = False
+                    return None
                 found |= {("optimizer", number, name, what): value for what, value in state.items()}
         copies = _copied(found, (self._note.copies if self._note else None) or {})
         now = time.perf_counter()

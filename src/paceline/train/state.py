@@ -127,8 +127,8 @@ class State:
         """Restore the newest whole checkpoint, and return its part "run". None where there is none, with missing_ok.
         Rank 0 reads it, so that no shared disk is needed.
 
-        handed_on: finds on each rank what was handed on to its machine (newest_state.py), which is taken in place of an
-        older checkpoint; the lowest of the ranks that have the newest sends it to all.
+        handed_on: a function that finds, on each rank, the state that was handed on to its machine (newest_state.py).
+        Where one of these states is newer than the checkpoint, the lowest rank that has the newest sends it to all.
         """
 
         read: dict[str, Any] = {}  # on rank 0
@@ -164,7 +164,7 @@ class State:
         if collectives.rank_of() == source:
             assert kept is not None
             read = checkpoint.read(kept.path)[1]
-        self.restored_from = f"the state that rank {source} was handed on"
+        self.restored_from = f"the newest state, which was handed on to rank {source}"
         parts = _broadcast_tree(read, source)
         with fits(f"the state that was handed on after step {step}"):
             return self._restore(parts)
