@@ -95,7 +95,8 @@ if rank == 1:
 dist.all_reduce(total)
 """
     err = end(place, code, capfd, late=2 * LATE_SECONDS)  # SIGTERM does not reach it: SIGKILL comes 3 s later
-    assert re.search(r"\n  rank 1 waits in the kernel for a disk or a device(, in \w+)? \(process \d+\)\n", err), err
+    kept = r"\n  rank 1 waits in the kernel for a disk or a device(, in \w+)? \(process \d+\)"
+    assert re.search(rf"{kept}, at script\.py, line {line_of(code, '# the child')}\n", err), err
     assert "cannot be killed" not in err
 
 

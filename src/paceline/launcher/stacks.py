@@ -1,8 +1,9 @@
 """Where a worker stands: the line of the user's script, and the call in it.
 
-A signal makes a worker's faulthandler write its Python stack into a file, also while it waits inside native code; the
-script notices nothing (worker.py). A DataLoader's workers, where they are forked, have inherited the handler, and write
-into the same file. On Linux only.
+A thread of each worker answers, also while the main thread waits inside native code; the script notices nothing
+(stack_thread.py). Where native code keeps the interpreter's lock, the thread cannot answer, and a signal makes
+faulthandler write the stack into a file (worker.py). The workers of a DataLoader, where they are forked, have a thread
+each. On Linux only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.launcher import process_state
+from paceline.launcher import process_state, stack_thread
+from paceline.launcher.stack_thread import Frames, MainThread
 from paceline.launcher.worker import LIBRARY, STACK_SIGNAL, STANDARD_LIBRARY, crash_file, stack_file
 
 _ANSWER_SECONDS = 0.5
@@ -22,8 +24,6 @@ _LOOK_SECONDS = 0.02  # between two looks for the answer
 _LAST_LINES = (" in _run_module_as_main\n", "\n  ...\n")  # of a stack: a worker is started by -m; or 100 frames
 _IDLE = 0.1  # of a core: a process that uses less waits
 MOST_WORKERS = 16  # of a DataLoader, that are asked
-
-Frames = tuple[tuple[str, int, str], ...]
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _TRACEBACK_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -44,10 +44,12 @@ class StackSample:
     Attributes:
         frames: of its main thread, innermost first: (file, line, function).
         cpu_seconds: that it has used so far.
+        runs_python: was code in Python running? It may be on its way, though the frames are those of the last time.
     """
 
     frames: Frames
     cpu_seconds: float
+    runs_python: bool = False
 
     def __str__(self) -> str:
         """The user's innermost line, the function that is called there, and the collective in it where that waits."""
@@ -64,6 +66,11 @@ class StackSample:
         return f"{called}()"
 
     @property
+    def moves(self) -> bool:
+        """Is it on its way, whatever the frames of the last time? Waits for others may be loops in Python."""
+        return self.runs_python and not _WAITS.search(self.frames[0][0])
+
+    @property
     def loads(self) -> bool:
         """Does it wait for the worker processes of a DataLoader?"""
         path = next((path for path, *_ in self.frames if not STANDARD_LIBRARY.search(path)), "")
@@ -73,18 +80,14 @@ class StackSample:
 def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> dict[int, StackSample]:
     """The stack of each worker that answers, by rank. On Linux only, and once the worker has begun with its script.
 
-    A process that is stopped is not asked: the request would wait for it.
+    A process that is stopped is not asked: it would answer when nobody listens any more.
     """
-    found: dict[int, StackSample] = {}
-    asked = {rank: path for rank, pid in pids.items() if _ask(pid, path := stack_file(error_files[rank]))}
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    while len(found) < len(asked) and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
-        late = time.monotonic() >= deadline
-        for rank, path in asked.items():
-            if rank not in found and (frames := _answer(path, late)):
-                found[rank] = StackSample(frames, _cpu_seconds(pids[rank]))
-    return found
+    asked = {pid: error_files[rank] for rank, pid in pids.items() if not process_state.read_state(pid).stopped}
+    found = stack_thread.ask(asked, _ANSWER_SECONDS)
+    for pid in stack_thread.keeping_lock(asked.keys() - found.keys()):
+        found[pid] = MainThread(_by_signal(pid, stack_file(asked[pid])))
+    said = {rank: (found[pid], pid) for rank, pid in pids.items() if pid in found and found[pid].frames}
+    return {rank: StackSample(main.frames, _cpu_seconds(pid), main.runs_python) for rank, (main, pid) in said.items()}
 
 
 def sample_loader_workers(
@@ -92,49 +95,39 @@ def sample_loader_workers(
 ) -> list[tuple[int, process_state.ProcessState, StackSample | None]]:
     """The worker processes of a DataLoader that have something to do, or cannot go on: (pid, state, stack).
 
-    Those that were not forked (spawn, forkserver) have no handler for the request; of them only the state is known.
+    Those that were not forked (spawn, forkserver) cannot be asked; of them only the state is known.
     """
+    states = {child: process_state.read_state(child) for child in _children(pid)[:MOST_WORKERS]}
+    running = {child: error_file for child, state in states.items() if not state.stopped}
+    said = stack_thread.ask(running, _ANSWER_SECONDS)
     found = []
-    path = stack_file(error_file)
-    for child in _children(pid)[:MOST_WORKERS]:
-        state = process_state.read_state(child)
-        stand: StackSample | None = None
-        if _ask(child, path):
-            frames: Frames = ()
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            while time.monotonic() < deadline and not frames:
-                time.sleep(_LOOK_SECONDS)
-                frames = _answer(path, late=time.monotonic() >= deadline)
-            if frames:
-                stand = StackSample(frames, 0.0)
+    for child, state in states.items():
+        stand = StackSample(said[child].frames, 0.0) if child in said and said[child].frames else None
         # Of a child that says nothing only what keeps it from going on is worth a line: it may be no loader's.
         if process_state.describe(child, state) or (stand is not None and _loads_an_example(stand.frames)):
             found.append((child, state, stand))
     return found
 
 
-def _ask(pid: int, path: str) -> bool:
-    """Have the process write its stack into the file, which is emptied. Returns whether an answer may come."""
+def _by_signal(pid: int, path: str) -> Frames:
+    """The frames that faulthandler writes into the file at a signal; none where the process does not.
+
+    Only for a process whose native code keeps the interpreter's lock. The file is emptied first.
+    """
     if STACK_SIGNAL is None or not os.path.exists(path) or not _catches(pid, STACK_SIGNAL):
-        return False
-    if process_state.read_state(pid).stopped:
-        return False
+        return ()
     with contextlib.suppress(OSError):
         os.truncate(path, 0)
         os.kill(pid, STACK_SIGNAL)
-        return True
-    return False
-
-
-def _answer(path: str, late: bool) -> Frames:
-    """The frames that were written, once they are complete; or else none. late: take what there is.
-
-    A busy machine may take the core from a process in the middle of its answer, before it has written the user's line.
-    """
-    with contextlib.suppress(OSError), open(path, errors="replace") as file:
-        text = file.read()
-        if text.endswith(_LAST_LINES) or (late and text.endswith("\n")):
-            return _frames(_FRAME.findall(text))
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            late = time.monotonic() >= deadline
+            with open(path, errors="replace") as file:
+                text = file.read()
+            # A busy machine may take the core from a process in the middle of its answer.
+            if late or text.endswith(_LAST_LINES):
+                return _frames(_FRAME.findall(text)) if text.endswith("\n") else ()
     return ()
 
 

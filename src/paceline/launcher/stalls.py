@@ -8,7 +8,7 @@ for it (--stall-action).
 1. Every few seconds read the state of all ranks of this machine in /proc, and sample their stacks (stacks.py).
 2. Either a rank waits: its stack has not changed for the limit (--stall-timeout) and is in communication. Or a rank has
    been stopped for so long. Or no rank at all has moved. A rank that takes another batch moves, wherever it is found:
-   it counts its batches in a file (train/heartbeat.py).
+   it counts its batches in a file (train/heartbeat.py). So does one that runs code in Python which is no wait.
 3. Then say where all of them are; again after twice that time, four times, and so on while it lasts.
 
 Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch.
@@ -84,6 +84,8 @@ class _Sight:
 
     def as_before(self, other: _Sight) -> bool:
         """Has nothing moved between the two looks?"""
+        if self.last is not None and self.last.moves:
+            return False
         frames = [None if sight.last is None else sight.last.frames for sight in (self, other)]
         return frames[0] == frames[1] and self.beats == other.beats and self.state.stopped == other.state.stopped
 

@@ -9,7 +9,8 @@ differs from plain python in these things:
 - Ctrl-C ends it with exit code 130 and no traceback.
 - A process group that the script leaves open is closed at its exit.
 - Each line of output is written at once and in one piece: lines of several ranks do not mix, and none is lost.
-- On a signal from the launcher, it writes its stack into a file; so it does when its native code crashes.
+- A thread of Paceline's answers when the launcher asks where the script stands (stack_thread.py). When native code
+  crashes, the stack is written into a file.
 - Where it ends with exit code 0, it writes down at which line of the script (world.LEFT), and when all exit functions
   have run (world.DONE): a crash of native code after that, in a library's destructors, loses nothing.
 - `import torch` and the end of the interpreter take less time (torch_import.py).
@@ -37,6 +38,7 @@ import typing
 from collections.abc import Sequence
 
 from paceline.errors import LaunchError, PacelineError, chain_of, in_words
+from paceline.launcher import stack_thread
 from paceline.launcher.store_redirect import Redirect
 from paceline.launcher.torch_import import FasterTorch
 from paceline.world import (
@@ -53,8 +55,9 @@ from paceline.world import (
 )
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# The launcher's request for the stack. A process that does not handle SIGURG ignores it: a rank that ends, or becomes
-# another program (os.execv), just when the launcher asks goes on. SIGUSR1 and 2 belong to scripts and batch systems.
+# The launcher's request for the stack where native code keeps the interpreter's lock, and then only: see
+# stack_thread.py. A process that does not handle SIGURG ignores it: a rank that ends, or becomes another program
+# (os.execv), just when the launcher asks goes on. SIGUSR1 and 2 belong to scripts and batch systems.
 STACK_SIGNAL = signal.SIGURG if sys.platform == "linux" else None
 STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/(?!site-packages/)|^<frozen ")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -75,7 +78,8 @@ def main() -> None:
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
     pid = os.getpid()
-    atexit.register(_note_done, pid)  # the first to be registered is the last to be called
+    # The first to be registered are the last to be called. After this one only the thread ends that tells the stack.
+    atexit.register(_note_done, pid)
     atexit.register(_close_process_group, pid)
     _note_hard_exits(pid)
     hook = sys.excepthook = _ExceptHook()
@@ -125,9 +129,10 @@ def crash_file(error_file: str) -> str:
 
 
 def _register_stack_dump() -> None:
-    """Write the stack whenever STACK_SIGNAL comes, and at a crash, unless faulthandler is in use for that already."""
+    """Answer when the launcher asks for the stack, and write it at a crash, unless faulthandler is in use already."""
     path = os.environ.get(ERROR_FILE)
     if path and STACK_SIGNAL is not None:
+        stack_thread.serve(path)
         with contextlib.suppress(OSError):
             file = open(stack_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
             faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)

@@ -1,0 +1,189 @@
+"""The thread by which a worker says where its main thread stands, and how the launcher asks it. No torch; Linux only.
+
+The obvious tool, a signal at which faulthandler writes the stack, kills: from Python 3.11 on a signal that comes while
+the interpreter enters or leaves a function finds a frame that is half made, and the handler reads through it (SIGSEGV;
+measured with 3.11.7, 3.12.1 and 3.13.0: after some 10 to 300 requests to a process that calls small functions). A
+thread that takes the interpreter's lock finds every frame whole. It answers while the main thread computes, and while
+that waits in native code, as in a collective. It cannot where native code keeps the lock: `keeping_lock` tells, and for
+that case alone the signal is left (worker.py, stacks.py), which is safe there, since no frame changes.
+
+The request is a datagram to a socket without a file, whose name is made of the process and the run's folder, so that
+nothing is left over when a process is killed; the answer goes back to the sender. A forked child, as a DataLoader's
+worker, starts a thread and a socket of its own.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import resource
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+Frames = tuple[tuple[str, int, str], ...]  # innermost first: (file, line, function)
+
+
+@dataclass(frozen=True)
+class MainThread:
+    """What a process says of its main thread.
+
+    Attributes:
+        frames: where it is; empty where there is none.
+        runs_python: did it want the interpreter's lock? Then it neither waits nor computes in native code. The lock is
+            handed over at few places, the head of a loop or a call, so that even a quick loop is found at one line.
+    """
+
+    frames: Frames
+    runs_python: bool = False
+
+
+_NAME = "paceline-stack"  # of the thread, as `top -H` shows it; the kernel takes 15 characters
+_PR_SET_NAME = 15  # linux/prctl.h
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): the sender's process, user and group
+_MOST_FRAMES = 100
+_ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the lock
+_ANSWER_BYTES = 2**18  # more than a socket takes, as it comes
+# So many waits of the thread for the lock, in so many seconds, are in vain: each ends after 5 ms
+# (sys.getswitchinterval), and is the last where the lock is handed over.
+_VAIN_WAITS, _VAIN_SECONDS = 10, 0.2
+
+_inbox: socket.socket | None = None  # of this process
+_answering = _thread.allocate_lock()  # the thread holds it as long as it lives
+
+
+def serve(error_file: str) -> None:
+    """Start the thread, in this process and in each that is forked from it. error_file: of the worker (world.py)."""
+    _start(error_file)
+    atexit.register(_stop)
+    os.register_at_fork(after_in_child=lambda: _start(error_file))
+
+
+def _start(error_file: str) -> None:
+    global _inbox, _answering
+    if _inbox is not None:  # in a forked child: its parent's
+        _inbox.close()
+        _inbox, _answering = None, _thread.allocate_lock()
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # no socket or no thread to be had: then nobody can ask
+        inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        inbox.bind(_address(error_file, os.getpid()))
+        inbox.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        # Not by `threading`: a script that lists its threads, or waits for all of them, finds its own alone.
+        ready = _thread.allocate_lock()
+        ready.acquire()
+        _thread.start_new_thread(_answer_all, (inbox, _answering, ready))
+        _inbox = inbox
+        ready.acquire(timeout=1.0)  # until it has its name: the next line of the script may keep the lock for good
+
+
+def _stop() -> None:
+    """Have the thread end before the interpreter does."""
+    if _inbox is not None:
+        with contextlib.suppress(OSError):
+            _inbox.shutdown(socket.SHUT_RDWR)
+        _answering.acquire(timeout=1.0)
+
+
+def _address(error_file: str, pid: int) -> bytes:
+    """An abstract name (unix(7)). Two containers that share a network may have processes of one number: so the path."""
+    run = hashlib.sha256(os.path.abspath(error_file).encode()).hexdigest()[:16]
+    return f"\0paceline-stack-{run}-{pid}".encode()
+
+
+def _answer_all(inbox: socket.socket, answering: _thread.LockType, ready: _thread.LockType) -> None:
+    with answering:
+        with contextlib.suppress(Exception):  # a name is for people
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
+        ready.release()
+        space = socket.CMSG_SPACE(_CREDENTIALS.size)
+        while True:
+            with contextlib.suppress(OSError):  # who asked may have gone
+                question, extra, _, sender = inbox.recvmsg(1, space)
+                if not question:  # _stop
+                    return
+                users = [_CREDENTIALS.unpack(data)[1] for *_, data in extra if len(data) == _CREDENTIALS.size]
+                if sender and users and users[0] in (0, os.getuid()):
+                    inbox.sendto(json.dumps([_main_frames(), _is_wanted()]).encode(), sender)
+
+
+def _main_frames() -> Frames:
+    found: list[tuple[str, int, str]] = []
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and len(found) < _MOST_FRAMES:
+        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _is_wanted() -> bool:
+    """Does another thread want the interpreter's lock? Then it has it after this sleep, and this thread waits for it.
+
+    One wait is the sleep's own. A thread that a busy machine takes the core from does not wait.
+    """
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    time.sleep(_ASLEEP_SECONDS)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > before + 1
+
+
+def ask(error_files: Mapping[int, str], seconds: float) -> dict[int, MainThread]:
+    """What each process that answers in time says of its main thread, by process.
+
+    Args:
+        error_files: by process, the error file of its rank. A child that a rank has forked has the rank's.
+        seconds: how long to wait for all of them together.
+    """
+    found: dict[int, MainThread] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+        outbox.bind("")  # a name of the kernel's choice, for the answers
+        asked: dict[bytes, int] = {}
+        for pid, path in error_files.items():
+            address = _address(path, pid)
+            # Gone, or another program by now (os.execv), or it does not read: no answer comes.
+            with contextlib.suppress(OSError):
+                outbox.sendto(b"?", socket.MSG_DONTWAIT, address)
+                asked[address] = pid
+        deadline = time.monotonic() + seconds
+        while len(found) < len(asked) and (left := deadline - time.monotonic()) > 0:
+            outbox.settimeout(left)
+            with contextlib.suppress(OSError, ValueError):
+                answer, sender = outbox.recvfrom(_ANSWER_BYTES)
+                if sender in asked:
+                    frames, runs_python = json.loads(answer)
+                    frames = tuple((str(path), int(line), str(name)) for path, line, name in frames)
+                    found[asked[sender]] = MainThread(frames, bool(runs_python))
+    return found
+
+
+def keeping_lock(pids: Collection[int]) -> list[int]:
+    """Of these processes, which were asked and have not answered, those whose native code keeps the interpreter's lock.
+
+    Where code in Python runs, it hands the lock over at the first of the thread's waits; a thread that got no core has
+    not waited.
+    """
+    if not pids:
+        return []
+    before = {pid: _waits(pid) for pid in pids}
+    time.sleep(_VAIN_SECONDS)
+    return [pid for pid, waits in before.items() if waits is not None and (_waits(pid) or 0) - waits >= _VAIN_WAITS]
+
+
+def _waits(pid: int) -> int | None:
+    """How often the thread of this process has waited for something so far; None where there is no such thread."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/status") as file:
+                lines = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+            if lines.get("Name") == _NAME:
+                return int(lines["voluntary_ctxt_switches"])
+    return None

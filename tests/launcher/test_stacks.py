@@ -1,0 +1,105 @@
+"""The launcher asks workers where they stand: real processes, asked in their worst moments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.launcher import stack_thread
+from paceline.launcher.stacks import StackSample, sample_loader_workers, sample_stacks
+from paceline.world import ERROR_FILE
+
+DEADLINE_SECONDS = 30.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by abstract sockets, which Linux alone has")
+
+
+@contextmanager
+def a_worker(folder: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    """A worker as the launcher starts it, that has come to its line `open("there", "w")`."""
+    (folder / "script.py").write_text(f"import ctypes, os, sys, threading, time\n{code}\n")
+    command = [sys.executable, "-m", "paceline.launcher.worker", "script", "script.py"]
+    environment = {**os.environ, ERROR_FILE: str(folder / "rank0")}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not (folder / "there").exists():
+            assert process.poll() is None, process.returncode
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def stand(folder: Path, process: subprocess.Popen[str]) -> StackSample | None:
+    return sample_stacks({0: str(folder / "rank0")}, {0: process.pid}).get(0)
+
+
+def test_to_be_asked_between_calls_of_functions_kills_nobody(tmp_path: Path) -> None:
+    """A signal for faulthandler kills such a process after some 10 to 300 requests (CPython 3.11 to 3.13)."""
+    busy = "sys.setswitchinterval(1e-5)\nopen('there', 'w')\nwhile True: list(map(lambda a: a + 1, range(1000)))"
+    with a_worker(tmp_path, busy) as process:
+        stands = [stand(tmp_path, process) for _ in range(1000)]
+        assert process.poll() is None, process.returncode
+    assert sum(sample is not None and sample.moves for sample in stands) >= 900
+    said = {str(sample) for sample in stands if sample is not None}
+    assert said == {"script.py, line 4"}
+    assert sum(sample is not None for sample in stands) >= 990  # a busy machine may lack the core for one
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("open('there', 'w'); threading.Event().wait()", "script.py, line 2, in wait()"),
+        ("open('there', 'w'); ctypes.CDLL(None).sleep(300)", "script.py, line 2"),
+        ("open('there', 'w'); ctypes.PyDLL(None).sleep(300)", "script.py, line 2"),  # keeps the interpreter's lock
+    ],
+    ids=["python", "native", "native-with-the-lock"],
+)
+def test_a_worker_that_waits_says_where(tmp_path: Path, code: str, said: str) -> None:
+    with a_worker(tmp_path, code) as process:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while str(stand(tmp_path, process)) != said:  # it may not have come to the call yet
+            assert time.monotonic() < deadline, stand(tmp_path, process)
+        stands = [stand(tmp_path, process) for _ in range(10)]
+        assert not any(sample is not None and sample.moves for sample in stands)
+
+
+def test_the_signal_is_for_native_code_that_keeps_the_lock_alone(tmp_path: Path) -> None:
+    """Here code in Python keeps it: faulthandler would read frames that change."""
+    code = "sys.setswitchinterval(1000)\nopen('there', 'w')\nwhile True: list(map(lambda a: a + 1, range(1000)))"
+    with a_worker(tmp_path, code) as process:
+        assert [stand(tmp_path, process) for _ in range(20)] == [None] * 20
+        assert process.poll() is None, process.returncode
+        assert (tmp_path / "rank0.stand").read_text() == ""
+
+
+def test_a_forked_child_speaks_for_itself(tmp_path: Path) -> None:
+    code = "child = os.fork()\nif child == 0: time.sleep(300)\nopen('there', 'w')\nos.wait()"
+    with a_worker(tmp_path, code) as process:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while str(stand(tmp_path, process)) != "script.py, line 5":
+            assert time.monotonic() < deadline, stand(tmp_path, process)
+        child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        (said,) = stack_thread.ask({child: str(tmp_path / "rank0")}, 5.0).values()
+        os.kill(child, 9)
+    assert str(StackSample(said.frames, 0.0)) == "script.py, line 3"
+    assert sample_loader_workers(str(tmp_path / "rank0"), os.getpid()) == []  # of others, nobody is asked
+
+
+def test_a_script_does_not_see_the_thread_and_ends_as_ever(tmp_path: Path) -> None:
+    code = "open('there', 'w')\nsys.stdin.read()\nprint(threading.active_count())"
+    with a_worker(tmp_path, code) as process:
+        assert process.communicate("", timeout=DEADLINE_SECONDS)[0] == "1\n"
+        assert process.returncode == 0
