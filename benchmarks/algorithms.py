@@ -86,8 +86,8 @@ def count_bytes(folder: str, with_server: bool) -> float | None:
     counted = 0
     for step, (x,) in enumerate(run.loader(data, global_batch=32)):
         if step in (WARM_UP, WARM_UP + COUNTED_STEPS):
+            run.sum(0)  # all have ended the step before: nothing of it is left in the kernel, to be sent
             counted = _sent() - counted
-            run.sum(0)  # all have ended the step before
             if with_server and run.main:
                 _mark(marks, "began" if step == WARM_UP else "ended")
             if step > WARM_UP:

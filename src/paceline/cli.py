@@ -59,7 +59,8 @@ def _pet(name: str, **rest: Any) -> Callable[[Any], Any]:
 _processes = _options(
     click.option(
         "--nproc", "--nproc-per-node", default="1", show_default=True, metavar="N",
-        envvar="PET_NPROC_PER_NODE", help="Processes on this machine: a number, or gpu, cpu, auto.",
+        envvar="PET_NPROC_PER_NODE",
+        help="Processes on this machine: a number, or gpu, cpu, auto. MIN:MAX: after restarts perhaps fewer.",
     ),
     click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
     click.option(

@@ -115,6 +115,33 @@ def test_servers_need_no_gpu(
     check_devices(plan.nproc, plan.device, gpus, plan.on_cpu)
 
 
+def test_a_machine_may_come_to_have_fewer_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (script := tmp_path / "train.py").touch()
+    monkeypatch.setattr(plan_module, "available_cores", lambda: 4)
+
+    def counts(gpus: int, nproc: str, strategy: str = "ddp", **settings: str) -> tuple[tuple[int, int] | None, int]:
+        monkeypatch.setattr(plan_module, "_visible_gpus", lambda: gpus)
+        plan = make_plan(str(script), [], nproc, {"strategy": strategy, **settings}, check, max_restarts=1)
+        check_devices(plan.nproc, plan.device, gpus, plan.on_cpu)
+        return plan.elastic, plan.nproc
+
+    assert counts(0, "2:4") == ((2, 4), 4)
+    assert counts(8, "6:gpu") == ((6, 8), 8)
+    assert counts(7, "6:8") == ((6, 8), 7)  # a device has gone before the start
+    assert counts(7, "6:8", device="cpu") == ((6, 8), 8)
+    assert counts(2, "3:4", "parameter_server") == ((3, 4), 3)  # the server needs none
+    assert counts(8, "8") == (None, 8)
+    with pytest.raises(LaunchError, match="2 devices are visible"):
+        counts(2, "3:4")
+    with pytest.raises(SettingError, match=r"needs at least two processes.*\(--nproc 1:4 may come to 1\.\)"):
+        counts(0, "1:4", "fsdp")
+    for nproc in ("0:2", "3:2", ":2", "a:2", "2:", "1:2:3", "-1:2"):
+        with pytest.raises(LaunchError, match=f"--nproc {nproc}"):
+            counts(0, nproc)
+    with pytest.raises(LaunchError, match=r"--nproc 1:2: .* Give --max-restarts"):
+        make_plan(str(script), [], "1:2", {})
+
+
 @pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", "", "gpu"])
 def test_bad_number_of_processes(nproc: str) -> None:
     with pytest.raises(LaunchError, match=f"--nproc {nproc}"):

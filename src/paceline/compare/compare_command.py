@@ -15,6 +15,7 @@ from paceline.compare.document import make_document
 from paceline.compare.rounds import check_cases, run_rounds
 from paceline.compare.table import render_table
 from paceline.errors import SettingError
+from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.plan import available_cores, count_processes
 from paceline.trials.json_file import check_writable, write_json
@@ -34,7 +35,7 @@ def compare(options: CompareOptions) -> int:
     """
     length = _length(options)
     check_script(options.script)  # the cheapest check first
-    nproc = count_processes(options.nproc, available_cores(), _device_count)
+    nproc = count_processes(options.nproc, available_cores(), device_count)
     asked = _cases(options, nproc)
     check_cases(options.script, asked, length, named=options.strategies is not None)
     for path in filter(None, (options.json_file, options.html_file)):
@@ -78,11 +79,5 @@ def _cases(options: CompareOptions, nproc: int) -> list[Case]:
         of.read_precisions(options.precision),
         of.read_batches(options.global_batch),
         nproc,
-        replica_devices(str(options.script.settings.get("device") or ""), nproc, _device_count),
+        replica_devices(str(options.script.settings.get("device") or ""), nproc, device_count),
     )
-
-
-def _device_count() -> int:
-    from paceline.launcher.supervise import device_count
-
-    return device_count()

@@ -23,6 +23,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -34,6 +35,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paceline.launcher import early_start, processes, report
+from paceline.launcher.checks import device_count, room_for
 from paceline.launcher.early_exits import EarlyExits, read_place
 from paceline.launcher.endings import crashed_when_done, make_ending, told_exit_code
 from paceline.launcher.interrupts import Interrupts
@@ -41,12 +43,26 @@ from paceline.launcher.output import Output, say
 from paceline.launcher.peers import Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import InterruptibleRendezvous, workers_store
+from paceline.launcher.restart_policy import Restarts
 from paceline.launcher.stacks import sample_stacks
 from paceline.launcher.stalls import STALLED, Stalls
 from paceline.launcher.stop_request import StopRequest
 from paceline.timeline.chrome_trace import join_left
 from paceline.torch_private.elastic import SimpleElasticAgent
-from paceline.world import JOINED, KEEPS, MAY_DIE, ROLE, SAVED, TICKET, TICKET_FILE, TRACE, WRITING, World
+from paceline.world import (
+    BEAT,
+    JOINED,
+    KEEPS,
+    MAY_DIE,
+    ROLE,
+    SAVED,
+    TICKET,
+    TICKET_FILE,
+    TRACE,
+    WRITING,
+    World,
+    read_beat,
+)
 
 SETTLE_SECONDS = 1.0
 LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
@@ -86,7 +102,8 @@ class Agent(SimpleElasticAgent):
         self._commands: list[processes.Command] = []  # that the workers were started with
         self._rejoined: set[int] = set()  # local ranks that were started again alone, to rejoin the others
         self._too_late: set[int] = set()  # of these, those that found nobody and were ended
-        self._starts = 0  # of the ranks so far
+        self._restarts = Restarts(plan.max_restarts, *(plan.elastic or (plan.nproc, plan.nproc)), plan.nproc)
+        self._told_ranks = self._restarts.full  # how many processes the user thinks there are
         self._rounds = 0  # that the machines have begun with the stores of one rendezvous
         self._failed = False  # were the workers ended because of a failure?
         self._again = False  # is the next start that after a lost rendezvous?
@@ -102,12 +119,18 @@ class Agent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         if self._again:  # supervise.py has said why
             self._again = False
-        elif self._starts and self._failed:
-            most = self._plan.max_restarts
-            say(f"{self.story}paceline: restart {most - self._remaining_restarts} of {most}.\n")
+        elif self._restarts.starts and self._failed:
+            say(f"{self.story}paceline: restart {self._restarts.used} of {self._restarts.most}.\n")
             self.story = ""  # told
-        elif self._starts:
+        elif self._restarts.starts:
             say("paceline: machines have come; all ranks start again.\n")
+        ranks = self._restarts.ranks
+        if ranks != self._told_ranks:
+            self._told_ranks = ranks
+            processes = "1 process" if ranks == 1 else f"{ranks} processes"
+            say(f"paceline: {processes} on this machine now (--nproc {self._restarts.fewest}:{self._restarts.full}).\n")
+        self._plan = replace(self._plan, nproc=ranks)
+        worker_group.spec.local_world_size = ranks
         worker_group.store = self._store = None  # so that the former store stops listening
         self._interrupts.deferred = False  # nothing runs: end at once
         self._interrupts.check()
@@ -127,8 +150,8 @@ class Agent(SimpleElasticAgent):
             store = PrefixStore(str(self._rounds), store)
         self._rounds += 1
         self._peers = Peers(store, node, nodes, self._plan.nodes.endpoint, self._interrupts.check)
-        starts, used = self._peers.agree(self._starts, self._plan.max_restarts - self._remaining_restarts)
-        self._starts, self._remaining_restarts = starts + 1, self._plan.max_restarts - used
+        starts, used = self._peers.agree(self._restarts.starts, self._restarts.used)
+        self._restarts = self._restarts.met(starts, used)
         self._door = None
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, InterruptibleRendezvous) and handler.guard is not None:
@@ -184,7 +207,7 @@ class Agent(SimpleElasticAgent):
         )
 
     def _error_file(self, rank: int) -> str:
-        return early_start.error_file(self._output, rank, self._starts - 1)
+        return early_start.error_file(self._output, rank, self._restarts.starts - 1)
 
     # ------------------------------------------------------------ watching
 
@@ -208,14 +231,15 @@ class Agent(SimpleElasticAgent):
         stalled = self._stalls.poll(self._running(), lambda: self._early_exits.words(left) if left else "")
         if stalled is None:
             return RunResult(WorkerState.HEALTHY)
-        if self._stalls.action == "end":
-            self._remaining_restarts = 0
-        result = self._fail(stalled, None)
+        result = self._fail(stalled, None, final=self._stalls.action == "end")
         self.exit_code = STALLED
         return result
 
-    def _fail(self, problem: str | None, elsewhere: Failure | None) -> RunResult:
-        """End this machine's workers and say why: their own failure, or `problem`, or a failure `elsewhere`."""
+    def _fail(self, problem: str | None, elsewhere: Failure | None, final: bool = False) -> RunResult:
+        """End this machine's workers and say why: their own failure, or `problem`, or a failure `elsewhere`.
+
+        final: there is to be no restart.
+        """
         endings = [*self._endings.values(), *self._leaving()]
         self.exit_code, consequence = 1, False
         ours = None if problem or not any(ending.failed for ending in endings) else report.cause(endings)
@@ -236,19 +260,40 @@ class Agent(SimpleElasticAgent):
         if elsewhere is None or ours is not None:  # others know their own
             with contextlib.suppress(RendezvousLost):
                 self._peers.publish_failure(text, consequence or elsewhere is not None)
-        if self._remaining_restarts > 0 and self._peers.any_finished():
-            self._remaining_restarts = 0
-            self.story += "There is no restart: another machine has ended its part already.\n"
-        if problem is None and self._remaining_restarts > 0:
+        again = None if final else self._after_failure()
+        if problem is None and again is not None:
             self._await_handover()
         self._failed = True
         self.refused = bool(endings) and all(ending.refusal for ending in endings)
         self._shutdown()
-        if self._remaining_restarts == 0:
+        self._remaining_restarts = 0 if again is None else 1  # by which torch decides, and takes off one
+        if again is None:
             with contextlib.suppress(RendezvousLost):
                 self._peers.linger()
+        else:
+            self._restarts = again
         failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
+
+    def _after_failure(self) -> Restarts | None:
+        """What is to start again; None: nothing."""
+        if self._restarts.left:
+            self._restarts = self._restarts.heard(self._peers.count_alone())
+        if not self._restarts.left:
+            return None
+        if self._peers.any_finished():
+            self.story += "There is no restart: another machine has ended its part already.\n"
+            return None
+        endings = self._endings.values()
+        died = sum(ending.failed and not ending.consequence and not ending.expendable for ending in endings)
+        moved = any(read_beat(self._error_file(rank) + BEAT) for rank in self._ranks)
+        room = room_for(self._plan.device, device_count(), self._plan.on_cpu)
+        again = self._restarts.after_failure(died, moved, room)
+        if again is None:
+            self.story += (
+                f"There is no restart: this machine has devices for {room} of {self._restarts.fewest} ranks.\n"
+            )
+        return again
 
     def _await_handover(self) -> None:
         """Let the ranks that live come to a collective, which tells them that one has died, and leave their state for
@@ -338,11 +383,13 @@ class Agent(SimpleElasticAgent):
         """Start one rank again alone, to rejoin the others, if a signal killed it and restarts are left."""
         ticket = self._error_file(rank) + TICKET_FILE
         ended = any(other.code == 0 for other in self._endings.values())
-        if ending.error is not None or self._remaining_restarts < 1 or ended or not os.path.exists(ticket):
+        if ending.error is not None or not self._restarts.left or ended or not os.path.exists(ticket):
             return
-        self._remaining_restarts -= 1
-        most = self._plan.max_restarts
-        say(f"paceline: restart {most - self._remaining_restarts} of {most}: rank {rank}, to join the others.\n")
+        again = self._restarts.after_death_of_one(self._peers.count_alone(1))
+        if again is None:  # another machine has taken the last
+            return
+        self._restarts = again
+        say(f"paceline: restart {again.used} of {again.most}: rank {rank}, to join the others.\n")
         with contextlib.suppress(FileNotFoundError):
             os.remove(self._error_file(rank) + JOINED)
         output = self._output.open(rank, first=local_rank == 0)
@@ -421,22 +468,19 @@ class Agent(SimpleElasticAgent):
             self.exit_code, self.story = 1, f"{failure.text}\n"
 
     @property
-    def restarts_left(self) -> int:
-        return int(self._remaining_restarts)
+    def restarts_used(self) -> int:
+        return self._restarts.used
 
     def restarts_without_keeper(self) -> bool:
         """May the ranks start again, though the rendezvous is lost? That takes up a restart."""
-        if not self._starts:  # the machines have never met
-            return False
-        if self._failed:  # ranks had failed first, by which the restart is taken up already
-            return True
-        self._remaining_restarts -= 1
-        return self._remaining_restarts >= 0
+        again = self._restarts.after_loss_of_keeper(self._failed) if self._restarts.starts else None  # else: never met
+        if again is not None:
+            self._restarts = again
+        return again is not None
 
     def follow(self, former: Agent) -> None:
         """Go on where another agent of this launcher has lost its rendezvous."""
-        self._starts, self._remaining_restarts = former._starts, former.restarts_left
-        self._again = True
+        self._restarts, self._told_ranks, self._again = former._restarts, former._told_ranks, True
 
     def leave(self, why: str) -> None:
         """Tell the other machines that this one ends, and why."""

@@ -96,6 +96,24 @@ def check_port(host: str, port: int, option: str) -> None:
             ) from None
 
 
+def device_count() -> int:
+    """The number of visible accelerators; 0 where there are none. For CUDA by NVML, which makes no context.
+
+    Loads torch.
+    """
+    import torch
+
+    if torch.version.cuda or torch.version.hip:
+        return torch.cuda.device_count()
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def room_for(device: str | None, count: int, on_cpu: int = 0) -> int | None:
+    """How many workers the devices of this machine suffice for, one each; None: any number. As for `check_devices`."""
+    told = device is not None and (device.startswith("cpu") or ":" in device)
+    return None if count == 0 or told else count + on_cpu
+
+
 def check_devices(nproc: int, device: str | None, count: int, on_cpu: int = 0) -> None:
     """Raises LaunchError where several workers would have to share a device, unless `device` says which they use.
 
@@ -105,14 +123,14 @@ def check_devices(nproc: int, device: str | None, count: int, on_cpu: int = 0) -
         count: the visible devices; 0: there are only CPUs.
         on_cpu: how many of the workers need none.
     """
-    told = device is not None and (device.startswith("cpu") or ":" in device)
-    if count == 0 or nproc - on_cpu <= count or told:
+    room = room_for(device, count, on_cpu)
+    if room is None or nproc <= room:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     devices = "1 device is" if count == 1 else f"{count} devices are"
     each = "each process needs one of its own" if on_cpu == 0 else f"all but {on_cpu} of the processes need one each"
     raise LaunchError(
-        f"--nproc {nproc}: {devices} visible on this machine{why}, and {each}. Use --nproc {count + on_cpu} (or "
+        f"--nproc {nproc}: {devices} visible on this machine{why}, and {each}. Use --nproc {room} (or "
         "`auto`), or --device cpu to train on the CPU. (--device cuda:0 has all of them share one, to try things out.)"
     )

@@ -32,6 +32,7 @@ class Plan:
         script: path of the user's script, as typed; a module's name; or the file of a pickled function.
         args: its arguments, untouched.
         nproc: the number of workers on this machine.
+        elastic: the fewest and the most workers that a restart may come to (restart_policy.py); None: always `nproc`.
         settings: what was given on the command line, by name. "config" is a file's path.
         kind: what `script` is: "script", "module" or "function".
         nodes: which machines take part.
@@ -55,6 +56,7 @@ class Plan:
     args: tuple[str, ...]
     nproc: int
     settings: Mapping[str, object]
+    elastic: tuple[int, int] | None = None
     kind: str = "script"
     nodes: Nodes = ALONE
     max_restarts: int = 0
@@ -99,14 +101,30 @@ def make_plan(
     checks.check_outer_world(os.environ, nodes)
     given, layers = _settings(script, kind, settings)
     device = config.resolve(*layers)[0].device
+    fewest, elastic, most = str(nproc).rpartition(":")
     beside = 0  # workers beside those that have a GPU each
-    if check_strategy is not None and str(nproc) in ("gpu", "auto") and not nodes.several:
+    if check_strategy is not None and most in ("gpu", "auto") and not nodes.several:
         beside = _check_strategy(check_strategy, layers, None)
-    count = count_processes(nproc, available_cores(), _visible_gpus, beside)
+    if elastic:
+        _check_range(str(nproc), fewest, most, rest.get("max_restarts", 0))
+    count = count_processes(most, available_cores(), _visible_gpus, beside)
+    if elastic:
+        if int(fewest) > count:
+            raise LaunchError(f"--nproc {nproc}: {most} is {count} here, which is less. Give MIN:MAX, such as 6:8.")
+        rest["elastic"] = (int(fewest), count)
     on_cpu = 0
     if check_strategy is not None:
-        size = count * nodes.max_nodes if nodes.min_nodes == nodes.max_nodes else None
-        on_cpu = _check_strategy(check_strategy, layers, size)
+        fixed = nodes.min_nodes == nodes.max_nodes
+        for ranks in range(int(fewest or count), count + 1):  # the last result is that of all
+            try:
+                on_cpu = _check_strategy(check_strategy, layers, ranks * nodes.max_nodes if fixed else None)
+            except SettingError as error:
+                if ranks == count:
+                    raise
+                raise SettingError(f"{error} (--nproc {nproc} may come to {ranks}.)") from None
+    if elastic:
+        room = checks.room_for(device, _visible_gpus(), on_cpu)
+        count = count if room is None else max(int(fewest), min(count, room))
     if not nodes.several and nodes.port:
         checks.check_port("127.0.0.1", nodes.port, "--master-port")
     elif nodes.backend == "static" and nodes.rank == 0:
@@ -187,6 +205,20 @@ def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int], besid
     if count < 1:
         raise LaunchError(f"--nproc {nproc}: give the number of processes, 1 or more (or `gpu`, `cpu` or `auto`).")
     return count
+
+
+def _check_range(nproc: str, fewest: str, most: str, max_restarts: int) -> None:
+    """Raises LaunchError for a `--nproc MIN:MAX` that cannot work."""
+    if not fewest.isdecimal() or int(fewest) < 1 or not (most.isdecimal() or most in ("gpu", "cpu", "auto")):
+        raise LaunchError(
+            f"--nproc {nproc}: give MIN:MAX, two numbers of processes, such as 6:8. MIN is at least 1, and MAX may be "
+            "`gpu`, `cpu` or `auto`."
+        )
+    if max_restarts < 1:
+        raise LaunchError(
+            f"--nproc {nproc}: a run goes on with fewer processes after a restart, and there is none. Give "
+            "--max-restarts too (paceline run takes it), or one number."
+        )
 
 
 def available_cores() -> int:

@@ -34,6 +34,7 @@ _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/co
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$")
 _DECORATORS = ("wrapper", "decorate_context")  # of torch's, around what the script calls
 _DATA_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
+_HANDS_OVER = re.compile(r"/torch/multiprocessing/")
 _WORKER_LOOP = re.compile(r"/torch/utils/data/_utils/worker\.py$")
 
 
@@ -72,8 +73,12 @@ class StackSample:
 
     @property
     def loads(self) -> bool:
-        """Does it wait for the worker processes of a DataLoader?"""
-        path = next((path for path, *_ in self.frames if not STANDARD_LIBRARY.search(path)), "")
+        """Does it wait for the worker processes of a DataLoader?
+
+        Also for a batch that has come, whose memory the worker that made it must still hand over.
+        """
+        own = (path for path, *_ in self.frames if not STANDARD_LIBRARY.search(path))
+        path = next((path for path in own if not _HANDS_OVER.search(path)), "")
         return bool(_DATA_LOADER.search(path))
 
 

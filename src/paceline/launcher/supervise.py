@@ -8,13 +8,12 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousHandler
 
 from paceline.launcher.agent import Agent
-from paceline.launcher.checks import check_devices
+from paceline.launcher.checks import check_devices, device_count
 from paceline.launcher.early_start import EarlyWorkers
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output, say
@@ -92,7 +91,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
         interrupts.deferred = False
         interrupts.check()
         say(
-            f"paceline: restart {plan.max_restarts - agent.restarts_left} of {plan.max_restarts}, when the launcher at "
+            f"paceline: restart {agent.restarts_used} of {plan.max_restarts}, when the launcher at "
             f"{plan.nodes.endpoint} is there again. All machines that take part meet there.\n"
         )
         former, early = agent, None
@@ -121,10 +120,3 @@ def _set(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def device_count() -> int:
-    """The number of visible accelerators; 0 where there are none. For CUDA by NVML, which makes no context."""
-    if torch.version.cuda or torch.version.hip:
-        return torch.cuda.device_count()
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0

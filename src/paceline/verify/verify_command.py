@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 from paceline.errors import SettingError
+from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.plan import available_cores, count_processes
 from paceline.trials.json_file import check_writable, write_json
@@ -37,7 +38,7 @@ def verify(options: VerifyOptions) -> int:
     if options.json_file is not None:
         check_writable(options.json_file)
     check_script(options.script)
-    nproc = count_processes(options.nproc, available_cores(), _device_count)
+    nproc = count_processes(options.nproc, available_cores(), device_count)
     if nproc < 2:
         raise SettingError(f"--nproc {nproc}: one process is what others are compared with. Give at least 2.")
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder, Interrupts() as interrupts:
@@ -54,17 +55,11 @@ def verify(options: VerifyOptions) -> int:
     return answer.code
 
 
-def _device_count() -> int:
-    from paceline.launcher.supervise import device_count
-
-    return device_count()
-
-
 class LaunchedRuns(Runs):
     """Runs in fresh processes."""
 
     def __init__(self, options: VerifyOptions, nproc: int, folder: str, interrupts: Interrupts) -> None:
-        super().__init__(options, nproc, folder, _device_count)
+        super().__init__(options, nproc, folder, device_count)
         self._interrupts = interrupts
         self.length = Length(options.steps, 0, options.deadline)
 
