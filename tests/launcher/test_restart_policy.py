@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.launcher.restart_policy import Restarts
 
-HISTORIES = int(os.environ.get("RESTART_HISTORIES", "300"))  # for a change of the policy: 100,000, in some ten minutes
+HISTORIES = int(os.environ.get("RESTART_HISTORIES", "300"))  # for a change of the policy: 100,000, in ten to thirty minutes
 
 
 @dataclass
