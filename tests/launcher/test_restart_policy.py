@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline.launcher.restart_policy import Restarts
 
-HISTORIES = int(os.environ.get("RESTART_HISTORIES", "300"))  # for a change of the policy: 100,000, in ten to thirty minutes
+# For a change of the policy: 100,000, in ten to thirty minutes.
+HISTORIES = int(os.environ.get("RESTART_HISTORIES", "300"))
 
 
 @dataclass
