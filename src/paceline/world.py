@@ -48,6 +48,7 @@ DONE = ".done"  # after LEFT: all exit functions of Python's have run too
 BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endian, written in place
 TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
 KEEPS = ".keeps"  # the rank would hand its state on if another died (train/newest_state.py); WRITING: it does so now
+SAVES = ".saves"  # asked to stop, the rank would save a checkpoint, from which the script goes on when started again
 SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; the content is its path
 # A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
 STOP_FILE = "PACELINE_STOP_FILE"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -14,11 +15,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from paceline.errors import LaunchError
 from paceline.launcher import rendezvous
 from paceline.launcher.nodes import read_nodes
 from paceline.launcher.rendezvous import _is_local
+from paceline.train.randomness import permutation
 
 DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
 
@@ -208,6 +213,74 @@ def test_a_machine_joins_a_run(machines: Machines) -> None:
     assert int(starts) >= 1
     assert last == ["end 0", "end 1", f"start {starts} 2 0", f"start {starts} 2 1"]
     assert both[0][2].startswith("paceline: machines have come; all ranks start again.\n")
+
+
+TRAINING = """
+import json, os, sys, time
+import torch, paceline
+from pathlib import Path
+
+run = paceline.start(device="cpu", seed=4, progress="off", strategy=sys.argv[1])
+x = torch.arange(24.0, dtype=torch.float64).reshape(12, 2) / 24
+model = torch.nn.Linear(2, 1).double()
+torch.nn.init.ones_(model.weight)
+torch.nn.init.zeros_(model.bias)
+model, optimizer = run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+loader = run.loader(torch.utils.data.TensorDataset(x, torch.arange(12)), global_batch=4, shuffle=True)
+run.restore("saved", missing_ok=True)
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+for epoch in run.epochs(200):
+    for batch, index in loader:
+        run.backward((model(batch) - 1).square().mean())
+        run.step(optimizer)
+        with open(f"{start}-{run.rank}.seen", "a") as file:
+            print(json.dumps([run.steps, run.world_size, index.tolist()]), file=file)
+        if run.steps == 30:
+            Path("under-way").touch()
+            while run.world_size == 1 and not Path("come").exists(): time.sleep(0.01)
+        time.sleep(0.01)
+run.export("model.safetensors")
+"""
+
+
+def test_no_step_is_made_again_when_a_machine_joins_a_run(machines: Machines) -> None:
+    """The script saves nothing by itself: the ranks are asked to, before they start again with the second machine's."""
+    (machines.directory / "script.py").write_text(TRAINING)
+    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
+    machines.start("ddp", *place)
+    machines.wait_for("under-way")
+    machines.start("ddp", *place)
+    (machines.directory / "come").touch()
+    both = machines.end()
+    assert [code for code, _, _ in both] == [0, 0], both
+    assert "paceline: machines have come: a checkpoint is saved after one of the next steps.\n" in both[0][2]
+    made: dict[int, list[int]] = {}
+    sizes = set()
+    starts: dict[int, set[str]] = {}
+    for file in machines.directory.glob("*.seen"):
+        for step, size, index in map(json.loads, file.read_text().splitlines()):
+            made.setdefault(step, []).extend(index)
+            starts.setdefault(step, set()).add(file.stem.partition("-")[0])
+            sizes.add(size)
+    assert sizes == {1, 2}
+    assert all(len(found) == 1 for found in starts.values()), "a step was made by two starts"
+    assert sorted(made) == list(range(1, 601))
+    order = [permutation(12, 4, "train", epoch) for epoch in range(200)]
+    assert [sorted(made[step]) for step in range(1, 601)] == [
+        sorted(order[step // 3][step % 3 * 4 : step % 3 * 4 + 4].tolist()) for step in range(600)
+    ]
+    model = nn.Linear(2, 1).double()
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x = torch.arange(24.0, dtype=torch.float64).reshape(12, 2) / 24
+    for step in range(600):
+        optimizer.zero_grad()
+        (model(x[made[step + 1]]) - 1).square().mean().backward()
+        optimizer.step()
+    found = load_file(machines.directory / "model.safetensors")
+    for name, expected in model.state_dict().items():
+        assert torch.allclose(found[name], expected, rtol=0, atol=1e-10)
 
 
 def test_which_machine_keeps_the_rendezvous() -> None:

@@ -56,6 +56,7 @@ from paceline.world import (
     MAY_DIE,
     ROLE,
     SAVED,
+    SAVES,
     TICKET,
     TICKET_FILE,
     TRACE,
@@ -457,6 +458,28 @@ class Agent(SimpleElasticAgent):
         lines = [f"not done after {limit:g} s"]
         lines += [f"rank {rank} stands at {where[rank]}" if rank in where else f"rank {rank} runs" for rank in running]
         return "\n".join(lines)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """torch calls it after a failure, and where machines have come."""
+        if not self._failed:
+            self._let_save()
+        super()._restart_workers(worker_group)
+
+    def _let_save(self) -> None:
+        """Let the ranks save a checkpoint and end, where they can, so that no step is made again."""
+        if self._stop_request is None:
+            return
+        began = time.monotonic()
+        while running := self._running():
+            able = all(os.path.exists(self._error_file(rank) + SAVES) for rank in running)
+            failed = any(ending.failed for ending in self._endings.values()) or self._peers.poll() is not None
+            if not able or failed or time.monotonic() - began > self._stalls.limit:
+                return
+            self._interrupts.check()
+            self._stop_request.poll(True, "machines have come")
+            time.sleep(self._plan.monitor_seconds)
+            self._poll_workers()
+            self._output.show()
 
     # ------------------------------------------------------------ ending
 

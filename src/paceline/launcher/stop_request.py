@@ -35,8 +35,13 @@ class StopRequest:
         self._phase, self._polled = 0, 0.0
         self._write(0)
 
-    def poll(self, asked: bool) -> None:
-        """Do what is due. asked: did a signal come to this launcher?"""
+    def poll(self, asked: bool, why: str = "asked to stop") -> None:
+        """Do what is due.
+
+        Args:
+            asked: did a signal come to this launcher, or is there another cause?
+            why: that cause, as it is told to the user.
+        """
         now = time.monotonic()
         if self._phase == DECIDE or (not asked and (self._nodes == 1 or now - self._polled < POLL_SECONDS)):
             return
@@ -46,7 +51,7 @@ class StopRequest:
             self._write(LOOK)
             counted = self._peers.add_stop() if self._nodes > 1 else 1
             if self._node == 0:
-                say("paceline: asked to stop: a checkpoint is saved after one of the next steps.\n")
+                say(f"paceline: {why}: a checkpoint is saved after one of the next steps.\n")
         if self._node == 0 and counted == self._nodes:
             self._write(DECIDE)
 

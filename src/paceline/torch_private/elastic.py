@@ -9,7 +9,15 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from paceline.torch_private.support import require
 
-OVERRIDDEN = ("_rendezvous", "_start_workers", "_stop_workers", "_monitor_workers", "_exit_barrier", "_shutdown")
+OVERRIDDEN = (
+    "_rendezvous",
+    "_start_workers",
+    "_stop_workers",
+    "_restart_workers",
+    "_monitor_workers",
+    "_exit_barrier",
+    "_shutdown",
+)
 """The methods that launcher/agent.py has of its own."""
 USED = ("_remaining_restarts", "_store")
 """The attributes that it reads and sets: how often it may start again; the store of the round at hand."""

@@ -10,6 +10,8 @@ step, and may be a step apart when the signal comes, on machines that hear of it
 3. After that step all ranks save, tell their launchers so, and end. The launcher's exit code says that the run is not
    done; started again, the script restores the checkpoint.
 
+The launcher asks too where machines have come, and all ranks are to start again with them: then no step is lost.
+
 Before anybody asks, a step costs one read of a byte in memory.
 """
 
@@ -31,7 +33,7 @@ from paceline.errors import WorldError
 from paceline.strategies.base import Strategy
 from paceline.train import manifest
 from paceline.train.loader import Loader
-from paceline.world import DECIDE, SAVED, Preempted, store_place, tell_launcher
+from paceline.world import DECIDE, SAVED, SAVES, Preempted, store_place, tell_launcher
 
 _STORE_SECONDS = 60.0
 _LAG = 2
@@ -73,6 +75,8 @@ class Preemption:
         """The script has looked there for a checkpoint, and will again when it is started the next time."""
         if not (directory / manifest.NAME).exists():  # else it names one checkpoint, and will start from that again
             self._restores = directory
+            if self._in_step():
+                tell_launcher(os.environ, SAVES)
 
     def after_batch(self, loader: Loader) -> None:
         """The script comes back for its next training batch. Saves and raises Preempted at the step decided on."""
@@ -103,7 +107,7 @@ class Preemption:
                 "the script restores none when it is started again. Call run.restore(DIRECTORY, missing_ok=True) after "
                 "run.prepare"
             )
-        elif transport.channel() is not None or not self._strategy.plan.in_step:
+        elif not self._in_step():
             problem = "processes that are not in step, or may come and go, cannot agree on one. Save now and then"
         if problem is not None:
             if not self._refused:
@@ -117,6 +121,10 @@ class Preemption:
             # collective that rank 0 went on, must find the step by then. `get` is answered after it, in their order.
             self._store.get(self._key)
         return at
+
+    def _in_step(self) -> bool:
+        """Can the ranks agree on a step?"""
+        return transport.channel() is None and self._strategy.plan.in_step
 
     def _decision(self) -> int | None:
         """The step that rank 0 has told, if it has."""
