@@ -1,11 +1,12 @@
 """The thread by which a worker says where its main thread stands, and how the launcher asks it. No torch; Linux only.
 
 The obvious tool, a signal at which faulthandler writes the stack, kills: from Python 3.11 on a signal that comes while
-the interpreter enters or leaves a function finds a frame that is half made, and the handler reads through it (SIGSEGV;
-measured with 3.11.7, 3.12.1 and 3.13.0: after some 10 to 300 requests to a process that calls small functions). A
-thread that takes the interpreter's lock finds every frame whole. It answers while the main thread computes, and while
-that waits in native code, as in a collective. It cannot where native code keeps the lock: `keeping_lock` tells, and for
-that case alone the signal is left (worker.py, stacks.py), which is safe there, since no frame changes.
+the interpreter enters or leaves a function finds a frame that is half made, and the handler reads through it (SIGSEGV,
+python/cpython/issues/116008; measured with 3.11.7, 3.12.1 and 3.13.0: after some 10 to 300 requests to a process that
+calls small functions). A thread that takes the interpreter's lock finds every frame whole. It answers while the main
+thread computes, and while that waits in native code, as in a collective. It cannot where native code keeps the lock:
+`keeping_lock` tells, and for that case alone the signal is left (worker.py, stacks.py), which is safe there, since no
+frame changes.
 
 The request is a datagram to a socket without a file, whose name is made of the process and the run's folder, so that
 nothing is left over when a process is killed; the answer goes back to the sender. A forked child, as a DataLoader's
@@ -18,6 +19,7 @@ import _thread
 import atexit
 import contextlib
 import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -27,7 +29,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 Frames = tuple[tuple[str, int, str], ...]  # innermost first: (file, line, function)
@@ -51,6 +53,8 @@ _NAME = "paceline-stack"  # of the thread, as `top -H` shows it; the kernel take
 _PR_SET_NAME = 15  # linux/prctl.h
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): the sender's process, user and group
 _MOST_FRAMES = 100
+# There a garbage collection inside of sys._current_frames could block all threads (python/cpython/issues/106883).
+_COLLECTS_INSIDE = (3, 11) <= sys.version_info < (3, 11, 9)
 _ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the lock
 _ANSWER_BYTES = 2**18  # more than a socket takes, as it comes
 # So many waits of the thread for the lock, in so many seconds, are in vain: each ends after 5 ms
@@ -119,11 +123,23 @@ def _answer_all(inbox: socket.socket, answering: _thread.LockType, ready: _threa
 
 def _main_frames() -> Frames:
     found: list[tuple[str, int, str]] = []
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    with _no_collection() if _COLLECTS_INSIDE else contextlib.nullcontext():
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and len(found) < _MOST_FRAMES:
         found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return tuple(found)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _is_wanted() -> bool:
