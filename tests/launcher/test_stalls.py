@@ -6,6 +6,7 @@ import os
 import re
 import time
 import timeit
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline import launcher
 from paceline.errors import LaunchError
 from paceline.launcher import early_exits, process_state, stalls
 from paceline.launcher.process_state import ProcessState
+from paceline.launcher.stacks import StackSample
 from paceline.launcher.stalls import STALLED, Stalls
 from paceline.train.heartbeat import Heartbeat
 from paceline.world import BEAT, ERROR_FILE, read_beat
@@ -338,6 +340,48 @@ for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
     story = capfd.readouterr().err
     where = f"by os._exit() at script.py, line {line_of(code, '# here')}"
     assert f"rank 1 ended early, with exit code 0, {where}, while others still needed it" in story, story
+
+
+def test_ranks_that_all_wait_for_each_other_are_told_soon(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of the same ranks, each rank in another: gloo sees no mismatch, and waits for 30 minutes."""
+    monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
+    code = PLAIN + "groups = [dist.new_group([0, 1]) for _ in range(2)]\narrived()\n"
+    code += "if rank == 0:\n    dist.all_reduce(total, group=groups[0])  # zero\n"
+    code += "else:\n    dist.all_reduce(total, group=groups[1])  # one\n"
+    (place / "script.py").write_text(code)
+    exit_code = launcher.run("script.py", nproc=2, stall_action="end")
+    err = capfd.readouterr().err
+    assert exit_code == STALLED, err
+    assert time.time() - float((place / "arrived").read_text()) < LIMIT + LATE_SECONDS, err
+    assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in all_reduce()\n" in err, err
+    assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in all_reduce()\n" in err, err
+    assert "\n  All ranks wait, each for others.\n" in err, err
+    assert "Every rank must make the same calls in the same order" in err, err
+
+
+def test_ranks_that_all_wait_are_given_time_where_that_proves_nothing(tmp_path: Path) -> None:
+    """By what the launcher knows: GPUs, other machines, a limit of the user's, a rank that uses a core."""
+    torch_at = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    sample = StackSample(((torch_at, 1, "all_reduce"), ("/u/train.py", 3, "<module>")), 0.0)
+    sight = stalls._Sight(sample, 0.0, sample, ProcessState("S"), ProcessState("S"), 0)
+    files = {rank: str(tmp_path / str(rank)) for rank in (0, 1)}
+
+    def deadlocked(one: stalls._Sight = sight, **options: Any) -> bool:
+        watch = Stalls(files, False, **{"on_cpus": True, **options})
+        watch._seen = {0: sight, 1: one}
+        return watch._deadlocked(20.0)
+
+    assert deadlocked()
+    assert not deadlocked(on_cpus=False)
+    assert not deadlocked(several=True)
+    assert not deadlocked(seconds=60.0)
+    assert not deadlocked(replace(sight, cores=0.5))
+    assert not deadlocked(replace(sight, state=ProcessState("D")))
+    computes = StackSample((("/u/train.py", 3, "<module>"),), 0.0)
+    assert not deadlocked(replace(sight, first=computes, last=computes))
 
 
 def test_a_sum_on_one_rank_only(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

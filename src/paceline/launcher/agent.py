@@ -166,7 +166,8 @@ class Agent(SimpleElasticAgent):
         several, limit = self._plan.nodes.several, self._plan.stall_seconds
         self._early_exits = EarlyExits(files, limit)
         alone, action = len(files) == 1 and not several, self._plan.stall_action
-        self._stalls = Stalls(files, alone, several=several, seconds=limit, action=action)
+        on_cpus = (self._plan.device or "").startswith("cpu") or device_count() == 0
+        self._stalls = Stalls(files, alone, several=several, on_cpus=on_cpus, seconds=limit, action=action)
         if self._interrupts.stoppable:
             path = early_start.stop_file(self._output, starts)
             self._stop_request = StopRequest(path, self._peers, node, nodes)

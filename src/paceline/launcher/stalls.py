@@ -11,7 +11,9 @@ for it (--stall-action).
    it counts its batches in a file (train/heartbeat.py). So does one that runs code in Python which is no wait.
 3. Then say where all of them are; again after twice that time, four times, and so on while it lasts.
 
-Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch.
+Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
+CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives, which cannot match then, and none uses a
+core.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from paceline.launcher import process_state
 from paceline.launcher.output import say
 from paceline.launcher.process_state import ProcessState, read_state
 from paceline.launcher.report import name_ranks
-from paceline.launcher.stacks import StackSample, is_waiting, sample_loader_workers, sample_stacks
+from paceline.launcher.stacks import StackSample, in_collective, is_waiting, sample_loader_workers, sample_stacks
 from paceline.world import BEAT, MAY_DIE, read_beat
 
 STALL_SECONDS = 60.0
 USUAL_TIMES = 20
+DEADLOCK_SECONDS = 10.0
 POLL_SECONDS = 4.0  # between two looks, at most
 _SOON_SECONDS = 1.0  # the same, when the limit is near
 _OTHERS_FIRST_SECONDS = 4.0  # where no rank of this machine is to blame: for the machine whose rank is, to end the run
 _SUSPENDED_SECONDS = 30.0  # without a look: the launcher itself was stopped, and has seen nothing
 _BUSY = 0.5  # of a core: a process that uses more computes
+_IDLE = 0.1  # a process that uses less waits, and moves no data meanwhile
 
 ACTIONS = ("say", "end", "restart")
 STALLED = 124
@@ -82,6 +86,12 @@ class _Sight:
             return False
         return is_waiting(self.first, self.last, now - self.since)
 
+    def waits_idly(self, now: float) -> bool:
+        """Does it wait in a collective, without a part of its own in what is sent meanwhile?"""
+        if not self.waiting(now) or self.last is None or not in_collective(self.last):
+            return False
+        return self.cores < _IDLE and self.state.code != process_state.IN_KERNEL
+
     def as_before(self, other: _Sight) -> bool:
         """Has nothing moved between the two looks?"""
         if self.last is not None and self.last.moves:
@@ -117,6 +127,7 @@ class Stalls:
         error_files: of each rank of this machine.
         alone: is there no other rank to wait for?
         several: do ranks of other machines take part?
+        on_cpus: is it certain that the run uses no GPU?
         seconds: the limit; None: by the usual time of a batch.
         action: what is done after it is said: one of ACTIONS.
     """
@@ -127,10 +138,11 @@ class Stalls:
         alone: bool,
         *,
         several: bool = False,
+        on_cpus: bool = False,
         seconds: float | None = None,
         action: str = "say",
     ) -> None:
-        self._error_files, self._several = error_files, several
+        self._error_files, self._several, self._on_cpus = error_files, several, on_cpus
         self._seconds, self.action = seconds, action
         self._stacks = not alone or seconds is not None  # a rank alone is asked nothing, unless the user set a limit
         self._polled = time.monotonic()
@@ -163,7 +175,8 @@ class Stalls:
             self._seen = {}
         self._seen = self._look(pids, now)
         still = {rank: now - sight.since for rank, sight in self._seen.items()}
-        late = [rank for rank, seconds in still.items() if seconds >= self.limit]
+        limit = min(self.limit, DEADLOCK_SECONDS) if self._deadlocked(now) else self.limit
+        late = [rank for rank, seconds in still.items() if seconds >= limit]
         waiting = [rank for rank in late if self._seen[rank].waiting(now)]
         stopped = [rank for rank in late if self._seen[rank].state.stopped and not self._spared(rank)]
         known = all(sight.last is not None or sight.state.stopped for sight in self._seen.values())
@@ -175,13 +188,24 @@ class Stalls:
         longest = max(still[rank] for rank in waiting or stopped or still)
         if self.action != "say":
             elsewhere = self._several and len(waiting) == len(pids)
-            if longest < self.limit + (_OTHERS_FIRST_SECONDS if elsewhere else 0.0):
+            if longest < limit + (_OTHERS_FIRST_SECONDS if elsewhere else 0.0):
                 return None
             return self._story(pids, waiting, longest, now, left())
         if self._said == 0.0 or longest >= 2 * self._said:
             self._said = longest
             say(f"paceline: {self._story(pids, waiting, longest, now, left())}\n")
         return None
+
+    def _deadlocked(self, now: float) -> bool:
+        """Do all ranks of the run wait for each other? Not where the user has set the limit.
+
+        Where there are GPUs nobody knows: all may wait, without a core, for what was queued there.
+        """
+        if not self._on_cpus or self._several or self._seconds is not None:
+            return False
+        if len(self._seen) != len(self._error_files):
+            return False
+        return len(self._seen) > 1 and all(sight.waits_idly(now) for sight in self._seen.values())
 
     def _spared(self, rank: int) -> bool:
         """Can the others go on without this rank? Then no stall of its own ends the run."""
@@ -240,6 +264,8 @@ class Stalls:
                 explained = explained or bool(loaders) or sight.state.code == process_state.IN_KERNEL
                 lines += loaders
         lines += [f"  {left}."] if left else []
+        if self._deadlocked(now):
+            lines.append("  All ranks wait, each for others.")
         if away and waiting:
             lines.append(f"  {name_ranks(away)} {_has(away)} not come to it.")
         if waiting and not explained and len({str(sight.last) for sight in self._seen.values()}) > 1:
