@@ -119,6 +119,38 @@ def test_who_waits_for_a_worker_of_a_data_loader(receives: bool) -> None:
     assert not StackSample(((f"{torch}/multiprocessing/queue.py", 1, "get"), ("/u/train.py", 9, "f")), 0.0).loads
 
 
+def test_a_script_that_closes_all_descriptors_keeps_those_that_it_opens_then(tmp_path: Path) -> None:
+    """As daemons do. Numbers are given out again: what comes there is the script's."""
+    code = """import socket
+os.closerange(3, 64)
+one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+more = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(8)]
+open("there", "w")
+sys.stdin.readline()
+for first, second in [(one, other), *more]:
+    first.send(b"mine")
+sys.stdin.readline()
+for first, second in [(one, other), *more]:
+    second.settimeout(5.0)
+    assert second.recv(9) == b"mine"
+    assert second.send(b"still open") == 10
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+print([second.send(b"and now") for _, second in more], flush=True)
+if not child: os._exit(0)
+"""
+    with a_worker(tmp_path, code) as process:
+        assert process.stdin is not None
+        assert [stand(tmp_path, process) for _ in range(3)] == [None] * 3
+        for _ in range(2):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            stand(tmp_path, process)
+        out, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        assert (process.returncode, out) == (0, f"{[7] * 8}\n" * 2)
+
+
 def test_a_script_does_not_see_the_thread_and_ends_as_ever(tmp_path: Path) -> None:
     code = "open('there', 'w')\nsys.stdin.read()\nprint(threading.active_count())"
     with a_worker(tmp_path, code) as process:

@@ -61,7 +61,58 @@ _ANSWER_BYTES = 2**18  # more than a socket takes, as it comes
 # (sys.getswitchinterval), and is the last where the lock is handed over.
 _VAIN_WAITS, _VAIN_SECONDS = 10, 0.2
 
-_inbox: socket.socket | None = None  # of this process
+
+class _Inbox:
+    """The socket on which questions come. Raises OSError where it cannot be had.
+
+    A script may close descriptors that it does not know, as daemons do, and the number may be another file's then. So
+    no call is made before it is looked whose the number is.
+    """
+
+    def __init__(self, address: bytes) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._inode = os.fstat(self._socket.fileno()).st_ino
+        self._socket.bind(address)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+
+    @property
+    def there(self) -> bool:
+        with contextlib.suppress(OSError):
+            return os.fstat(self._socket.fileno()).st_ino == self._inode
+        return False
+
+    def receive(self) -> bytes | None:
+        """Waits for a question of this user's, or of root's. Returns where the answer goes; None: no more will come."""
+        space = socket.CMSG_SPACE(_CREDENTIALS.size)
+        while self.there:
+            question, extra, _, sender = self._socket.recvmsg(1, space)
+            if not question:  # stop
+                return None
+            users = [_CREDENTIALS.unpack(data)[1] for *_, data in extra if len(data) == _CREDENTIALS.size]
+            if sender and users and users[0] in (0, os.getuid()):
+                return bytes(sender)
+        return None
+
+    def send(self, answer: bytes, address: bytes) -> None:
+        if self.there:
+            with contextlib.suppress(OSError):  # who asked may have gone
+                self._socket.sendto(answer, address)
+
+    def stop(self) -> None:
+        """Have `receive` return None."""
+        if self.there:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def leave(self) -> None:
+        """In a forked child: the socket is its parent's."""
+        if self.there:
+            self._socket.close()
+        else:
+            self._socket.detach()
+
+
+_inbox: _Inbox | None = None  # of this process
 _answering = _thread.allocate_lock()  # the thread holds it as long as it lives
 
 
@@ -75,14 +126,12 @@ def serve(error_file: str) -> None:
 def _start(error_file: str) -> None:
     global _inbox, _answering
     if _inbox is not None:  # in a forked child: its parent's
-        _inbox.close()
+        _inbox.leave()
         _inbox, _answering = None, _thread.allocate_lock()
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, RuntimeError):  # no socket or no thread to be had: then nobody can ask
-        inbox = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        inbox.bind(_address(error_file, os.getpid()))
-        inbox.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        inbox = _Inbox(_address(error_file, os.getpid()))
         # Not by `threading`: a script that lists its threads, or waits for all of them, finds its own alone.
         ready = _thread.allocate_lock()
         ready.acquire()
@@ -94,9 +143,8 @@ def _start(error_file: str) -> None:
 def _stop() -> None:
     """Have the thread end before the interpreter does."""
     if _inbox is not None:
-        with contextlib.suppress(OSError):
-            _inbox.shutdown(socket.SHUT_RDWR)
-        _answering.acquire(timeout=1.0)
+        _inbox.stop()
+        _answering.acquire(timeout=1.0 if _inbox.there else 0.0)
 
 
 def _address(error_file: str, pid: int) -> bytes:
@@ -105,20 +153,14 @@ def _address(error_file: str, pid: int) -> bytes:
     return f"\0paceline-stack-{run}-{pid}".encode()
 
 
-def _answer_all(inbox: socket.socket, answering: _thread.LockType, ready: _thread.LockType) -> None:
+def _answer_all(inbox: _Inbox, answering: _thread.LockType, ready: _thread.LockType) -> None:
     with answering:
         with contextlib.suppress(Exception):  # a name is for people
             ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
         ready.release()
-        space = socket.CMSG_SPACE(_CREDENTIALS.size)
-        while True:
-            with contextlib.suppress(OSError):  # who asked may have gone
-                question, extra, _, sender = inbox.recvmsg(1, space)
-                if not question:  # _stop
-                    return
-                users = [_CREDENTIALS.unpack(data)[1] for *_, data in extra if len(data) == _CREDENTIALS.size]
-                if sender and users and users[0] in (0, os.getuid()):
-                    inbox.sendto(json.dumps([_main_frames(), _is_wanted()]).encode(), sender)
+        with contextlib.suppress(OSError):  # the descriptor was closed: nobody can ask any more
+            while (sender := inbox.receive()) is not None:
+                inbox.send(json.dumps([_main_frames(), _is_wanted()]).encode(), sender)
 
 
 def _main_frames() -> Frames:
