@@ -71,14 +71,14 @@ class _Inbox:
 
     def __init__(self, address: bytes) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._inode = os.fstat(self._socket.fileno()).st_ino
+        self._stat = os.fstat(self._socket.fileno())
         self._socket.bind(address)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     @property
     def there(self) -> bool:
         with contextlib.suppress(OSError):
-            return os.fstat(self._socket.fileno()).st_ino == self._inode
+            return os.path.samestat(os.fstat(self._socket.fileno()), self._stat)
         return False
 
     def receive(self) -> bytes | None:
