@@ -256,7 +256,7 @@ def test_only_comm_calls_collectives(name: str) -> None:
 PRIVATE = "torch_private"
 OTHERS = {  # private names that are not torch's: Python's, those of libraries that a script may bring, and
     "_gradient_of", "_sample_dirichlet",  # ours on a parameter, an operator in a table
-    "_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_reconstructor", "_replace",
+    "_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_is_gil_enabled", "_reconstructor", "_replace",
     "_computed", "_defaults", "_reductions", "_to_sync", "_update_count",  # torchmetrics
     "_FabricDataLoader", "_FabricModule", "_FabricOptimizer", "_dataloader",  # Lightning Fabric
     "_render_traceback_",  # IPython

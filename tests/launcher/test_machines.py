@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -281,6 +282,84 @@ def test_no_step_is_made_again_when_a_machine_joins_a_run(machines: Machines) ->
     found = load_file(machines.directory / "model.safetensors")
     for name, expected in model.state_dict().items():
         assert torch.allclose(found[name], expected, rtol=0, atol=1e-10)
+
+
+FEWER = """
+import os, signal, sys, time
+names = ("GROUP_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+machine, local, rank, size = (int(os.environ[name]) for name in names)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(machine), os._exit(1)))  # the second machine's takes its time
+    if machine == local == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+open(f"place-{machine}-{local}", "w").write(f"{rank}/{size}")
+"""
+
+
+def test_machines_with_fewer_processes_agree_on_their_number(machines: Machines) -> None:
+    """--nproc MIN:MAX, on machines that are numbered: torch leaves the numbers of the former round in the store."""
+    (machines.directory / "script.py").write_text(FEWER)
+    machines.start_two("", "--nproc", "1:2", "--max-restarts", "1")
+    both = machines.end()
+    assert [code for code, _, _ in both] == [0, 0], both
+    places = {path.name: path.read_text() for path in machines.directory.glob("place-*")}
+    assert places == {"place-0-0": "0/3", "place-0-1": "1/3", "place-1-0": "2/3"}
+    assert "paceline: 1 process on this machine now (--nproc 1:2).\n" in both[1][2]
+
+
+WHILE_A_MACHINE_COMES = """
+import os, sys, time
+import torch, paceline
+from pathlib import Path
+
+print("begins", flush=True)
+run = paceline.start(device="cpu", seed=4, progress="off", strategy="ddp")
+model = torch.nn.Linear(2, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loader = run.loader(torch.utils.data.TensorDataset(torch.ones(4, 2)), global_batch=4)
+run.restore("saved", missing_ok=True)
+for epoch in run.epochs(5 if sys.argv[1] == "done" else 2000):
+    for (batch,) in loader:
+        run.backward(model(batch).square().mean())
+        run.step(optimizer)
+        time.sleep(0.02)
+        if run.steps == 5:
+            Path("under-way").touch()
+            if sys.argv[1] == "fails":
+                Path("saved").write_text("no folder")
+            if sys.argv[1] == "asked":
+                time.sleep(8)  # the launcher is asked meanwhile, while it waits for the ranks to save
+if sys.argv[1] == "done":
+    time.sleep(8)
+print("ends", flush=True)
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("case", "code", "said"),
+    [
+        pytest.param("done", 0, "", marks=pytest.mark.conformance),  # the training was over but for its last words
+        ("fails", 1, "rank 0 failed: "),  # it cannot save
+        pytest.param("asked", 75, "paceline: stopped by SIGUSR1, after saving", marks=pytest.mark.conformance),
+    ],
+)
+def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(
+    machines: Machines, case: str, code: int, said: str
+) -> None:
+    (machines.directory / "script.py").write_text(WHILE_A_MACHINE_COMES)
+    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
+    machines.start(case, *place)
+    machines.wait_for("under-way")
+    machines.start(case, *place)
+    if case == "asked":
+        machines.wait_for_word(machines.launchers[0], "machines have come")
+        machines.launchers[0].send_signal(signal.SIGUSR1)
+    out, err = machines.launchers[0].communicate(timeout=DEADLINE_SECONDS)
+    assert machines.launchers[0].returncode == code, err
+    assert out.count("begins") == 1, err
+    assert said in err, err
 
 
 def test_which_machine_keeps_the_rendezvous() -> None:

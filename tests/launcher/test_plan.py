@@ -121,6 +121,7 @@ def test_a_machine_may_come_to_have_fewer_processes(tmp_path: Path, monkeypatch:
 
     def counts(gpus: int, nproc: str, strategy: str = "ddp", **settings: str) -> tuple[tuple[int, int] | None, int]:
         monkeypatch.setattr(plan_module, "_visible_gpus", lambda: gpus)
+        monkeypatch.setattr("paceline.launcher.checks.device_count", lambda: gpus)
         plan = make_plan(str(script), [], nproc, {"strategy": strategy, **settings}, check, max_restarts=1)
         check_devices(plan.nproc, plan.device, gpus, plan.on_cpu)
         return plan.elastic, plan.nproc

@@ -279,6 +279,9 @@ class FakePeers:
     def count_stops(self) -> int:
         return FakePeers.count
 
+    def add_asked(self) -> None:
+        """Another matter: whether a signal has come."""
+
 
 def test_rank_0_decides_when_all_launchers_have_told_their_ranks(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("paceline.launcher.stop_request.POLL_SECONDS", 0.0)

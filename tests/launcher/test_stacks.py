@@ -151,6 +151,36 @@ if not child: os._exit(0)
         assert (process.returncode, out) == (0, f"{[7] * 8}\n" * 2)
 
 
+def test_signals_that_a_script_blocks_wait_for_it(tmp_path: Path) -> None:
+    code = """import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.kill(os.getpid(), signal.SIGTERM)
+open("there", "w")
+time.sleep(0.1)
+print(signal.sigwait([signal.SIGTERM]) == signal.SIGTERM)
+print(signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, []))"""
+    with a_worker(tmp_path, code) as process:
+        assert process.communicate(timeout=DEADLINE_SECONDS)[0] == "True\nFalse\n"
+        assert process.returncode == 0
+
+
+def test_names_may_hold_any_bytes(tmp_path: Path) -> None:
+    """Those of folders, also long ones, and that of a thread, which the kernel cuts in the middle of a letter."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9") / ("\u6a21" * 80) / ("\u578b" * 80)
+    folder.mkdir(parents=True)
+    code = """ctypes.CDLL(None).prctl(15, "bert-\u5b9e\u9a8c\u6a21\u578b".encode())
+def deeper(n):
+    if n: return deeper(n - 1)
+    open("there", "w")
+    sys.stdin.readline()
+deeper(60)"""
+    with a_worker(folder, code) as process:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while str(stand(folder, process)) != "script.py, line 6":
+            assert time.monotonic() < deadline, stand(folder, process)
+        assert stack_thread.keeping_lock([process.pid]) == []
+
+
 def test_a_script_does_not_see_the_thread_and_ends_as_ever(tmp_path: Path) -> None:
     code = "open('there', 'w')\nsys.stdin.read()\nprint(threading.active_count())"
     with a_worker(tmp_path, code) as process:

@@ -40,7 +40,7 @@ from paceline.launcher.early_exits import EarlyExits, read_place
 from paceline.launcher.endings import crashed_when_done, make_ending, told_exit_code
 from paceline.launcher.interrupts import Interrupts
 from paceline.launcher.output import Output, say
-from paceline.launcher.peers import Failure, Peers, RendezvousLost
+from paceline.launcher.peers import POLL_SECONDS, Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import InterruptibleRendezvous, workers_store
 from paceline.launcher.restart_policy import Restarts
@@ -69,6 +69,8 @@ SETTLE_SECONDS = 1.0
 LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
 HANDOVER_SECONDS = 30.0  # for ranks that live to come to their next collective, and leave their state
 WRITING_SECONDS = 300.0  # of these for those that write it
+_HEAR_SECONDS = 2 * POLL_SECONDS  # for what another machine tells to be read here
+SAVE_SECONDS = 300.0  # for ranks to save a checkpoint when machines have come, which wait for 600 s
 LINGER_SECONDS = 10.0  # for the exit functions of a failed script, such as uploading a log
 
 
@@ -145,10 +147,7 @@ class Agent(SimpleElasticAgent):
         self._ranks = range(first, first + self._plan.nproc)
         self._endings, self._rejoined, self._too_late, self._failed = {}, set(), set(), False
         self.exit_code, self.story = 0, ""
-        if self._plan.nodes.backend == "static":  # the others give a new store, or a new prefix, to each round
-            from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-            store = PrefixStore(str(self._rounds), store)
+        store = self._of_this_round(store)
         self._rounds += 1
         self._peers = Peers(store, node, nodes, self._plan.nodes.endpoint, self._interrupts.check)
         starts, used = self._peers.agree(self._restarts.starts, self._restarts.used)
@@ -249,7 +248,7 @@ class Agent(SimpleElasticAgent):
             text, consequence = report.headline(ours), ours.consequence
             files = {rank: self._error_file(rank) for rank in self._ranks}
             stands = sample_stacks(files, self._running()) if ours.in_collective else {}
-            where = {rank: str(stand) for rank, stand in stands.items()}
+            where = {rank: str(stand) for rank, stand in stands.items() if stand.in_script}
             self.story = report.describe(endings, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
             if consequence and self._plan.nodes.several:
@@ -287,7 +286,7 @@ class Agent(SimpleElasticAgent):
             self.story += "There is no restart: another machine has ended its part already.\n"
             return None
         endings = self._endings.values()
-        died = sum(ending.failed and not ending.consequence and not ending.expendable for ending in endings)
+        died = sum(ending.is_cause for ending in endings)
         moved = any(read_beat(self._error_file(rank) + BEAT) for rank in self._ranks)
         room = room_for(self._plan.device, device_count(), self._plan.on_cpu)
         again = self._restarts.after_failure(died, moved, room)
@@ -462,25 +461,48 @@ class Agent(SimpleElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """torch calls it after a failure, and where machines have come."""
-        if not self._failed:
-            self._let_save()
-        super()._restart_workers(worker_group)
+        if self._failed or self._is_left_for_others():
+            super()._restart_workers(worker_group)
 
-    def _let_save(self) -> None:
-        """Let the ranks save a checkpoint and end, where they can, so that no step is made again."""
-        if self._stop_request is None:
-            return
-        began = time.monotonic()
-        while running := self._running():
-            able = all(os.path.exists(self._error_file(rank) + SAVES) for rank in running)
-            failed = any(ending.failed for ending in self._endings.values()) or self._peers.poll() is not None
-            if not able or failed or time.monotonic() - began > self._stalls.limit:
-                return
+    def _is_left_for_others(self) -> bool:
+        """Machines have come. Let the ranks save a checkpoint and end, where they can, so that no step is made again.
+
+        Returns whether all are to start again now. If not, something else has come: the training is done, has failed,
+        or is asked to stop. The next look sees what.
+        """
+        began, broken_since = time.monotonic(), 0.0
+        while True:
             self._interrupts.check()
-            self._stop_request.poll(True, "machines have come")
+            endings = self._endings.values()
+            if self._peers.poll() is not None or any(ending.is_cause for ending in endings):
+                return False
+            now, running = time.monotonic(), self._running()
+            if any(ending.failed for ending in endings):  # since others have gone: do these tell of a failure?
+                broken_since = broken_since or now
+                if now - broken_since >= _HEAR_SECONDS:
+                    return True
+            elif not running:
+                return self.saved is not None and not self._peers.was_asked()
+            elif now - began >= _HEAR_SECONDS:  # one that failed is seen to come again before it is read that it did
+                able = all(os.path.exists(self._error_file(rank) + SAVES) for rank in running)
+                if self._stop_request is None or not able or now - began > SAVE_SECONDS:
+                    return True
+                self._stop_request.poll(self._interrupts.asked is not None, machines_come=True)
             time.sleep(self._plan.monitor_seconds)
             self._poll_workers()
             self._output.show()
+
+    def _assign_worker_ranks(self, store: Any, *rest: Any) -> Any:
+        """torch leaves in the store how many ranks each machine had in the round before. Now they may be others."""
+        return super()._assign_worker_ranks(self._of_this_round(store), *rest)
+
+    def _of_this_round(self, store: Any) -> Any:
+        """A static rendezvous has one store for all rounds; the others give a new one, or a new prefix, to each."""
+        if self._plan.nodes.backend != "static":
+            return store
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        return PrefixStore(str(self._rounds), store)
 
     # ------------------------------------------------------------ ending
 

@@ -136,6 +136,14 @@ class Peers:
         """How many launchers have told their ranks that the run is asked to stop."""
         return int(self._call("add", "stops", 0))
 
+    def add_asked(self) -> None:
+        """A signal has asked this launcher to stop the run."""
+        self._call("add", "asked", 1)
+
+    def was_asked(self) -> bool:
+        """Has a signal asked one of the launchers to stop the run?"""
+        return int(self._call("add", "asked", 0)) > 0
+
     def publish_exits(self, ranks: list[int]) -> None:
         """Tell the other nodes which ranks of this one have ended well."""
         if self._nodes > 1:

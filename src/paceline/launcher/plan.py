@@ -115,21 +115,23 @@ def make_plan(
     on_cpu = 0
     if check_strategy is not None:
         fixed = nodes.min_nodes == nodes.max_nodes
-        for ranks in range(int(fewest or count), count + 1):  # the last result is that of all
+        sizes = range(int(fewest or count) * nodes.max_nodes, count * nodes.max_nodes + 1) if fixed else [None]
+        for size in sizes if elastic else sizes[-1:]:  # the last result is that of all
             try:
-                on_cpu = _check_strategy(check_strategy, layers, ranks * nodes.max_nodes if fixed else None)
+                on_cpu = _check_strategy(check_strategy, layers, size)
             except SettingError as error:
-                if ranks == count:
+                if size == sizes[-1]:
                     raise
-                raise SettingError(f"{error} (--nproc {nproc} may come to {ranks}.)") from None
+                raise SettingError(f"{error} (--nproc {nproc} may come to {size}.)") from None
+    most_ranks = count
     if elastic:
-        room = checks.room_for(device, _visible_gpus(), on_cpu)
+        room = checks.room_for(device, checks.device_count(), on_cpu)
         count = count if room is None else max(int(fewest), min(count, room))
     if not nodes.several and nodes.port:
         checks.check_port("127.0.0.1", nodes.port, "--master-port")
     elif nodes.backend == "static" and nodes.rank == 0:
         checks.check_port(nodes.host, nodes.port, "--master-port" if nodes.host else "--rdzv-endpoint")
-    rest["tee"] = read_ranks(rest.get("tee", ""), None if nodes.several else count)
+    rest["tee"] = read_ranks(rest.get("tee", ""), None if nodes.several else most_ranks)
     return Plan(script, tuple(args), count, given, device=device, on_cpu=on_cpu, **rest)
 
 

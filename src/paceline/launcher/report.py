@@ -91,6 +91,11 @@ class Ending:
         return self.error is not None and self.error.consequence
 
     @property
+    def is_cause(self) -> bool:
+        """Did it fail by itself, and not since others had gone?"""
+        return self.failed and not self.consequence
+
+    @property
     def refusal(self) -> bool:
         """Did the script refuse its arguments? Command-line parsers then exit with code 2, on every rank."""
         return self.error is None and self.code == 2

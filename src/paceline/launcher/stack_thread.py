@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import socket
 import struct
 import sys
@@ -53,6 +54,8 @@ _NAME = "paceline-stack"  # of the thread, as `top -H` shows it; the kernel take
 _PR_SET_NAME = 15  # linux/prctl.h
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): the sender's process, user and group
 _MOST_FRAMES = 100
+_ENCODING = ("utf-8", "surrogatepass")  # a file's name may hold any bytes
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}  # of a thread itself
 # There a garbage collection inside of sys._current_frames could block all threads (python/cpython/issues/106883).
 _COLLECTS_INSIDE = (3, 11) <= sys.version_info < (3, 11, 9)
 _ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the lock
@@ -128,16 +131,26 @@ def _start(error_file: str) -> None:
     if _inbox is not None:  # in a forked child: its parent's
         _inbox.leave()
         _inbox, _answering = None, _thread.allocate_lock()
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not _has_lock():
         return
     with contextlib.suppress(OSError, RuntimeError):  # no socket or no thread to be had: then nobody can ask
         inbox = _Inbox(_address(error_file, os.getpid()))
         # Not by `threading`: a script that lists its threads, or waits for all of them, finds its own alone.
         ready = _thread.allocate_lock()
         ready.acquire()
-        _thread.start_new_thread(_answer_all, (inbox, _answering, ready))
+        # Signals are the script's: the thread would get those that the script blocks, to wait for them.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)
+        try:
+            _thread.start_new_thread(_answer_all, (inbox, _answering, ready))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
         _inbox = inbox
         ready.acquire(timeout=1.0)  # until it has its name: the next line of the script may keep the lock for good
+
+
+def _has_lock() -> bool:
+    """Not so the builds of Python without the lock, where nobody may look at the frames of a thread that runs."""
+    return not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
 
 
 def _stop() -> None:
@@ -149,8 +162,8 @@ def _stop() -> None:
 
 def _address(error_file: str, pid: int) -> bytes:
     """An abstract name (unix(7)). Two containers that share a network may have processes of one number: so the path."""
-    run = hashlib.sha256(os.path.abspath(error_file).encode()).hexdigest()[:16]
-    return f"\0paceline-stack-{run}-{pid}".encode()
+    run = hashlib.sha256(os.fsencode(os.path.abspath(error_file))).hexdigest()[:16]
+    return f"\0paceline-stack-{run}-{pid}".encode("ascii")
 
 
 def _answer_all(inbox: _Inbox, answering: _thread.LockType, ready: _thread.LockType) -> None:
@@ -160,7 +173,8 @@ def _answer_all(inbox: _Inbox, answering: _thread.LockType, ready: _thread.LockT
         ready.release()
         with contextlib.suppress(OSError):  # the descriptor was closed: nobody can ask any more
             while (sender := inbox.receive()) is not None:
-                inbox.send(json.dumps([_main_frames(), _is_wanted()]).encode(), sender)
+                answer = json.dumps([_main_frames(), _is_wanted()], ensure_ascii=False)
+                inbox.send(answer.encode(*_ENCODING), sender)
 
 
 def _main_frames() -> Frames:
@@ -217,7 +231,7 @@ def ask(error_files: Mapping[int, str], seconds: float) -> dict[int, MainThread]
             with contextlib.suppress(OSError, ValueError):
                 answer, sender = outbox.recvfrom(_ANSWER_BYTES)
                 if sender in asked:
-                    frames, runs_python = json.loads(answer)
+                    frames, runs_python = json.loads(answer.decode(*_ENCODING))
                     frames = tuple((str(path), int(line), str(name)) for path, line, name in frames)
                     found[asked[sender]] = MainThread(frames, bool(runs_python))
     return found
@@ -240,8 +254,8 @@ def _waits(pid: int) -> int | None:
     """How often the thread of this process has waited for something so far; None where there is no such thread."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/status") as file:
+            with open(f"/proc/{pid}/task/{thread}/status", errors="replace") as file:
                 lines = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
             if lines.get("Name") == _NAME:
-                return int(lines["voluntary_ctxt_switches"])
+                return int(lines.get("voluntary_ctxt_switches", 0))
     return None

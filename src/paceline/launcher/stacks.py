@@ -67,6 +67,11 @@ class StackSample:
         return f"{called}()"
 
     @property
+    def in_script(self) -> bool:
+        """Is it inside the script? A process that loads or ends is not."""
+        return any(not LIBRARY.search(path) for path, *_ in self.frames)
+
+    @property
     def moves(self) -> bool:
         """Is it on its way, whatever the frames of the last time? Waits for others may be loops in Python."""
         return self.runs_python and not _WAITS.search(self.frames[0][0])
@@ -185,7 +190,7 @@ def in_collective(stand: StackSample) -> bool:
 
 def _catches(pid: int, signum: int) -> bool:
     """Does the process handle the signal? One that has become another program (os.execv) does not: no answer comes."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as status:
         for line in status:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (signum - 1) & 1)

@@ -33,16 +33,22 @@ class StopRequest:
     def __init__(self, path: str, peers: Peers, node: int, nodes: int) -> None:
         self.path, self._peers, self._node, self._nodes = path, peers, node, nodes
         self._phase, self._polled = 0, 0.0
+        self._told = False  # do the other launchers know that a signal has come?
         self._write(0)
 
-    def poll(self, asked: bool, why: str = "asked to stop") -> None:
+    def poll(self, asked: bool, machines_come: bool = False) -> None:
         """Do what is due.
 
         Args:
-            asked: did a signal come to this launcher, or is there another cause?
-            why: that cause, as it is told to the user.
+            asked: did a signal come to this launcher?
+            machines_come: are the ranks to save since machines have come, with which they start again?
         """
         now = time.monotonic()
+        if asked and not self._told:
+            self._told = True
+            self._peers.add_asked()
+        why = "asked to stop" if asked or not machines_come else "machines have come"
+        asked = asked or machines_come
         if self._phase == DECIDE or (not asked and (self._nodes == 1 or now - self._polled < POLL_SECONDS)):
             return
         self._polled = now

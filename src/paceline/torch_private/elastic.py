@@ -11,6 +11,7 @@ from paceline.torch_private.support import require
 
 OVERRIDDEN = (
     "_rendezvous",
+    "_assign_worker_ranks",
     "_start_workers",
     "_stop_workers",
     "_restart_workers",

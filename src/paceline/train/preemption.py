@@ -17,6 +17,7 @@ Before anybody asks, a step costs one read of a byte in memory.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import mmap
 import os
@@ -76,7 +77,8 @@ class Preemption:
         if not (directory / manifest.NAME).exists():  # else it names one checkpoint, and will start from that again
             self._restores = directory
             if self._in_step():
-                tell_launcher(os.environ, SAVES)
+                with contextlib.suppress(OSError):  # then nobody waits for a checkpoint
+                    tell_launcher(os.environ, SAVES)
 
     def after_batch(self, loader: Loader) -> None:
         """The script comes back for its next training batch. Saves and raises Preempted at the step decided on."""
