@@ -50,12 +50,12 @@ def test_to_be_asked_between_calls_of_functions_kills_nobody(tmp_path: Path) -> 
     """A signal for faulthandler kills such a process after some 10 to 300 requests (CPython 3.11 to 3.13)."""
     busy = "sys.setswitchinterval(1e-5)\nopen('there', 'w')\nwhile True: list(map(lambda a: a + 1, range(1000)))"
     with a_worker(tmp_path, busy) as process:
-        stands = [stand(tmp_path, process) for _ in range(1000)]
+        stands = [stand(tmp_path, process) for _ in range(700)]
         assert process.poll() is None, process.returncode
-    assert sum(sample is not None and sample.moves for sample in stands) >= 500  # not each time, on a busy machine
+    assert sum(sample is not None and sample.moves for sample in stands) > 350  # not each time, on a busy machine
     said = {str(sample) for sample in stands if sample is not None}
     assert said == {"script.py, line 4"}
-    assert sum(sample is not None for sample in stands) >= 990  # a busy machine may lack the core for one
+    assert sum(sample is not None for sample in stands) > 690  # a busy machine may lack the core for one
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_signal_is_for_native_code_that_keeps_the_lock_alone(tmp_path: Path)
     """Here code in Python keeps it: faulthandler would read frames that change."""
     code = "sys.setswitchinterval(1000)\nopen('there', 'w')\nwhile True: list(map(lambda a: a + 1, range(1000)))"
     with a_worker(tmp_path, code) as process:
-        assert [stand(tmp_path, process) for _ in range(20)] == [None] * 20
+        assert [stand(tmp_path, process) for _ in range(5)] == [None] * 5
         assert process.poll() is None, process.returncode
         assert (tmp_path / "rank0.stand").read_text() == ""
 

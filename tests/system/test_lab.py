@@ -66,10 +66,21 @@ def test_unshaped_cables_are_faster_and_do_not_wait() -> None:
     assert found["round_trip_ms"] < 5.0, found
 
 
+# When both have printed: the first that fails ends the other.
+BOTH_FAIL = """
+import os, sys, time
+print("rank", os.environ["RANK"], os.uname().nodename, flush=True)
+files = [f"{__file__}.{rank}" for rank in range(2)]
+open(files[int(os.environ["RANK"])], "w").close()
+while not all(map(os.path.exists, files)): time.sleep(0.01)
+sys.exit(3)
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "seconds", "told"),
     [
-        ("import os, sys; print('rank', os.environ['RANK'], os.uname().nodename); sys.exit(3)", 60.0, "rank 1 host1"),
+        (BOTH_FAIL, 60.0, "rank 1 host1"),
         ("import time; print('waits', flush=True); time.sleep(1000)", 8.0, "none after 8 s"),
     ],
 )
