@@ -2,7 +2,7 @@
 
 The obvious tool, a signal at which faulthandler writes the stack, kills: from Python 3.11 on a signal that comes while
 the interpreter enters or leaves a function finds a frame that is half made, and the handler reads through it (SIGSEGV,
-python/cpython/issues/116008; measured with 3.11.7, 3.12.1 and 3.13.0: after some 10 to 300 requests to a process that
+python/cpython/issues/116008; measured with 3.11.7, 3.12.1 and 3.13.0: after 5 to 281 requests to a process that
 calls small functions). A thread that takes the interpreter's lock finds every frame whole. It answers while the main
 thread computes, and while that waits in native code, as in a collective. It cannot where native code keeps the lock:
 `keeping_lock` tells, and for that case alone the signal is left (worker.py, stacks.py), which is safe there, since no
