@@ -16,10 +16,8 @@ ALLOWED = {
     "launcher/function.py": "paceline.launch: a function for processes of this machine, in a folder of this user's",
     "launcher/worker.py": "reads what launcher/function.py has written",
     "torch_private/dynamic_rendezvous.py": "bytes that this process has pickled itself; what comes from others is JSON",
-    "strategies/servers/rejoining.py": "between workers, through sockets with keys of the run (CURVE)",
-    "comm/transport.py": "between the ranks of a run: through those sockets, or through gloo and NCCL, which are open",
     "horovod/elastic/elastic_state.py": "a commit in the launcher's folder, which is this user's alone",
-    "horovod/hvd_state.py": "Horovod's interface is pickles; between the ranks of a run, through gloo and NCCL",
+    "horovod/hvd_state.py": "objects of the script's own classes: on one machine, or where the user allows it",
     "train/batch_rows.py": "compares two objects by their pickles; nothing is read",
 }
 

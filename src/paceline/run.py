@@ -157,8 +157,12 @@ class Run:
         collectives.barrier()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every process, such as the name of a directory; by pickle. All processes call it."""
-        return collectives.broadcast_object(value)
+        """Rank 0's value on every process, such as the name of a directory. All processes call it.
+
+        value: None, numbers, strings, bytes, paths, dates, tensors, NumPy arrays, and lists, tuples, sets and dicts of
+        these. Tensors come on the CPU. Raises UsageError on rank 0 for anything else, since nothing is pickled.
+        """
+        return collectives.broadcast_object(value, what="run.broadcast(value)")
 
     if not TYPE_CHECKING:
 

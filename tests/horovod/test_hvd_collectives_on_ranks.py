@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import paceline
 import paceline.horovod as hvd
+from paceline.comm import collectives
 from paceline.errors import SettingError, UsageError, WorldError
+from paceline.horovod import hvd_state, hvd_world
 from paceline.horovod.gradient_reducer import reducers
 
 
@@ -88,6 +90,32 @@ def test_gathering_broadcasting_and_exchanging_rows() -> None:
     assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in range(size)]
     assert hvd.broadcast_object({"of": rank, "function": lambda: rank}, root_rank=1)["of"] == 1  # type: ignore[dict-item]
     hvd.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_between_machines_objects_of_other_classes_are_pickled_only_where_the_user_allows_it() -> None:
+    rank, _ = place()
+    opaque = {"of": rank, "function": lambda: rank}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hvd_world, "cross_size", lambda: 2)
+        assert hvd.allgather_object({"rank": rank, "rows": torch.ones(2)})[1]["rank"] == 1
+        with pytest.raises(
+            UsageError, match=r"obj\) at function: a function cannot be sent.*PACELINE_HOROVOD_PICKLE=1"
+        ):
+            hvd.allgather_object(opaque)
+        if rank == 0:  # which would send it: the other asks for what never comes
+            with pytest.raises(UsageError, match="PACELINE_HOROVOD_PICKLE=1"):
+                hvd.broadcast_object(opaque, root_rank=0)
+        patch.setattr(hvd_state, "_may_pickle", lambda: rank == 0)  # of the other, the sender
+        sent = hvd_state._to_send(opaque, "obj") if rank == 0 else ("plain", 1)
+        received = collectives.gather_objects(sent)[0]
+        if rank == 1:
+            with pytest.raises(UsageError, match="came as a pickle from another machine"):
+                hvd_state._received(received, "hvd.broadcast_object")
+        patch.undo()
+        patch.setattr(hvd_world, "cross_size", lambda: 2)
+        patch.setenv("PACELINE_HOROVOD_PICKLE", "1")
+        assert [other["of"] for other in hvd.allgather_object(opaque)] == [0, 1]
 
 
 @pytest.mark.ranks(2)

@@ -95,7 +95,19 @@ def alike_everywhere(target: Path) -> bool:
     return len({error.strip().splitlines()[-1] if isinstance(error, str) else "" for error in workers}) == 1
 
 
+def forbid_pickles() -> None:
+    """No strategy, and nothing of torch's that it uses, reads a pickle of another process."""
+    import torch.distributed.distributed_c10d as torchs
+
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("a pickle of another process would be read")
+
+    assert callable(torchs._tensor_to_object)  # type: ignore[attr-defined]
+    torchs._tensor_to_object = refuse  # type: ignore[attr-defined]
+
+
 def main(plan: str, folder: str) -> None:
+    forbid_pickles()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     for name, case, world in torch.load(plan, weights_only=False):

@@ -23,7 +23,7 @@ class Handover(Protocol):
     """The position of a run, beside what the owner of the channel knows itself."""
 
     def capture(self) -> Any:
-        """This member's position in the program; it can be pickled. Every member calls it."""
+        """This member's position in the program; of types that plain_state.py knows. Every member calls it."""
 
     def restore(self, captured: Any) -> None:
         """This member goes on from that position."""

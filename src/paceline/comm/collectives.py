@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import fork_safety, transport
+from paceline.comm import fork_safety, objects, transport
 from paceline.comm.mesh import ALONE, Group, current, replicas_here
 from paceline.comm.transport import rank_of as rank_of
 from paceline.comm.transport import size_of as size_of
@@ -256,11 +256,17 @@ def gather_uneven(tensor: Tensor, group: Group = None) -> Tensor:
     return joined
 
 
-def gather_objects(obj: T, group: Group = None) -> list[T]:
-    """Every rank's object, in rank order. They travel by pickle, between processes of one run only."""
+def gather_objects(obj: T, group: Group = None, what: str = "a value that ranks exchange") -> list[T]:
+    """Every rank's object, in rank order. Tensors come on the CPU.
+
+    what: names the object in errors. Raises UsageError where it is of no type that plain_state.py knows.
+    """
     if group is None:
         check_everywhere()
-    return [obj] if size_of(group) == 1 else transport.gather_objects(obj, group)
+    if size_of(group) == 1:
+        return [obj]
+    everyone = transport.gather_bytes(objects.to_bytes(obj, what), device_of(group), group)
+    return [objects.from_bytes(message, rank) for rank, message in enumerate(everyone)]
 
 
 def exchange_rows(tensor: Tensor, outwards: Sequence[int], group: Group = None) -> tuple[Tensor, list[int]]:
@@ -293,9 +299,27 @@ def separate_group() -> Group:
 # ---- from one rank to all ----
 
 
-def broadcast_object(obj: T, src: int = 0, group: Group = None) -> T:
-    """Rank `src`'s object (its number in the world) on every rank; what others pass is not looked at. By pickle."""
-    return obj if size_of(group) == 1 else transport.broadcast_object(obj, src, device_of(group), group)
+def broadcast_object(obj: T, src: int = 0, group: Group = None, what: str = "a value that is broadcast") -> T:
+    """Rank `src`'s object (its number in the world) on every rank; what others pass is not looked at.
+
+    Tensors in it come on the CPU; they are broadcast in buckets, so that whole states of models may be sent. On rank
+    `src` it is the object itself. what: as in `gather_objects`, and so is the error, on rank `src`.
+    """
+    if size_of(group) == 1:
+        return obj
+    own, sends = b"", src == rank_of()
+    if sends:
+        own, tensors = objects.without_tensors(obj, what)
+    message = transport.broadcast_bytes(own, src, device_of(group), group)
+    if sends:
+        if tensors:
+            broadcast_tensors(tensors, src, group)
+        return obj
+    awaited = objects.Awaited(message, src)
+    if awaited.tensors:
+        broadcast_tensors(awaited.tensors, src, group)
+    value: T = awaited.value()
+    return value
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], src: int = 0, group: Group = None) -> None:

@@ -51,7 +51,7 @@ def measure(add: Callable[[Tensor], None]) -> LinkCost:
         since = 0 if took < _FASTER * large else since + 1
         large, spent = min(took, large), spent + took
     cost = LinkCost(small, max(large - small, 0.0) / (nbytes - SMALL_BYTES))
-    return collectives.broadcast_object(cost)
+    return LinkCost(*collectives.broadcast_object(tuple(cost)))
 
 
 def _seconds(add: Callable[[Tensor], None], nbytes: int) -> float:

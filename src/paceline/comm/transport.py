@@ -5,7 +5,8 @@ Users call `collectives.py`, which calls this.
 
 from __future__ import annotations
 
-import pickle
+import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ from paceline.comm.waits import waits
 from paceline.errors import UsageError
 
 waits("wait")(dist.Work)  # also of a collective that is called without async_op, and of torch's own engines
+
+# A message whose length the others do not know begins with its length, and the first piece has one size for all: most
+# messages fit into it, and cost one collective.
+_LENGTH = struct.Struct("<Q")
+_FIRST_BYTES = 512
+_IN_FIRST = _FIRST_BYTES - _LENGTH.size
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -121,22 +128,31 @@ def exchange(sent: Tensor, outwards: list[int], received: Tensor, inwards: list[
     fork_safety.keep(sent, received)
 
 
-def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """All processes' objects, in rank order."""
+def gather_bytes(own: bytes, device: torch.device, group: Group) -> list[memoryview]:
+    """All processes' bytes, of any lengths, in rank order. device: from which the group can send."""
     if (channel := _channel_of(group)) is not None:
-        return [pickle.loads(memory) for memory in channel.exchange([pickle.dumps(obj)])]
-    objects: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(objects, obj, group=_native(group))
-    return objects
+        return channel.exchange([own])
+    firsts = [_bytes(row) for row in gather(_first(own).to(device), group)]
+    lengths = [_LENGTH.unpack_from(first)[0] for first in firsts]
+    rests: Sequence[bytes] = [b""] * len(firsts)
+    if (most := max(lengths)) > _IN_FIRST:
+        rests = [_bytes(row) for row in gather(_filled(own[_IN_FIRST:], most - _IN_FIRST).to(device), group)]
+    return [_joined(*parts) for parts in zip(lengths, firsts, rests, strict=True)]
 
 
-def broadcast_object(obj: Any, src: int, device: torch.device, group: Group) -> Any:
-    """The object of rank `src` of the world."""
+def broadcast_bytes(own: bytes, src: int, device: torch.device, group: Group) -> memoryview:
+    """The bytes of rank `src` of the world; what others pass is not looked at. device: as in `gather_bytes`."""
     if (channel := _channel_of(group)) is not None:
-        return pickle.loads(channel.exchange([pickle.dumps(obj)] if channel.rank == src else [])[src])
-    box = [obj]
-    dist.broadcast_object_list(box, src=src, device=device, group=_native(group))
-    return box[0]
+        return channel.exchange([own] if channel.rank == src else [])[src]
+    first = _first(own).to(device)
+    broadcast(first, src, group)
+    head, rest = _bytes(first), b""
+    (length,) = _LENGTH.unpack_from(head)
+    if length > _IN_FIRST:
+        sent = _filled(own[_IN_FIRST : _IN_FIRST + length], length - _IN_FIRST).to(device)
+        broadcast(sent, src, group)
+        rest = _bytes(sent)
+    return _joined(length, head, rest)
 
 
 def broadcast(tensor: Tensor, src: int, group: Group) -> None:
@@ -160,6 +176,25 @@ def barrier(device: torch.device) -> None:
 def _channel_of(group: Group) -> Channel | None:
     """The channel, where it carries calls to this group in place of torch.distributed."""
     return mesh.current().channel if group is None else None
+
+
+def _first(message: bytes) -> Tensor:
+    """The first _FIRST_BYTES that are sent of a message: its length, and its beginning."""
+    return _filled(_LENGTH.pack(len(message)) + message[:_IN_FIRST], _FIRST_BYTES)
+
+
+def _filled(content: bytes, size: int) -> Tensor:
+    """(size,): these bytes, or as many of them, and zeros behind them."""
+    return torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(wire.bytes_of(tensor))
+
+
+def _joined(length: int, first: bytes, rest: bytes) -> memoryview:
+    """A message of that length out of its first part and the rest."""
+    return memoryview((first[_LENGTH.size :] + rest)[:length])
 
 
 def _rows(channel: Channel, tensor: Tensor) -> list[Tensor]:

@@ -206,13 +206,13 @@ def _agree(size: int, own: Outcome) -> list[Outcome]:
     """Every process's outcome. Raises an error that is not for want of memory: this process's own, or one that says
     which other process had one."""
     told = "" if own.error is None else _described(own.error)
-    each = collectives.gather_objects((own._replace(error=None), told))
+    each: list[Any] = collectives.gather_objects((tuple(own._replace(error=None)), told))
     if own.error is not None:
         raise own.error
     for rank, (_, text) in enumerate(each):
         if text:
             raise UsageError(f"find_micro_batch: rank {rank} failed at micro_batch={size}: {text}")
-    return [outcome for outcome, _ in each]
+    return [Outcome(*outcome) for outcome, _ in each]
 
 
 def _described(error: BaseException) -> str:

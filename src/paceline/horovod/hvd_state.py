@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline import plain_state
 from paceline.comm import collectives
 from paceline.errors import SettingError, UsageError
 from paceline.horovod import hvd_world, named_operations
@@ -69,14 +71,6 @@ def _named(params: Any) -> list[tuple[str, Tensor]]:
     return named
 
 
-class _Place(NamedTuple):
-    """Where a tensor was, in a state that travels without its tensors."""
-
-    number: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: Any = None) -> None:
     """Give the optimizer of every process the state and the options of rank `root_rank`'s.
 
@@ -92,71 +86,72 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: Any =
     state = optimizer.state_dict() if hvd_world.rank() == root_rank else None
 
     def act() -> Any:
-        tensors: list[Tensor] = []
-        skeleton = collectives.broadcast_object(_taken_apart(state, tensors), root_rank)
-        if state is None:
-            tensors.extend(torch.empty(place.shape, dtype=place.dtype) for place in _places(skeleton))
-        collectives.broadcast_tensors(tensors, root_rank)
-        return _put_together(skeleton, tensors)
+        return collectives.broadcast_object(state, root_rank, what="the state of hvd.broadcast_optimizer_state")
 
     received = named_operations.call("broadcast_optimizer_state", None, f"from rank {root_rank}", act)
     if state is None:
         optimizer.load_state_dict(received)
 
 
-def _taken_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """The value with a _Place for each tensor, which is put into the list, on the CPU."""
-    if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu())
-        return _Place(len(tensors) - 1, value.dtype, tuple(value.shape))
-    if isinstance(value, dict):
-        return {key: _taken_apart(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_taken_apart(item, tensors) for item in value)
-    return value
+# --- objects
 
+PICKLE = "PACELINE_HOROVOD_PICKLE"
+"""Environment variable: 1 lets objects of any class travel between machines, as pickles."""
 
-def _places(value: Any) -> list[_Place]:
-    if isinstance(value, _Place):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [place for item in items for place in _places(item)]
-
-
-def _put_together(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    if isinstance(value, dict):
-        return {key: _put_together(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put_together(item, tensors) for item in value)
-    return value
+_Sent = tuple[str, Any]  # "plain" and the object, or "pickle" and its bytes
 
 
 def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> T:
-    """Rank `root_rank`'s object on every process; what others pass is not looked at. By pickle."""
+    """Rank `root_rank`'s object on every process; what others pass is not looked at.
+
+    Numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, sets and dicts of these travel as they are
+    (tensors come on the CPU). Objects of other classes are pickled, as Horovod does with all.
+
+    Raises UsageError for an object of another class where the processes are on several machines: who can write to their
+    connections could run code in them. PACELINE_HOROVOD_PICKLE=1 allows it.
+    """
     check_root(root_rank, "hvd.broadcast_object")
     hvd_world.check_process_set(process_set, "hvd.broadcast_object")
     own = hvd_world.rank() == root_rank
-    sent = _pickled(obj) if own else b""
+    sent = _to_send(obj, "hvd.broadcast_object(obj)") if own else None
     received = named_operations.call(
         "broadcast_object",
         name,
         f"from rank {root_rank}",
         lambda: collectives.broadcast_object(sent, root_rank),
     )
-    return obj if own else pickle.loads(received)
+    return obj if own else _received(received, "hvd.broadcast_object")
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
-    """Every process's object, in rank order. By pickle."""
+    """Every process's object, in rank order. How they travel, and the error: see `broadcast_object`."""
     hvd_world.members()
-    sent = _pickled(obj)
+    sent = _to_send(obj, "hvd.allgather_object(obj)")
     everyone = named_operations.call("allgather_object", name, "", lambda: collectives.gather_objects(sent))
-    return [pickle.loads(received) for received in everyone]
+    return [_received(received, "hvd.allgather_object") for received in everyone]
 
 
-def _pickled(obj: Any) -> bytes:
-    import cloudpickle  # type: ignore[import-untyped]  # as Horovod's: functions of the script travel too
+def _to_send(obj: Any, what: str) -> _Sent:
+    try:
+        plain_state.encode(obj, what, sent=True)
+    except UsageError as error:
+        if not _may_pickle():
+            raise UsageError(f"{error} Or set {PICKLE}=1 on all machines, where nobody else reaches them.") from None
+        import cloudpickle  # type: ignore[import-untyped]  # as Horovod's: functions of the script travel too
 
-    return bytes(cloudpickle.dumps(obj))
+        return "pickle", bytes(cloudpickle.dumps(obj))
+    return "plain", obj
+
+
+def _received(sent: _Sent, call: str) -> Any:
+    kind, value = sent
+    if kind == "plain":
+        return value
+    if not _may_pickle():
+        raise UsageError(f"{call}: an object came as a pickle from another machine. Set {PICKLE}=1 on all, or on none.")
+    return pickle.loads(value)
+
+
+def _may_pickle() -> bool:
+    """Whether all processes are on one machine, or the user allows it."""
+    return hvd_world.cross_size() == 1 or os.environ.get(PICKLE) == "1"

@@ -139,7 +139,8 @@ def _round(waiting: str | None) -> None:
 
 def _exchange(waiting: str | None, joined: int = 0) -> list[_Words]:
     own = _Words([(o.key, o.signature, o.form) for o in _posted.values()], waiting, joined)
-    return collectives.gather_objects(own)
+    everyone: list[Any] = collectives.gather_objects(tuple(own))
+    return [_Words(*words) for words in everyone]
 
 
 def _act_on(everyone: list[_Words], stand_in: Callable[[Any], None] | None) -> None:

@@ -300,8 +300,9 @@ class PeriodicAveraging(LoopStrategy):
         if len(set(digests)) == 1:
             return own
         union: dict[tuple[int, str], _Form] = {}
-        for other in collectives.gather_objects(own):
-            union = {**other, **union}
+        everyone: list[Any] = collectives.gather_objects({place: tuple(form) for place, form in own.items()})
+        for other in everyone:
+            union = {**{place: _Form(*form) for place, form in other.items()}, **union}
         return dict(sorted(union.items(), key=lambda entry: entry[0]))
 
 

@@ -164,9 +164,8 @@ class Losses:
         last = self._mesh.size("stage") - 1
         src = self._mesh.at(stage=last)
         if call not in self._agreed:
-            kind = collectives.broadcast_object(self._kinds.get(call), src=src, group=self._mesh.group("stage"))
-            assert kind is not None
-            self._agreed[call] = kind
+            told = collectives.broadcast_object(tuple(self._kinds.get(call, ())), src, self._mesh.group("stage"))
+            self._agreed[call] = _Kind(*told)
         kind = self._agreed[call]
         dtype = wide_dtype(self._device)
         box = torch.zeros(count, len(kind.counted), 2, dtype=dtype, device=self._device)

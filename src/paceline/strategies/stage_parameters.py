@@ -8,7 +8,7 @@ their owners; a process then holds the whole model until the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,22 +124,9 @@ class StageParameters:
         for part in range(self._mesh.size("stage")):
             mine = part == self._mesh.coordinate("stage")
             source, group = self._mesh.at(stage=part), self._mesh.group("stage")
-            forms = _with_tensors(own, lambda tensor: tensor.to("meta")) if mine else {}
-            forms = collectives.broadcast_object(forms, src=source, group=group)
-            state = own if mine else _with_tensors(forms, lambda form: torch.empty(form.shape, dtype=form.dtype))
-            tensors = [v for values in state.values() for v in values.values() if isinstance(v, Tensor)]
-            collectives.broadcast_tensors(tensors, src=source, group=group)
-            found |= state
+            found |= collectives.broadcast_object(own if mine else {}, source, group, "the state of an optimizer")
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.make_whole()
         load_replicated([self._model], self.optimizers, state)
-
-
-def _with_tensors(state: dict[str, dict[str, Any]], function: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Any]]:
-    """The optimizer state with the function's result in place of each tensor."""
-    return {
-        name: {key: function(value) if isinstance(value, Tensor) else value for key, value in values.items()}
-        for name, values in state.items()
-    }

@@ -90,7 +90,8 @@ def check_same_data(name: str, made_of: dict[str, Any], probe: Probe | None) -> 
     Raises UsageError on every rank where the ranks do not read the same data in the same order. Rank 0 warns where only
     examples of a map-style data set differ: they may be the same ones, augmented at random.
     """
-    everyone = collectives.gather_objects((made_of, probe))
+    told: list[Any] = collectives.gather_objects((made_of, None if probe is None else tuple(probe)))
+    everyone = [(own, None if seen is None else Probe(*seen)) for own, seen in told]
     for key in dict.fromkeys(key for own, _ in everyone for key in own):
         values = [own.get(key) for own, _ in everyone]
         if (other := _first_different(values)) is not None:

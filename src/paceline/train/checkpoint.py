@@ -3,7 +3,7 @@
     checkpoints/
       step-00000042/         one checkpoint; never changed once it has this name
         model.safetensors    the tensors of the part "model"
-        model.json           the rest of that part (tree.py)
+        model.json           the rest of that part (plain_state.py)
         ...                  the other parts
         manifest.json        size and sha256 of every file, written last (manifest.py)
       latest                 the name of the newest checkpoint, for people and other programs
@@ -38,9 +38,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline import plain_state
 from paceline.errors import CheckpointError, SettingError, suggest, warn
 from paceline.train import manifest as manifests
-from paceline.train import tree
 from paceline.train.atomic import (
     contents,
     explained,
@@ -65,15 +65,15 @@ _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """One part of a checkpoint as it is written to disk (tree.py)."""
+    """One part of a checkpoint as it is written to disk (plain_state.py)."""
 
-    document: tree.Json
+    document: plain_state.Json
     tensors: Mapping[str, Tensor]  # those that the document names
 
     @classmethod
     def of(cls, state: Any, what: str = "the state") -> EncodedPart:
-        """Encode `state`. what: its name in errors ("tracked 'ema'"). Raises CheckpointError (see tree.encode)."""
-        return cls(*tree.encode(state, what))
+        """Encode `state`. what: its name in errors ("tracked 'ema'"). Raises CheckpointError: see `encode`."""
+        return cls(*plain_state.encode(state, what))
 
 
 class WholeCheckpoint(NamedTuple):
@@ -161,9 +161,9 @@ def write(
 ) -> Path:
     """Write a new checkpoint. Returns its directory, `directory`/step-00000042, once it is safely on the disk.
 
-    parts: name -> nested state (what state_dict() gives; see tree.py) or an EncodedPart. meta: nested state without
-    tensors. keep: how many checkpoints to leave, this one included; None leaves all. A second checkpoint of the same
-    step is put beside the first (step-00000042-2), and counts as the newer one.
+    parts: name -> nested state (what state_dict() gives; see plain_state.py) or an EncodedPart. meta: nested state
+    without tensors. keep: how many checkpoints to leave, this one included; None leaves all. A second checkpoint of the
+    same step is put beside the first (step-00000042-2), and counts as the newer one.
 
     Raises CheckpointError for state that has no plain form, and where files cannot be written (disk full, no
     permission, not a directory). Older checkpoints and the pointer are then untouched. Of this checkpoint nothing is
@@ -174,7 +174,7 @@ def write(
     encoded = encode_parts(parts)
     _check_names(encoded)
     scored = {} if retention.score is None else {_SCORE: float(retention.score)}
-    document, tensors = tree.encode({**(meta or {}), **scored}, "checkpoint meta")
+    document, tensors = plain_state.encode({**(meta or {}), **scored}, "checkpoint meta")
     if tensors:
         raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}: put it into a part.")
     with explained("A checkpoint could not be saved to", root):
@@ -268,7 +268,7 @@ def read(path: str | os.PathLike[str], only: Collection[str] | None = None) -> t
     manifest = _manifest(place)
     with explained("A checkpoint could not be read from", place):
         parts = {name: _read_part(place, name, manifest) for name in part_names(place) if only is None or name in only}
-    return tree.decode(manifest.meta, {}, f"{place / manifests.NAME}: its meta"), parts
+    return plain_state.decode_saved(manifest.meta, {}, f"{place / manifests.NAME}: its meta"), parts
 
 
 def part_names(path: str | os.PathLike[str]) -> list[str]:
@@ -405,7 +405,7 @@ def _ranked(candidates: Iterable[_Candidate], mode: str) -> list[Scored]:
 def _score_of(manifest: Manifest) -> float | None:
     """None where it was written without one, or with one that is no number."""
     with suppress(CheckpointError):  # in a directory may be manifests that somebody else has changed
-        meta = tree.decode(manifest.meta, {}, "checkpoint meta")
+        meta = plain_state.decode_saved(manifest.meta, {}, "checkpoint meta")
         score = meta.get(_SCORE) if isinstance(meta, dict) else None
         return score if isinstance(score, (int, float)) and not math.isnan(score) else None
     return None
@@ -486,7 +486,7 @@ def _read_part(place: Path, name: str, manifest: Manifest) -> Any:
     path = place / f"{name}.json"
     with open_plain(path) as opened, _damaged(path, ValueError, RecursionError, MemoryError):
         document = json.loads(opened.read())
-    return tree.decode(document, tensors, str(path))
+    return plain_state.decode_saved(document, tensors, str(path))
 
 
 @contextmanager

@@ -4,7 +4,7 @@
       "format": 1,               the format of the checkpoint; a program refuses a number that it does not know
       "step": 42,
       "serial": 7,               one more than the largest in the directory when it was written: the order in time
-      "meta": {...},             a document of tree.py, without tensors
+      "meta": {...},             a document of plain_state.py, without tensors
       "files": {"model.json": {"size": 812, "sha256": "..."}, "model.safetensors": {...}, ...},
       "sha256": "..."            of this file itself, with 64 zeros in this place
     }

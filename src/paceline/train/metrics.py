@@ -58,7 +58,7 @@ def gather(values: Any) -> Any:
     """The tensors or lists of all processes, joined; of other objects a list with one of each process."""
     if isinstance(values, Tensor):
         return collectives.gather_uneven(values, data_group())
-    everyone = collectives.gather_objects(values, data_group())
+    everyone = collectives.gather_objects(values, data_group(), "run.gather(values)")
     return [item for own in everyone for item in own] if isinstance(values, list) else everyone
 
 
@@ -244,7 +244,7 @@ def _merge(state: Any, reduction: Any, updated: list[bool]) -> Any:
     """One state, merged over the processes that were updated. None where none was.
 
     A list to be joined along dimension 0 is sent as one tensor, of any length. Any other state is small, or its tensors
-    differ in shape, and it is pickled.
+    differ in shape, and it is sent as an object.
     """
     if not any(updated):
         return None

@@ -3,8 +3,8 @@
 Phase 1: each process computes its part of each global batch, and moves the result to the CPU. The result is flattened
 into leaves, tensors or lists with a row for each example, and the structure (dicts and tuples) around them.
 Phase 2: the processes exchange the structure and the shapes of their leaves. A tensor leaf whose rows all have one
-shape and dtype is joined as a tensor. Other leaves (sequences of unequal length, boxes) are joined as lists of rows,
-which are pickled. Rows are put into the order of the data set.
+shape and dtype is joined as a tensor. Other leaves (sequences of unequal length, boxes) are joined as lists of rows.
+Rows are put into the order of the data set.
 Phase 3: the structure is filled with the joined leaves.
 """
 
@@ -33,7 +33,7 @@ _Row = tuple[tuple[int, ...], str]  # the shape and dtype of a row
 class _Form(NamedTuple):
     """The form of a process's results."""
 
-    structure: Any  # dicts and tuples, with a number in the place of each leaf
+    structure: str | None  # dicts and tuples, with a number in the place of each leaf, as Python writes it
     kinds: tuple[str, ...]  # LIST or TENSOR, for each leaf
     shapes: tuple[frozenset[_Row], ...]  # for each tensor leaf, those of its rows; empty batches do not count
 
@@ -58,9 +58,10 @@ def predict(
         else:
             empty = leaves
     columns: list[Any] = list(zip(*batches, strict=True)) if batches else [() for _ in empty]
-    form = _Form(structure, tuple(LIST if isinstance(leaf, list) else TENSOR for leaf in (batches or [empty])[0]), ())
-    form = form._replace(shapes=tuple(_shapes(column) for column in columns))
-    forms = collectives.gather_objects(form, data_group())
+    kinds = tuple(LIST if isinstance(leaf, list) else TENSOR for leaf in (batches or [empty])[0])
+    form = _Form(None if structure is None else repr(structure), kinds, tuple(map(_shapes, columns)))
+    told: list[Any] = collectives.gather_objects(tuple(form), data_group())
+    forms = [_Form(*other) for other in told]
     if all(other.structure is None for other in forms):
         raise UsageError(
             "run.predict: the data set has no examples, and what the results would look like is not known without one. "
@@ -161,7 +162,8 @@ def _join(column: tuple[Any, ...], kind: str, shapes: frozenset[_Row], order: Te
         own = torch.cat(column) if column else torch.empty((0, *shape), dtype=dtype)
         return collectives.gather_uneven(own, data_group())[order]
     mine = [row for leaf in column for row in _rows(leaf)]
-    everyone = [row for rows in collectives.gather_objects(mine, data_group()) for row in rows]
+    told = collectives.gather_objects(mine, data_group(), "run.predict: the rows of a result")
+    everyone = [row for rows in told for row in rows]
     return [everyone[i] for i in order.tolist()]
 
 

@@ -261,19 +261,21 @@ def _is_writer() -> bool:
 # --- the folder
 
 
+_ERRORS = {kind.__name__: kind for kind in (CheckpointError, SettingError, UsageError)}
+
+
 def _agreed(action: Callable[[], T]) -> T:
     """What `action` returns on rank 0, on every rank; its error is raised on all. Collective."""
-    failure: PacelineError | None = None
+    failure: tuple[str, str] | None = None  # the error's class and text
     result: Any = None
     if collectives.rank_of() == 0:
         try:
             result = action()
         except PacelineError as error:
-            failure = error.with_traceback(None)
-            failure.__cause__ = failure.__context__ = None  # an error of the system may not travel
+            failure = type(error).__name__, str(error)
     failure, result = collectives.broadcast_object((failure, result))
     if failure is not None:
-        raise failure
+        raise _ERRORS.get(failure[0], UsageError)(failure[1])
     answer: T = result
     return answer
 

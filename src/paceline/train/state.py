@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -133,14 +133,15 @@ class State:
 
         read: dict[str, Any] = {}  # on rank 0
 
-        def find() -> checkpoint.WholeCheckpoint | None:
+        def find() -> tuple[Any, ...] | None:
             if missing_ok and not checkpoint.holds_checkpoint(directory):
                 return None
             whole = checkpoint.find(directory)
             read.update(checkpoint.read(whole.path)[1])
-            return whole
+            return tuple(whole)
 
-        found = _on_rank_0(find)
+        told = _on_rank_0(find)
+        found = None if told is None else checkpoint.WholeCheckpoint(*told)
         kept = None if handed_on is None else handed_on()
         steps = [-1] if handed_on is None else collectives.gather_objects(-1 if kept is None else kept.step)
         if max(steps) > (-1 if found is None else found.step):
@@ -154,7 +155,7 @@ class State:
                 + f"\nThe newest whole one is used: {found.path}",
             )
         self.restored_from = f"a checkpoint in {directory}"
-        parts = _broadcast_tree(read)
+        parts = collectives.broadcast_object(read, what="the checkpoint")
         with fits(found.path):
             return self._restore(parts)
 
@@ -165,7 +166,7 @@ class State:
             assert kept is not None
             read = checkpoint.read(kept.path)[1]
         self.restored_from = f"the newest state, which was handed on to rank {source}"
-        parts = _broadcast_tree(read, source)
+        parts = collectives.broadcast_object(read, source, what="the state that was handed on")
         with fits(f"the state that was handed on after step {step}"):
             return self._restore(parts)
 
@@ -209,15 +210,13 @@ class State:
     # --- for a process that joins the others
 
     def position(self) -> dict[str, Any]:
-        """What a checkpoint holds beside models, optimizers and random streams, with tensors on the CPU."""
-        position = {
+        """What a checkpoint holds beside models, optimizers and random streams."""
+        return {
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "run": self._run_part(),
             "tracked": self._tracked_part(),
             "compared": [name for name, loader in self.loaders.items() if not loader.probing],
         }
-        moved: dict[str, Any] = _position_on_host(position)
-        return moved
 
     def load_position(self, position: dict[str, Any]) -> None:
         """Go on where the process was that `position` is of."""
@@ -290,57 +289,6 @@ def _on_rank_0(action: Callable[[], T]) -> T:
     if failure is not None:
         raise CheckpointError(failure)
     return cast(T, result)
-
-
-class _TensorSlot(NamedTuple):
-    """Stands for a tensor in a tree that is sent without its tensors."""
-
-    number: int  # of the tensor, in the order in which tensors are sent
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _broadcast_tree(parts: dict[str, Any], source: int = 0) -> dict[str, Any]:
-    """That rank's tree on every rank. Collective: its tensors are broadcast, the rest of it is pickled."""
-    if collectives.size_of() == 1:
-        return parts
-    slots: list[_TensorSlot] = []
-    tensors: list[Tensor] = []
-
-    def put_slots(node: Any) -> Any:
-        if not isinstance(node, Tensor):
-            return _map(node, put_slots)
-        tensors.append(node)
-        slots.append(_TensorSlot(len(slots), tuple(node.shape), node.dtype))
-        return slots[-1]
-
-    def fill_slots(node: Any) -> Any:
-        return tensors[node.number] if isinstance(node, _TensorSlot) else _map(node, fill_slots)
-
-    skeleton, slots = collectives.broadcast_object((put_slots(parts), slots), source)
-    if collectives.rank_of() != source:
-        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
-    collectives.broadcast_tensors(tensors, source)
-    whole: dict[str, Any] = fill_slots(skeleton)
-    return whole
-
-
-def _map(node: Any, function: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple with `function` applied to what is in it. Anything else unchanged."""
-    if isinstance(node, dict):
-        mapped = {key: function(value) for key, value in node.items()}
-        if type(node) is dict:
-            return mapped
-        copied = node.copy()
-        copied.update(mapped)
-        return copied
-    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and type(node) in (list, tuple):
-        return type(node)(function(item) for item in node)
-    return node
-
-
-def _position_on_host(node: Any) -> Any:
-    return node.cpu() if isinstance(node, Tensor) else _map(node, _position_on_host)
 
 
 def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:

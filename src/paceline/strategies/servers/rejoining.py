@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import process_group, wire
+from paceline.comm import objects, process_group, wire
 from paceline.comm.sockets import Keys, Line
 from paceline.errors import WorldError
 from paceline.strategies.servers.worker_links import JOIN_SECONDS, Chunks, Links, Meetings
@@ -86,10 +85,12 @@ def hand_over(meetings: Meetings, rank: int, capture: Callable[[], RunState] | N
     """The run state of one of the earlier members, on all members. Raises WorldError where none of them is left."""
     newcomers = set(meetings.joined)
     while givers := sorted(set(meetings.members) - newcomers):
-        own = [pickle.dumps(capture())] if capture is not None and rank == givers[0] else []
+        own = []
+        if capture is not None and rank == givers[0]:
+            own.append(objects.to_bytes(capture(), "the state of the run"))
         found = meetings.meet(own)
         if givers[0] in meetings.members:
-            whole: RunState = pickle.loads(found[meetings.members.index(givers[0])])
+            whole: RunState = objects.from_bytes(found[meetings.members.index(givers[0])], givers[0])
             return whole
     raise WorldError("all workers that knew where the run was have died. Restore the last checkpoint.")
 

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from paceline import plain_state
 from paceline.errors import LaunchError
 from paceline.run import Run
 from paceline.torch_private.core import BatchNormBase
-from paceline.train import tree
 from paceline.train.backends import allows_tf32
 
 
@@ -54,7 +54,7 @@ def has_room(state: Mapping[str, Any], folder: str) -> bool:
     A step needs a state, and as much again for gradients and for what is only compared. A twentieth of the disk is left
     to others.
     """
-    _, tensors = tree.encode({key: state[key] for key in ("models", "optimizers")})
+    _, tensors = plain_state.encode({key: state[key] for key in ("models", "optimizers")})
     needed = 2 * sum(tensor.nbytes for tensor in tensors.values())
     disk = shutil.disk_usage(folder)
     return disk.free - needed > disk.total // 20
@@ -62,7 +62,7 @@ def has_room(state: Mapping[str, Any], folder: str) -> bool:
 
 def save_state(state: Mapping[str, Any], path: str) -> None:
     """Write the state of models and optimizers."""
-    document, tensors = tree.encode({key: state[key] for key in ("models", "optimizers")})
+    document, tensors = plain_state.encode({key: state[key] for key in ("models", "optimizers")})
     save_tensors(tensors, path, {"document": json.dumps(document)})
 
 
@@ -71,7 +71,8 @@ def load_state(path: str) -> dict[str, Any] | None:
     try:
         with safe_open(path, framework="pt") as file:
             document = json.loads(file.metadata()["document"])
-            state: dict[str, Any] = tree.decode(document, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state: dict[str, Any] = plain_state.decode(document, tensors)
             return state
     except FileNotFoundError:
         return None

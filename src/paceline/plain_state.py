@@ -1,4 +1,5 @@
-"""Nested Python state as a JSON document and named tensors, and back: the form of a checkpoint, in place of a pickle.
+"""Nested Python state as a JSON document and named tensors, and back, in place of a pickle: the form of a checkpoint,
+and of what processes send each other (comm/objects.py).
 
 In the document `None`, bools, strings, lists, finite floats, ints of 64 bits and dicts with string keys stand for
 themselves. Everything else is an object with the key "$", which names its type:
@@ -9,6 +10,7 @@ themselves. Everything else is an object with the key "$", which names its type:
     {"$": "float", "hex": "..."}                     the 8 bytes of an inf or NaN; also int (hexadecimal) and complex
     {"$": "numpy", "name": ..., "dtype": "<f8", "shape": [...]}     and numpy.scalar
     {"$": "bytes", "base64": "..."}                  also bytearray; torch.dtype and torch.device have a "name"
+    {"$": "path", "text": "..."}                     a pathlib.Path; also datetime, date and time of the datetime module
 
 A tensor is named by its path ("layer.weight" at the top, "state/0/exp_avg" below), so that the tensors of a model's
 state_dict keep the model's names. Dtypes that some safetensors release does not know are stored as real pairs (complex)
@@ -35,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
 from paceline.torch_private.core import METADATA
 
 Json = Any  # None, bool, int, float, str, list or dict with string keys
@@ -53,38 +55,52 @@ _NUMPY_KINDS = "biufcmMSU"  # numbers, times and fixed-length strings: bytes wit
 _FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
 
 
-def encode(tree: Any, what: str = "the state") -> tuple[Json, dict[str, Tensor]]:
+class Unreadable(ValueError):
+    """A document that `encode` did not write, or whose tensors are not there."""
+
+
+def encode(tree: Any, what: str = "the state", *, sent: bool = False) -> tuple[Json, dict[str, Tensor]]:
     """`tree` as (document, tensors). `decode` reverses it.
 
     The tensors are detached and share memory with `tree` where they can: they may be on any device, non-contiguous, and
-    overlap. what: the first words of error messages ("tracked 'ema'").
+    overlap. what: the first words of error messages ("tracked 'ema'"). sent: to another process, and not to a file.
 
-    Raises CheckpointError, with the path in the tree and the remedy, for anything that has no exact plain form:
-    functions, classes, modules, objects, namedtuples, sparse tensors, subclasses of the types above.
+    Raises CheckpointError, or UsageError where it would be sent, with the path in the tree and the remedy, for anything
+    that has no exact plain form: functions, classes, modules, objects, namedtuples, sparse tensors, subclasses of the
+    types above.
     """
-    encoder = _Encoder(what)
+    encoder = _Encoder(what, sent)
     return encoder.node(tree, ()), encoder.tensors
 
 
-def decode(document: Json, tensors: Mapping[str, Tensor], what: str = "the state") -> Any:
+def decode(document: Json, tensors: Mapping[str, Tensor]) -> Any:
     """The tree of a document. Most of `tensors` are in it as they are, not as copies.
 
-    Raises CheckpointError for a document that `encode` did not write, and for a tensor that is missing.
+    Raises Unreadable for a document that `encode` did not write, and for a tensor that is missing. Runs no code that
+    the document names.
     """
     try:
         return _decode(document, tensors)
     except Exception as error:  # whatever numbers and names that nobody vouches for bring torch and NumPy to raise
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+
+
+def decode_saved(document: Json, tensors: Mapping[str, Tensor], what: str) -> Any:
+    """As `decode`, of a checkpoint: raises CheckpointError. what: names it in that."""
+    try:
+        return decode(document, tensors)
+    except Unreadable as error:
         raise CheckpointError(
-            f"{what} cannot be read back: {type(error).__name__}: {error}. The document and its tensors do not fit "
-            "together, or another program wrote them; use another checkpoint."
+            f"{what} cannot be read back: {error}. The document and its tensors do not fit together, or another "
+            "program wrote them; use another checkpoint."
         ) from error
 
 
 class _Encoder:
     """Encodes one tree. path: the keys and indices from the root to a value."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, sent: bool) -> None:
+        self.what, self.sent = what, sent
         self.tensors: dict[str, Tensor] = {}
         self._open: set[int] = set()  # ids of the containers that are being encoded; a cycle meets one of them again
         self._hashed = 0  # > 0 in dict keys and set members, where a tensor counts by identity and not by value
@@ -193,8 +209,9 @@ class _Encoder:
         self.tensors[name] = tensor
         return name
 
-    def _refuse(self, path: tuple[Any, ...], described: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"{self.what}{_spell(path)}: {described} cannot be saved. {remedy}")
+    def _refuse(self, path: tuple[Any, ...], described: str, remedy: str) -> CheckpointError | UsageError:
+        kind, done = (UsageError, "sent") if self.sent else (CheckpointError, "saved")
+        return kind(f"{self.what}{_spell(path)}: {described} cannot be {done}. {remedy}")
 
 
 def _permuted_strides(value: Tensor) -> list[int] | None:
@@ -225,9 +242,14 @@ _SIMPLE: dict[type, Callable[[Any], dict[str, str]]] = {
     bytearray: lambda value: {"base64": base64.b64encode(value).decode()},
     torch.dtype: lambda value: {"name": _dtype_name(value)},
     torch.device: lambda value: {"name": str(value)},
+    type(pathlib.Path()): lambda value: {"text": str(value)},
+    datetime.datetime: lambda value: {"text": value.isoformat()},
+    datetime.date: lambda value: {"text": value.isoformat()},
+    datetime.time: lambda value: {"text": value.isoformat()},
 }
 _NAMES = {kind: kind.__name__ for kind in (*_CONTAINERS, *_SIMPLE)}
 _NAMES |= {torch.Size: "torch.Size", torch.dtype: "torch.dtype", torch.device: "torch.device"}
+_NAMES |= {type(pathlib.Path()): "path"}
 
 
 def _decode(node: Json, tensors: Mapping[str, Tensor]) -> Any:
@@ -321,13 +343,17 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "bytearray": lambda node, tensors: bytearray(base64.b64decode(node["base64"])),
     "torch.dtype": lambda node, tensors: _dtype(node["name"]),
     "torch.device": lambda node, tensors: torch.device(node["name"]),
+    "path": lambda node, tensors: pathlib.Path(node["text"]),
+    "datetime": lambda node, tensors: datetime.datetime.fromisoformat(node["text"]),
+    "date": lambda node, tensors: datetime.date.fromisoformat(node["text"]),
+    "time": lambda node, tensors: datetime.time.fromisoformat(node["text"]),
     "tensor": _tensor,
     "numpy": _array,
     "numpy.scalar": lambda node, tensors: _scalar(node),
 }
 
 
-# --- what cannot be saved
+# --- what has no plain form
 
 
 def _spell(path: tuple[Any, ...]) -> str:
@@ -340,34 +366,33 @@ def _spell(path: tuple[Any, ...]) -> str:
 
 
 def _refusal(value: Any, *, hashed: bool = False) -> tuple[str, str]:
-    """(what a value is that cannot be saved, what to save instead). hashed: it is a dict key or a member of a set."""
+    """(what a value is that has no plain form, what to use instead). hashed: it is a dict key or a member of a set."""
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, Tensor):
         return _tensor_refusal(value, name, hashed)
     if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-        return "a function", "Save the numbers and names it is made from, and make it again in load_state_dict."
+        return "a function", "Use the numbers and names it is made from, and make it again where they are loaded."
     if isinstance(value, type):
-        return f"a class ({value.__qualname__})", "Save its name, and look the class up in load_state_dict."
+        return f"a class ({value.__qualname__})", "Use its name, and look the class up where it is loaded."
     if isinstance(value, enum.Enum):
-        return f"an enum member ({value})", "Save its .value."
+        return f"an enum member ({value})", "Use its .value."
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"a namedtuple ({name})", "Save tuple(value) or value._asdict()."
+        return f"a namedtuple ({name})", "Use tuple(value) or value._asdict()."
     if isinstance(value, (pathlib.PurePath, datetime.date, datetime.time)):
-        plain = "str(value)" if isinstance(value, pathlib.PurePath) else "value.isoformat()"
-        return f"a {name}", f"Save {plain}."
+        return f"a {name}", f"Use {'str(value)' if isinstance(value, pathlib.PurePath) else 'value.isoformat()'}."
     if isinstance(value, torch.Generator):
-        return "a torch.Generator", "Save its get_state(), and set_state() it in load_state_dict."
+        return "a torch.Generator", "Use its get_state(), and set_state() it where it is loaded."
     if dataclasses.is_dataclass(value):
-        return f"a dataclass ({name})", "Save dataclasses.asdict(value)."
+        return f"a dataclass ({name})", "Use dataclasses.asdict(value)."
     if callable(getattr(value, "state_dict", None)):
-        return f"a {name}", "It has a state of its own: save its state_dict(), and load that in load_state_dict."
+        return f"a {name}", "It has a state of its own: use its state_dict(), and load that into another."
     for base in (dict, list, tuple, set, str, int, float):
         if isinstance(value, base):
-            return f"a {name}, a subclass of {base.__name__},", f"Save {base.__name__}(value)."
+            return f"a {name}, a subclass of {base.__name__},", f"Use {base.__name__}(value)."
     return (
         f"a {name}",
-        "Save what it is made of: None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, sets "
+        "Use what it is made of: None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, sets "
         "and dicts of these.",
     )
 
@@ -377,15 +402,15 @@ def _tensor_refusal(value: Tensor, name: str, hashed: bool) -> tuple[str, str]:
         return "a tensor as a dict key or set member", "Use its name, its index or its item() as the key."
     if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
         if hasattr(value, "full_tensor"):
-            return f"a {name}, one process's piece of a tensor,", "Save its full_tensor()."
-        return f"a {name}, a subclass of Tensor,", "Save value.as_subclass(Tensor), or the tensors inside it."
+            return f"a {name}, one process's piece of a tensor,", "Use its full_tensor()."
+        return f"a {name}, a subclass of Tensor,", "Use value.as_subclass(Tensor), or the tensors inside it."
     if value.is_meta:
         return "a tensor on the meta device, which has no values,", "Give it values first (to_empty, then initialise)."
     if value.is_quantized:
-        return "a quantized tensor", "Save its int_repr(), q_scale() and q_zero_point(), or its dequantize()."
+        return "a quantized tensor", "Use its int_repr(), q_scale() and q_zero_point(), or its dequantize()."
     return (
         f"a tensor of layout {value.layout}",
-        "Save its to_dense(), or its indices and values as tensors of their own.",
+        "Use its to_dense(), or its indices and values as tensors of their own.",
     )
 
 
