@@ -19,10 +19,12 @@ A message names the setting or call, what was received, and the remedy; of a mis
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from types import FrameType
 
 _NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")
 """Packages whose lines a warning does not name."""
@@ -95,10 +97,22 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def warn(message: str) -> None:
     """A UserWarning at the innermost line outside Paceline and torch: the script's, or that of a library it calls."""
-    level, frame = 1, sys._getframe()
+    level, _ = _script_frame(sys._getframe())
+    warnings.warn(message, stacklevel=level)
+
+
+def script_line() -> str:
+    """That line, as "train.py, line 31"."""
+    _, frame = _script_frame(sys._getframe())
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}, line {frame.f_lineno}"
+
+
+def _script_frame(frame: FrameType) -> tuple[int, FrameType]:
+    """The first frame outside Paceline and torch, and how many there are from the given one to it."""
+    level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    return level, frame
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:

@@ -25,6 +25,7 @@ from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, predict_files, randomness
+from paceline.train.call_check import CallCheck
 from paceline.train.checkpoint import Retention
 from paceline.train.elsewhere import of_run
 from paceline.train.guards import Guards
@@ -88,6 +89,7 @@ class Run:
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         own = self._state, self._stepper, self._epochs
+        self._call_check = CallCheck(self._strategy)
         self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
         self._evaluations = 0
@@ -154,6 +156,7 @@ class Run:
 
     def wait(self) -> None:
         """Returns when every process has come here."""
+        self._same_call("run.wait")
         collectives.barrier()
 
     def broadcast(self, value: Any) -> Any:
@@ -162,6 +165,7 @@ class Run:
         value: None, numbers, strings, bytes, paths, dates, tensors, NumPy arrays, and lists, tuples, sets and dicts of
         these. Tensors come on the CPU. Raises UsageError on rank 0 for anything else, since nothing is pickled.
         """
+        self._same_call("run.broadcast")
         return collectives.broadcast_object(value, what="run.broadcast(value)")
 
     if not TYPE_CHECKING:
@@ -339,6 +343,8 @@ class Run:
 
     def _on_yield(self, loader: Loader) -> None:
         self._heartbeat()
+        if loader.train or loader.step == 0:
+            self._call_check.same(f"the next batch of the loader {loader.name!r}", in_training=loader.train)
         self.latest = loader
         if loader.train:
             self._epochs.on_training_yield()
@@ -454,25 +460,34 @@ class Run:
 
     # --- numbers over all processes
 
+    def _same_call(self, name: str) -> None:
+        """Raises UsageError, on all processes, where they make different calls here."""
+        in_training = any(loader.current is not None for loader in self._state.loaders.values())
+        self._call_check.same(name, in_training)
+
     def mean(self, values: Any) -> Any:
         """The mean over the examples of all processes, exact where they have unequally many, or none.
 
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
+        self._same_call("run.mean")
         return metrics.mean(values, lambda: current_examples(self.latest, self._state.loaders.values()), self.device)
 
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
+        self._same_call("run.ratio")
         return metrics.ratio(sum, count, self.device)
 
     def sum(self, values: Any) -> Any:
         """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
+        self._same_call("run.sum")
         return metrics.total(values, self.device)
 
     def gather(self, values: Any) -> Any:
         """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
         Anything else: a list of all processes' objects."""
+        self._same_call("run.gather")
         return metrics.gather(values)
 
     def predict(
@@ -502,6 +517,7 @@ class Run:
         stopped, on any number of processes, which then goes on; or of one that ended, and nothing is done.
         """
         check_options(options)
+        self._same_call("run.predict")
         if to is not None:
             target = predict_files.Target(Path(to), resume, rows_per_file)
             return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
@@ -531,6 +547,7 @@ class Run:
     def compute(self, metric: Any) -> Any:
         """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
         All processes call it; the metric itself stays as it was."""
+        self._same_call("run.compute")
         return metrics.compute(metric)
 
     # --- what one sees
@@ -597,6 +614,7 @@ class Run:
         checkpoints are then untouched.
         """
         retention = Retention(keep, keep_best, score, mode)
+        self._same_call("run.save")
         self._stepper.prepare_save()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
@@ -611,6 +629,7 @@ class Run:
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
+        self._same_call("run.restore")
         if transport.arriving():  # the others go on, and hand over where they are
             return True
         found = self._state.restore(directory, missing_ok, None if self.newest is None else self.newest.find)
@@ -627,12 +646,14 @@ class Run:
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
         NonFiniteError as `step` does."""
+        self._same_call("run.export")
         self._stepper.drain()
         self._state.export(path, model_number(self._models, unwrapped(model)))
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Rank 0 runs the block first, then the first process of each other machine, then all others."""
+        self._same_call("run.main_first")
         turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
         for _ in range(turn):
             collectives.barrier()

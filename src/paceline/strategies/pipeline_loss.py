@@ -164,7 +164,8 @@ class Losses:
         last = self._mesh.size("stage") - 1
         src = self._mesh.at(stage=last)
         if call not in self._agreed:
-            told = collectives.broadcast_object(tuple(self._kinds.get(call, ())), src, self._mesh.group("stage"))
+            own: tuple[Any, ...] = self._kinds.get(call, ())
+            told = collectives.broadcast_object(tuple(own), src, self._mesh.group("stage"))
             self._agreed[call] = _Kind(*told)
         kind = self._agreed[call]
         dtype = wide_dtype(self._device)

@@ -1,0 +1,41 @@
+"""Do all processes make the same call? A call in which all take part, on some of them only, is named before it hangs.
+
+Each such call (`run.mean`, `run.save`, a pass for evaluation, the next training batch) begins with one small exchange:
+the name of the call, and the script's line. In training batches that is so for the first ones alone, where such
+mistakes show; elsewhere always. What is not compared, or does not come to an exchange since another rank computes
+gradients meanwhile, the launcher names when it has hung (launcher/stalls.py).
+"""
+
+from __future__ import annotations
+
+from paceline.comm import collectives
+from paceline.errors import UsageError, script_line
+from paceline.strategies.base import Strategy
+
+TRAINING_CALLS = 32
+"""How many calls in training batches are compared."""
+
+
+class CallCheck:
+    """Compares the calls of all processes, as one of them sees it."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._left = TRAINING_CALLS
+
+    def same(self, call: str, in_training: bool) -> None:
+        """Raises UsageError, on all processes, where they make different calls. Collective.
+
+        call: its name, as the script writes it. in_training: whether the script is in a training batch.
+        """
+        # Members of a channel may come and go between two calls: there it compares what they do.
+        if collectives.size_of() == 1 or self._strategy.mesh.channel is not None or (in_training and self._left == 0):
+            return
+        self._left -= in_training
+        everyone = collectives.gather_objects((call, script_line()))
+        if any(other != call for other, _ in everyone):
+            told = "; ".join(f"rank {rank}: {other}, at {line}" for rank, (other, line) in enumerate(everyone))
+            raise UsageError(
+                f"the processes make different calls ({told}). All of them take part in each of these calls, in one "
+                "order: take the call out of `if run.main:`, or of a branch or a loop that only some of them enter."
+            )
