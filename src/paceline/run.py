@@ -22,7 +22,7 @@ from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.strategies import make
 from paceline.strategies.base import Weight
-from paceline.strategies.batch_plan import BatchPlan, one_shard
+from paceline.strategies.batch_plan import BatchPlan, Request, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, predict_files, randomness
 from paceline.train.call_check import CallCheck
@@ -90,6 +90,7 @@ class Run:
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         own = self._state, self._stepper, self._epochs
         self._call_check = CallCheck(self._strategy)
+        self._backward_of: Request | None = None  # of which batch the backward was compared last
         self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
         self._evaluations = 0
@@ -343,8 +344,6 @@ class Run:
 
     def _on_yield(self, loader: Loader) -> None:
         self._heartbeat()
-        if loader.train or loader.step == 0:
-            self._call_check.same(f"the next batch of the loader {loader.name!r}", in_training=loader.train)
         self.latest = loader
         if loader.train:
             self._epochs.on_training_yield()
@@ -362,6 +361,22 @@ class Run:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
         numbers = self._stepper.between_epochs(self._epochs.up_to(count))
         return self._monitor.epochs(numbers, count, self._stepper.synchronize)
+
+    # --- calls in which all processes take part
+
+    def _same_call(self, name: str) -> None:
+        """Raises UsageError, on all processes, where they make different calls here."""
+        in_training = any(loader.current is not None for loader in self._state.loaders.values())
+        self._call_check.same(name, in_training)
+
+    def _same_backward(self) -> None:
+        """As `_same_call`, for the first backward of a global batch's last micro-batch, in which gradients are summed.
+        To take a batch is no such call: a process may look at one by itself."""
+        request = None if self.latest is None else self.latest.current
+        if request is None or not request.final or self._strategy.mesh.independent or request is self._backward_of:
+            return
+        self._backward_of = request
+        self._call_check.same("the backward of a batch", in_training=True)
 
     # --- the step
 
@@ -385,6 +400,7 @@ class Run:
         """
         if not torch.is_grad_enabled():
             raise UsageError(under_no_grad("forward_backward"))
+        self._same_backward()
         return self._stepper.forward_backward(loss_fn, unwrapped(model), batch, optimizer, of)
 
     def backward(
@@ -408,6 +424,7 @@ class Run:
             raise UsageError(under_no_grad("backward"))
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
+        self._same_backward()
         self._stepper.backward(loss, total, count, optimizer, of, retain_graph)
 
     def step(
@@ -459,11 +476,6 @@ class Run:
         return self._stepper.skipped + self._stepper.skipped_alone
 
     # --- numbers over all processes
-
-    def _same_call(self, name: str) -> None:
-        """Raises UsageError, on all processes, where they make different calls here."""
-        in_training = any(loader.current is not None for loader in self._state.loaders.values())
-        self._call_check.same(name, in_training)
 
     def mean(self, values: Any) -> Any:
         """The mean over the examples of all processes, exact where they have unequally many, or none.

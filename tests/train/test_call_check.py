@@ -34,7 +34,7 @@ def train(run: paceline.Run, model: Any, optimizer: Any, loader: Any, after: Cal
 
 
 def mean_on_rank_0_after_a_step(run: paceline.Run, *rest: Any) -> None:
-    train(run, *rest, lambda step: run.mean(1.0) if run.main else None)  # and the other takes its next batch
+    train(run, *rest, lambda step: run.mean(1.0) if run.main else None)  # and the other goes on to its next batch
 
 
 def sum_beside_mean(run: paceline.Run, *rest: Any) -> None:
@@ -57,8 +57,8 @@ def save_on_rank_0(run: paceline.Run, *rest: Any) -> None:
 def evaluation_on_rank_0(run: paceline.Run, model: Any, optimizer: Any, loader: Any) -> None:
     train(run, model, optimizer, loader, lambda step: None)
     if run.main:
-        for _ in run.loader(DATA, global_batch=4, train=False):
-            pass
+        for (x,) in run.loader(DATA, global_batch=4, train=False):
+            run.mean(model(x)[:, 0])
     train(run, model, optimizer, loader, lambda step: None)
 
 
@@ -72,13 +72,13 @@ def left_the_loop(run: paceline.Run, model: Any, optimizer: Any, loader: Any) ->
 
 
 MISTAKES: dict[str, tuple[Callable[..., None], str, str]] = {
-    "mean": (mean_on_rank_0_after_a_step, "rank 0: run.mean, at ", "rank 1: the next batch of the loader 'train', at "),
+    "mean": (mean_on_rank_0_after_a_step, "rank 0: run.mean, at ", "rank 1: the backward of a batch, at "),
     "sum": (sum_beside_mean, "rank 0: run.sum", "rank 1: run.ratio"),
     "ratio": (ratio_beside_mean, "rank 0: run.mean", "rank 1: run.ratio"),
     "gather": (gather_beside_broadcast, "rank 0: run.gather", "rank 1: run.broadcast"),
     "save": (save_on_rank_0, "rank 0: run.save", "rank 1: run.wait"),
-    "evaluation": (evaluation_on_rank_0, "the next batch of the loader 'evaluation 0'", "rank 1: the next batch"),
-    "loop": (left_the_loop, "rank 0: the next batch of the loader 'train'", "rank 1: run.wait"),
+    "evaluation": (evaluation_on_rank_0, "rank 0: run.mean", "rank 1: the backward of a batch"),
+    "loop": (left_the_loop, "rank 0: the backward of a batch", "rank 1: run.wait"),
 }
 
 

@@ -1,9 +1,8 @@
 """Do all processes make the same call? A call in which all take part, on some of them only, is named before it hangs.
 
-Each such call (`run.mean`, `run.save`, a pass for evaluation, the next training batch) begins with one small exchange:
-the name of the call, and the script's line. In training batches that is so for the first ones alone, where such
-mistakes show; elsewhere always. What is not compared, or does not come to an exchange since another rank computes
-gradients meanwhile, the launcher names when it has hung (launcher/stalls.py).
+Each such call (`run.mean`, `run.save`, the backward that sums gradients) begins with one small exchange: the name of
+the call, and the script's line. In training batches that is so for the first ones alone, where such mistakes show;
+elsewhere always. What is not compared the launcher names when it has hung (launcher/stalls.py).
 """
 
 from __future__ import annotations
