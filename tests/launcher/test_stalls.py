@@ -362,6 +362,37 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     assert "Every rank must make the same calls in the same order" in err, err
 
 
+@pytest.mark.parametrize(
+    ("before", "line", "function"),
+    [
+        ("", "model(total).sum().backward()", "backward"),
+        # In the second step the ranks agree on buckets.
+        pytest.param("model(total).sum().backward()\n", "model(total)", "forward", marks=pytest.mark.conformance),
+    ],
+)
+def test_a_step_of_distributed_data_parallel_on_one_rank_only(
+    place: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    line: str,
+    function: str,
+) -> None:
+    """It waits in native code, and not in a function of torch.distributed."""
+    monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
+    code = PLAIN + f"model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n{before}arrived()\n"
+    code += f"if rank == 0:\n    {line}  # zero\n"
+    code += "else:\n    dist.recv(total, src=0)  # one\n"
+    (place / "script.py").write_text(code)
+    exit_code = launcher.run("script.py", nproc=2, stall_action="end")
+    err = capfd.readouterr().err
+    assert exit_code == STALLED, err
+    assert time.time() - float((place / "arrived").read_text()) < LIMIT + LATE_SECONDS, err
+    assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in {function}()\n" in err, err
+    assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in recv()\n" in err, err
+
+
 def test_ranks_that_all_wait_are_given_time_where_that_proves_nothing(tmp_path: Path) -> None:
     """By what the launcher knows: GPUs, other machines, a limit of the user's, a rank that uses a core."""
     torch_at = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"

@@ -30,9 +30,11 @@ _TRACEBACK_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTIL
 # Innermost frames of a rank that waits for others.
 _WAITS = re.compile(r"/torch/distributed/|/torch/cuda/|/paceline/(comm|strategies|train)/")
 _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/comm/")
-# Innermost frames of a rank in a backward, which may wait or compute: the CPU time tells.
-_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$")
-_DECORATORS = ("wrapper", "decorate_context")  # of torch's, around what the script calls
+# Innermost frames of a rank in native code of a backward, or of DistributedDataParallel's forward (where ranks agree on
+# buckets in the second step), which may wait or compute: the CPU time tells.
+_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$|/torch/nn/parallel/distributed\.py$")
+# Of torch's, around what the script calls.
+_DECORATORS = ("wrapper", "decorate_context", "_wrapped_call_impl", "_call_impl")
 _DATA_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 _HANDS_OVER = re.compile(r"/torch/multiprocessing/")
 _WORKER_LOOP = re.compile(r"/torch/utils/data/_utils/worker\.py$")
@@ -186,6 +188,11 @@ def is_waiting(before: StackSample, now: StackSample, seconds: float) -> bool:
 def in_collective(stand: StackSample) -> bool:
     """Was it inside a call of torch.distributed, or of Paceline's that makes one?"""
     return any(_OPERATIONS.search(path) for path, *_ in stand.frames)
+
+
+def may_wait(stand: StackSample) -> bool:
+    """Was it in native code of a backward or of DistributedDataParallel, which waits, or else uses a core?"""
+    return bool(_MAY_WAIT.search(stand.frames[0][0]))
 
 
 def _catches(pid: int, signum: int) -> bool:
