@@ -101,6 +101,30 @@ def test_a_forked_child_speaks_for_itself(tmp_path: Path) -> None:
     assert sample_loader_workers(str(tmp_path / "rank0"), os.getpid()) == []  # of others, nobody is asked
 
 
+def test_a_child_answers_where_other_functions_stand_in_place_of_the_standard_librarys(tmp_path: Path) -> None:
+    """gevent and eventlet put theirs into its modules, which work in their own threads alone."""
+    code = """import _thread, socket
+def theirs(*_, **__): raise RuntimeError("not in this thread")
+for module, names in ((_thread, "start_new_thread allocate_lock get_ident"), (socket, "socket"), (time, "sleep")):
+    for name in names.split(): setattr(module, name, theirs)
+threading.main_thread = lambda: threading.Thread()
+child = os.fork()
+if child == 0: threading.Event().wait()
+open('there', 'w'); os.wait()"""
+    with a_worker(tmp_path, code) as process:
+        child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        try:
+            for pid, line in ((process.pid, 9), (child, 8)):
+                places = [""]
+                while not places[-1].startswith(f"script.py, line {line}"):
+                    assert time.monotonic() < deadline, places
+                    said = stack_thread.ask({pid: str(tmp_path / "rank0")}, 1.0).values()
+                    places += [str(StackSample(main.frames, 0.0)) for main in said if main.frames]
+        finally:
+            os.kill(child, 9)
+
+
 @pytest.mark.parametrize("receives", [False, True], ids=["no-batch-yet", "the-batch-without-its-memory"])
 def test_who_waits_for_a_worker_of_a_data_loader(receives: bool) -> None:
     """A batch that has come names its memory; the worker that made it hands that over, unless it is stopped."""

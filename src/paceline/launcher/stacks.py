@@ -35,6 +35,10 @@ _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/co
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$|/torch/nn/parallel/distributed\.py$")
 # Of torch's, around what the script calls.
 _DECORATORS = ("wrapper", "decorate_context", "_wrapped_call_impl", "_call_impl")
+# Innermost frames of a thread that waits for something to do.
+_IDLE_THREAD = re.compile(
+    r"/lib/python3[^/]*/(threading|queue|selectors|concurrent/futures/thread|multiprocessing/\w+)\.py$"
+)
 _DATA_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 _HANDS_OVER = re.compile(r"/torch/multiprocessing/")
 _WORKER_LOOP = re.compile(r"/torch/utils/data/_utils/worker\.py$")
@@ -48,11 +52,13 @@ class StackSample:
         frames: of its main thread, innermost first: (file, line, function).
         cpu_seconds: that it has used so far.
         runs_python: was code in Python running? It may be on its way, though the frames are those of the last time.
+        others: the innermost line of each other thread of Python's.
     """
 
     frames: Frames
     cpu_seconds: float
     runs_python: bool = False
+    others: Frames = ()
 
     def __str__(self) -> str:
         """The user's innermost line, the function that is called there, and the collective in it where that waits."""
@@ -79,6 +85,11 @@ class StackSample:
         return self.runs_python and not _WAITS.search(self.frames[0][0])
 
     @property
+    def works_beside(self) -> bool:
+        """Does another thread do something, which other ranks may wait for? Not if it waits for work or for others."""
+        return not all(_IDLE_THREAD.search(path) or _WAITS.search(path) for path, *_ in self.others)
+
+    @property
     def loads(self) -> bool:
         """Does it wait for the worker processes of a DataLoader?
 
@@ -99,7 +110,10 @@ def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> di
     for pid in stack_thread.keeping_lock(asked.keys() - found.keys()):
         found[pid] = MainThread(_by_signal(pid, stack_file(asked[pid])))
     said = {rank: (found[pid], pid) for rank, pid in pids.items() if pid in found and found[pid].frames}
-    return {rank: StackSample(main.frames, _cpu_seconds(pid), main.runs_python) for rank, (main, pid) in said.items()}
+    return {
+        rank: StackSample(main.frames, _cpu_seconds(pid), main.runs_python, main.others)
+        for rank, (main, pid) in said.items()
+    }
 
 
 def sample_loader_workers(

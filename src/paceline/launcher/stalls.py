@@ -13,7 +13,7 @@ for it (--stall-action).
 
 Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
 CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives or in a backward, which cannot match then,
-and none uses a core.
+and none uses a core or has a thread that does something.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class _Sight:
 
     def waits_idly(self, now: float) -> bool:
         """Does it wait in a collective or a backward, without a part of its own in what is sent meanwhile?"""
-        if not self.waiting(now) or self.last is None or not (in_collective(self.last) or may_wait(self.last)):
+        if not self.waiting(now) or self.last is None or self.last.works_beside:
+            return False
+        if not (in_collective(self.last) or may_wait(self.last)):
             return False
         return self.cores < _IDLE and self.state.code != process_state.IN_KERNEL
 
