@@ -22,10 +22,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by abstract soc
 
 
 @contextmanager
-def a_worker(folder: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+def a_worker(folder: Path, code: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A worker as the launcher starts it, that has come to its line `open("there", "w")`."""
     (folder / "script.py").write_text(f"import ctypes, os, sys, threading, time\n{code}\n")
-    command = [sys.executable, "-m", "paceline.launcher.worker", "script", "script.py"]
+    command = [sys.executable, *options, "-m", "paceline.launcher.worker", "script", "script.py"]
     environment = {**os.environ, ERROR_FILE: str(folder / "rank0")}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -206,7 +206,8 @@ deeper(60)"""
 
 
 def test_a_script_does_not_see_the_thread_and_ends_as_ever(tmp_path: Path) -> None:
-    code = "open('there', 'w')\nsys.stdin.read()\nprint(threading.active_count())"
-    with a_worker(tmp_path, code) as process:
+    """Nor does it see a warning, where these are shown (python -X dev)."""
+    code = "os.dup2(1, 2)\nopen('there', 'w').close()\nsys.stdin.read()\nprint(threading.active_count())"
+    with a_worker(tmp_path, code, "-W", "always") as process:
         assert process.communicate("", timeout=DEADLINE_SECONDS)[0] == "1\n"
         assert process.returncode == 0

@@ -113,8 +113,8 @@ class _Inbox:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    def leave(self) -> None:
-        """In a forked child: the socket is its parent's."""
+    def close(self) -> None:
+        """Nobody receives any more; or, in a forked child, the parent alone does."""
         if self.there:
             self._socket.close()
         else:
@@ -135,7 +135,7 @@ def serve(error_file: str) -> None:
 def _start(error_file: str) -> None:
     global _inbox, _answering
     if _inbox is not None:  # in a forked child: its parent's
-        _inbox.leave()
+        _inbox.close()
         _inbox, _answering = None, allocate_lock()
     if sys.platform != "linux" or not _has_lock():
         return
@@ -163,7 +163,8 @@ def _stop() -> None:
     """Have the thread end before the interpreter does."""
     if _inbox is not None:
         _inbox.stop()
-        _answering.acquire(timeout=1.0 if _inbox.there else 0.0)
+        if _answering.acquire(timeout=1.0 if _inbox.there else 0.0):
+            _inbox.close()  # else the interpreter warns of it, where warnings are shown
 
 
 def _address(error_file: str, pid: int) -> bytes:
