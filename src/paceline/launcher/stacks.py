@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from paceline.launcher import process_state, stack_thread
 from paceline.launcher.stack_thread import Frames, MainThread
-from paceline.launcher.worker import LIBRARY, STACK_SIGNAL, STANDARD_LIBRARY, crash_file, stack_file
+from paceline.launcher.worker import LIBRARY, STACK_SIGNAL, STANDARD_LIBRARY, crash_file, innermost_own, stack_file
 
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.02  # between two looks for the answer
@@ -62,17 +62,17 @@ class StackSample:
 
     def __str__(self) -> str:
         """The user's innermost line, the function that is called there, and the collective in it where that waits."""
-        called = inner = ""
-        for path, line, function in self.frames:
-            if not LIBRARY.search(path):
-                within = f" ({inner})" if inner not in ("", called) else ""
-                if self.loads:
-                    return f"{os.path.basename(path)}, line {line}, where it waits for its DataLoader"
-                return f"{os.path.basename(path)}, line {line}{called and f', in {called}()'}{within}"
-            if function not in _DECORATORS:
-                called = function
-                inner = inner or (function if _OPERATIONS.search(path) else "")
-        return f"{called}()"
+        own = innermost_own([path for path, *_ in self.frames])
+        calls = [(path, function) for path, _, function in self.frames[:own] if function not in _DECORATORS]
+        called = calls[-1][1] if calls else ""
+        if own is None:
+            return f"{called}()"
+        path, line, _ = self.frames[own]
+        if self.loads:
+            return f"{os.path.basename(path)}, line {line}, where it waits for its DataLoader"
+        inner = next((function for path, function in calls if _OPERATIONS.search(path)), called)
+        within = f" ({inner})" if inner != called else ""
+        return f"{os.path.basename(path)}, line {line}{called and f', in {called}()'}{within}"
 
     @property
     def in_script(self) -> bool:
@@ -128,7 +128,8 @@ def sample_loader_workers(
     said = stack_thread.ask(running, _ANSWER_SECONDS)
     found = []
     for child, state in states.items():
-        stand = StackSample(said[child].frames, 0.0) if child in said and said[child].frames else None
+        frames = _since_fork(said[child].frames) if child in said else ()
+        stand = StackSample(frames, 0.0) if frames else None
         # Of a child that says nothing only what keeps it from going on is worth a line: it may be no loader's.
         if process_state.describe(child, state) or (stand is not None and _loads_an_example(stand.frames)):
             found.append((child, state, stand))
@@ -159,6 +160,12 @@ def _by_signal(pid: int, path: str) -> Frames:
 
 def _frames(found: Sequence[Sequence[str]]) -> Frames:
     return tuple((path, int(line), function) for path, line, function in found)
+
+
+def _since_fork(frames: Frames) -> Frames:
+    """Without those of its parent, which a forked worker still has below its loop."""
+    loop = next((index for index, (path, *_) in enumerate(frames) if _WORKER_LOOP.search(path)), len(frames))
+    return frames[: loop + 1]
 
 
 def _loads_an_example(frames: Frames) -> bool:

@@ -184,9 +184,17 @@ def _note_hard_exits(pid: int) -> None:
 
 def _users_line(lines: Sequence[tuple[str, int]]) -> str:
     """ " at train.py, line 5": the innermost of these lines that is the user's; or "". The first is the innermost."""
-    own = [(path, line) for path, line in lines if not LIBRARY.search(path)]
-    own = [(path, line) for path, line in own if "/site-packages/" not in path] or own  # not those of click, say
-    return f" at {os.path.basename(own[0][0])}, line {own[0][1]}" if own else ""
+    own = innermost_own([path for path, _ in lines])
+    return "" if own is None else f" at {os.path.basename(lines[own][0])}, line {lines[own][1]}"
+
+
+def innermost_own(paths: Sequence[str]) -> int | None:
+    """Which of these files, innermost first, is the first of the user's; None: none is.
+
+    A file that is installed, as those of click or Lightning, is the user's only where no other is: with `-m`, say.
+    """
+    own = [index for index, path in enumerate(paths) if not LIBRARY.search(path)]
+    return next((index for index in own if "/site-packages/" not in paths[index]), own[0] if own else None)
 
 
 def run_script(script: str, args: Sequence[str]) -> None:
