@@ -33,8 +33,7 @@ _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/co
 # Innermost frames of a rank in native code of a backward, or of DistributedDataParallel's forward (where ranks agree on
 # buckets in the second step), which may wait or compute: the CPU time tells.
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$|/torch/nn/parallel/distributed\.py$")
-# Of torch's, around what the script calls.
-_DECORATORS = ("wrapper", "decorate_context", "_wrapped_call_impl", "_call_impl")
+_DECORATORS = re.compile(r"wrapper$|decorate_context$|\w*call_impl$")  # of torch's, around what the script calls
 # Innermost frames of a thread that waits for something to do.
 _IDLE_THREAD = re.compile(
     r"/lib/python3[^/]*/(threading|queue|selectors|concurrent/futures/thread|multiprocessing/\w+)\.py$"
@@ -63,7 +62,7 @@ class StackSample:
     def __str__(self) -> str:
         """The user's innermost line, the function that is called there, and the collective in it where that waits."""
         own = innermost_own([path for path, *_ in self.frames])
-        calls = [(path, function) for path, _, function in self.frames[:own] if function not in _DECORATORS]
+        calls = [(path, function) for path, _, function in self.frames[:own] if not _DECORATORS.match(function)]
         called = calls[-1][1] if calls else ""
         if own is None:
             return f"{called}()"
