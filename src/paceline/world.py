@@ -43,7 +43,9 @@ TICKET_FILE = ".ticket"  # what a process needs that is started in this rank's p
 TICKET = "PACELINE_TICKET"  # path of a TICKET_FILE: this process takes a killed rank's place in a run that goes on
 JOINED = ".joined"  # the others count on the process that was started in this rank's place
 LEFT = ".left"  # where in the script the rank is about to end with exit code 0, in words
-FAILING = ".failing"  # the rank is about to end with this exit code, which is not 0, and without an exception
+# The rank is about to end with this exit code, which is not 0, and without an exception. The second line is LOST_PEER
+# where the script has caught one that only told of another rank's end.
+FAILING = ".failing"
 DONE = ".done"  # after LEFT: all exit functions of Python's have run too
 BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endian, written in place
 TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
@@ -54,9 +56,12 @@ SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended
 STOP_FILE = "PACELINE_STOP_FILE"
 # A folder of a machine in which its ranks leave their state for the next start, when another has died.
 HANDOVER = "PACELINE_HANDOVER"
+# Set where the launcher may start the ranks again: after a failure, or with machines that come.
+STARTS_AGAIN = "PACELINE_STARTS_AGAIN"
 # A port on this machine's loopback, behind which is what torch looks for at MASTER_ADDR:MASTER_PORT (store_place).
 STORE_DOOR = "PACELINE_STORE_DOOR"
 LOOK, DECIDE = 1, 2  # the byte of STOP_FILE; 0: nobody has asked the run to stop
+LOST_PEER = "lost peer"
 WRITING = "writing"  # the content of KEEPS while the rank writes its state; empty before
 
 Environment = Mapping[str, str]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,40 @@ def test_a_script_whose_worker_is_killed_goes_on_from_its_last_commit(tmp_path: 
     assert found_batches == batches == 6
     for own, other in zip(found, weights, strict=True):
         assert torch.allclose(torch.tensor(own).double(), torch.tensor(other).double(), rtol=1e-12)
+
+
+WAITS = """
+import pathlib, time
+hvd.init()
+def wait_at(batch, now):  # alone, for the other machine
+    pathlib.Path("under-way").touch()
+    while now == batch and hvd.size() == 1: time.sleep(0.01)
+"""
+
+
+@pytest.mark.conformance
+def test_a_script_goes_on_from_its_last_commit_when_a_machine_comes(tmp_path: Path) -> None:
+    """That takes up no restart, and none need be allowed."""
+    script = textwrap.dedent(SCRIPT).replace("state.commit()\n", "state.commit(); wait_at(3, state.batch)\n", 1)
+    script = script.replace("hvd.init()", WAITS, 1)
+    (tmp_path / "script.py").write_text(script)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
+    launchers: list[subprocess.Popen[bytes]] = []
+    for machine in range(2):
+        folder = tmp_path / f"tmp{machine}"
+        folder.mkdir()
+        environ = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "paceline", "run", *options, "script.py"]
+        launchers.append(subprocess.Popen(command, cwd=tmp_path, env=environ))
+        deadline = time.monotonic() + 60
+        while machine == 0 and not (tmp_path / "under-way").exists():
+            assert time.monotonic() < deadline
+            assert launchers[0].poll() is None
+            time.sleep(0.05)
+    assert [launcher.wait(timeout=60) for launcher in launchers] == [0, 0]
+    starts, batches, _ = json.loads((tmp_path / "found.json").read_text())
+    assert starts == ["reset", [1, 3]]
+    assert batches == 6

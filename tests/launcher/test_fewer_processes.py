@@ -50,6 +50,32 @@ run.export("model.safetensors")
 """
 
 
+# All ranks fail of one thing, one after the other.
+APART = """
+import os, time
+time.sleep(1 + 0.2 * int(os.environ["RANK"]))
+raise ValueError("bad data")
+"""
+
+# One rank is killed. The others catch what that brings them, say so and leave, as many scripts do.
+CAUGHT = """
+import os, signal, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+dist.barrier()
+try:
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+except Exception as error:
+    print("training failed:", error, file=sys.stderr)
+    LEAVE(3)
+open(f"{rank}-of-{size}", "w")
+dist.destroy_process_group()
+"""
+
+
 def the_job() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -68,6 +94,39 @@ def plain_pytorch() -> list[torch.Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
+def launched(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", "run", *options, "train.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+
+
+def test_where_all_ranks_die_one_after_the_other_as_many_start_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(APART)
+    done = launched(tmp_path, "--nproc", "1:3", "--max-restarts", "1")
+    assert done.returncode == 1, done.stderr
+    assert "paceline: restart 1 of 1.\n" in done.stderr, done.stderr
+    assert "ranks 1, 2 failed in the same way.\n" in done.stderr, done.stderr
+    assert "on this machine now" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("leave", ["sys.exit", pytest.param("os._exit", marks=pytest.mark.conformance)])
+def test_ranks_that_catch_what_the_death_of_another_brings_and_leave_have_not_died_by_themselves(
+    tmp_path: Path, leave: str
+) -> None:
+    (tmp_path / "train.py").write_text(CAUGHT.replace("LEAVE", leave))
+    done = launched(tmp_path, "--nproc", "1:3", "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-2", "1-of-2"}, done.stderr
+    assert "paceline: 2 processes on this machine now (--nproc 1:3).\n" in done.stderr, done.stderr
+    assert "failed too" not in done.stderr, done.stderr
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("strategy", "fewest"),
@@ -76,16 +135,7 @@ def plain_pytorch() -> list[torch.Tensor]:
 def test_a_run_goes_on_with_fewer_processes_and_with_all_again(tmp_path: Path, strategy: str, fewest: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("BATCH", str(BATCH)).replace("EPOCHS", str(EPOCHS)))
     torch.save(the_job(), tmp_path / "job.pt")
-    line = ["run", "--nproc", f"{fewest}:3", "--max-restarts", "3", "--strategy", strategy, "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", *line],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    done = launched(tmp_path, "--nproc", f"{fewest}:3", "--max-restarts", "3", "--strategy", strategy)
     assert done.returncode == 0, done.stderr
     said = [row for row in done.stderr.splitlines() if row.startswith("paceline: ")]
     assert said == [

@@ -361,6 +361,9 @@ def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(
     assert machines.launchers[0].returncode == code, err
     assert out.count("begins") == 1, err
     assert said in err, err
+    if case == "done":
+        _, err = machines.launchers[1].communicate(timeout=DEADLINE_SECONDS)
+        assert f"The run that met at 127.0.0.1:{machines.port} has ended, and takes in no more machines.\n" in err, err
 
 
 def test_which_machine_keeps_the_rendezvous() -> None:

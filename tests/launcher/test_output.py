@@ -246,3 +246,17 @@ def test_what_counts_as_waiting(frame: str, cpu: float, waiting: bool) -> None:
     assert is_waiting(StackSample(frames, 5.0), StackSample(frames, 5.0 + cpu), 30.0) is waiting
     where = "train.py, line 1" if frame.startswith("/home") else "train.py, line 12, in f()"
     assert str(StackSample(frames, 0.0)) == where
+
+
+def test_the_line_is_the_scripts_where_an_installed_library_calls() -> None:
+    """Lightning's and Hugging Face's loops are files of nobody who reads this."""
+    library = (
+        (f"{TORCH}/distributed/distributed_c10d.py", 5000, "barrier"),
+        (f"{os.path.dirname(TORCH)}/lightning/strategies/ddp.py", 13, "barrier"),
+        (f"{os.path.dirname(TORCH)}/lightning/trainer.py", 14, "fit"),
+    )
+    assert (
+        str(StackSample((*library, ("/home/me/train.py", 12, "<module>")), 0.0))
+        == "train.py, line 12, in fit() (barrier)"
+    )
+    assert str(StackSample(library, 0.0)) == "ddp.py, line 13, in barrier()"  # -m lightning, say

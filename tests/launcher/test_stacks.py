@@ -22,10 +22,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by abstract soc
 
 
 @contextmanager
-def a_worker(folder: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+def a_worker(folder: Path, code: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A worker as the launcher starts it, that has come to its line `open("there", "w")`."""
     (folder / "script.py").write_text(f"import ctypes, os, sys, threading, time\n{code}\n")
-    command = [sys.executable, "-m", "paceline.launcher.worker", "script", "script.py"]
+    command = [sys.executable, *options, "-m", "paceline.launcher.worker", "script", "script.py"]
     environment = {**os.environ, ERROR_FILE: str(folder / "rank0")}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -99,6 +99,30 @@ def test_a_forked_child_speaks_for_itself(tmp_path: Path) -> None:
             places += [str(StackSample(main.frames, 0.0)) for main in said if main.frames]
         os.kill(child, 9)
     assert sample_loader_workers(str(tmp_path / "rank0"), os.getpid()) == []  # of others, nobody is asked
+
+
+def test_a_child_answers_where_other_functions_stand_in_place_of_the_standard_librarys(tmp_path: Path) -> None:
+    """gevent and eventlet put theirs into its modules, which work in their own threads alone."""
+    code = """import _thread, socket
+def theirs(*_, **__): raise RuntimeError("not in this thread")
+for module, names in ((_thread, "start_new_thread allocate_lock get_ident"), (socket, "socket"), (time, "sleep")):
+    for name in names.split(): setattr(module, name, theirs)
+threading.main_thread = lambda: threading.Thread()
+child = os.fork()
+if child == 0: threading.Event().wait()
+open('there', 'w'); os.wait()"""
+    with a_worker(tmp_path, code) as process:
+        child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        try:
+            for pid, line in ((process.pid, 9), (child, 8)):
+                places = [""]
+                while not places[-1].startswith(f"script.py, line {line}"):
+                    assert time.monotonic() < deadline, places
+                    said = stack_thread.ask({pid: str(tmp_path / "rank0")}, 1.0).values()
+                    places += [str(StackSample(main.frames, 0.0)) for main in said if main.frames]
+        finally:
+            os.kill(child, 9)
 
 
 @pytest.mark.parametrize("receives", [False, True], ids=["no-batch-yet", "the-batch-without-its-memory"])
@@ -182,7 +206,8 @@ deeper(60)"""
 
 
 def test_a_script_does_not_see_the_thread_and_ends_as_ever(tmp_path: Path) -> None:
-    code = "open('there', 'w')\nsys.stdin.read()\nprint(threading.active_count())"
-    with a_worker(tmp_path, code) as process:
+    """Nor does it see a warning, where these are shown (python -X dev)."""
+    code = "os.dup2(1, 2)\nopen('there', 'w').close()\nsys.stdin.read()\nprint(threading.active_count())"
+    with a_worker(tmp_path, code, "-W", "always") as process:
         assert process.communicate("", timeout=DEADLINE_SECONDS)[0] == "1\n"
         assert process.returncode == 0

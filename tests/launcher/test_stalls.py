@@ -362,6 +362,62 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     assert "Every rank must make the same calls in the same order" in err, err
 
 
+@pytest.mark.parametrize(
+    ("before", "line", "function"),
+    [
+        ("", "model(total).sum().backward()", "backward"),
+        # In the second step the ranks agree on buckets.
+        pytest.param("model(total).sum().backward()\n", "model(total)", "forward", marks=pytest.mark.conformance),
+    ],
+)
+def test_a_step_of_distributed_data_parallel_on_one_rank_only(
+    place: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    line: str,
+    function: str,
+) -> None:
+    """It waits in native code, and not in a function of torch.distributed."""
+    monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
+    code = PLAIN + f"model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n{before}arrived()\n"
+    code += f"if rank == 0:\n    {line}  # zero\n"
+    code += "else:\n    dist.recv(total, src=0)  # one\n"
+    (place / "script.py").write_text(code)
+    exit_code = launcher.run("script.py", nproc=2, stall_action="end")
+    err = capfd.readouterr().err
+    assert exit_code == STALLED, err
+    assert time.time() - float((place / "arrived").read_text()) < LIMIT + LATE_SECONDS, err
+    assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in {function}()\n" in err, err
+    assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in recv()\n" in err, err
+
+
+@pytest.mark.conformance
+def test_ranks_that_wait_for_a_thread_of_another_are_given_time(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All main threads wait in a collective, and one comes to its end by what a thread makes meanwhile."""
+    monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
+    code = (
+        PLAIN
+        + f"""import threading
+group = dist.new_group([0, 1])
+def work():
+    time.sleep({3 * LIMIT})
+    dist.all_reduce(total, group=group)
+if rank == 0:
+    dist.all_reduce(total, group=group)
+else:
+    threading.Thread(target=work).start()
+dist.barrier()
+"""
+    )
+    (place / "script.py").write_text(code)
+    assert launcher.run("script.py", nproc=2, stall_action="end") == 0, capfd.readouterr().err
+
+
 def test_ranks_that_all_wait_are_given_time_where_that_proves_nothing(tmp_path: Path) -> None:
     """By what the launcher knows: GPUs, other machines, a limit of the user's, a rank that uses a core."""
     torch_at = "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -379,6 +435,9 @@ def test_ranks_that_all_wait_are_given_time_where_that_proves_nothing(tmp_path: 
     assert not deadlocked(several=True)
     assert not deadlocked(seconds=60.0)
     assert not deadlocked(replace(sight, cores=0.5))
+    works, waits = ("/u/train.py", 9, "listen"), ("/v/lib/python3.11/threading.py", 320, "wait")
+    assert deadlocked(replace(sight, last=replace(sample, others=(waits, (torch_at, 2, "recv")))))
+    assert not deadlocked(replace(sight, last=replace(sample, others=(waits, works))))
     assert not deadlocked(replace(sight, state=ProcessState("D")))
     computes = StackSample((("/u/train.py", 3, "<module>"),), 0.0)
     assert not deadlocked(replace(sight, first=computes, last=computes))

@@ -10,7 +10,8 @@ A failure goes through these phases:
 1. A worker is seen to have failed: a non-zero exit code, a signal, or an exception that it recorded more than
    LINGER_SECONDS ago without ending. Or another machine reports a failure, or a rank waits for one that has ended.
 2. If only secondary failures have been reported, wait up to SETTLE_SECONDS for the root cause. Likewise for the first
-   rank, whose words are shown, where the script refuses its arguments.
+   rank, whose words are shown, where the script refuses its arguments. Where the next start is to have as many ranks
+   fewer as die, wait for others that die by themselves too: if all do, it is the script.
 3. Tell the other machines.
 4. If they are to start again: let the other workers hand their state on.
 5. End the other workers: SIGTERM, after 3 seconds SIGKILL, and whatever processes the workers had started.
@@ -66,6 +67,9 @@ from paceline.world import (
 )
 
 SETTLE_SECONDS = 1.0
+# Ranks that all die of one thing do so as far apart as they are since their start: this part of the time, at most so
+# many seconds.
+SPREAD, SPREAD_SECONDS = 0.5, 5.0
 LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
 HANDOVER_SECONDS = 30.0  # for ranks that live to come to their next collective, and leave their state
 WRITING_SECONDS = 300.0  # of these for those that write it
@@ -110,7 +114,7 @@ class Agent(SimpleElasticAgent):
         self._rounds = 0  # that the machines have begun with the stores of one rendezvous
         self._failed = False  # were the workers ended because of a failure?
         self._again = False  # is the next start that after a lost rendezvous?
-        self._began = time.monotonic()
+        self._began = self._round_began = time.monotonic()
         self._early_exits, self._stalls = EarlyExits({}), Stalls({}, True)
         self._stop_request: StopRequest | None = None  # None: nothing asks this run to stop with a checkpoint
         self._peers: Any = None
@@ -146,6 +150,7 @@ class Agent(SimpleElasticAgent):
         first = worker_group.workers[0].global_rank
         self._ranks = range(first, first + self._plan.nproc)
         self._endings, self._rejoined, self._too_late, self._failed = {}, set(), set(), False
+        self._round_began = time.monotonic()
         self.exit_code, self.story = 0, ""
         store = self._of_this_round(store)
         self._rounds += 1
@@ -287,14 +292,17 @@ class Agent(SimpleElasticAgent):
             return None
         endings = self._endings.values()
         died = sum(ending.is_cause for ending in endings)
-        moved = any(read_beat(self._error_file(rank) + BEAT) for rank in self._ranks)
         room = room_for(self._plan.device, device_count(), self._plan.on_cpu)
-        again = self._restarts.after_failure(died, moved, room)
+        again = self._restarts.after_failure(died, self._moved(), room)
         if again is None:
             self.story += (
                 f"There is no restart: this machine has devices for {room} of {self._restarts.fewest} ranks.\n"
             )
         return again
+
+    def _moved(self) -> bool:
+        """Has a rank of this machine taken a batch?"""
+        return any(read_beat(self._error_file(rank) + BEAT) for rank in self._ranks)
 
     def _await_handover(self) -> None:
         """Let the ranks that live come to a collective, which tells them that one has died, and leave their state for
@@ -327,12 +335,20 @@ class Agent(SimpleElasticAgent):
             and (elsewhere is None or elsewhere.consequence)
             and time.monotonic() < deadline
         ):
-            self._interrupts.check()
-            time.sleep(self._plan.monitor_seconds)
-            self._poll_workers()
-            elsewhere = self._peers.poll()
+            elsewhere = self._look_again()
+        now = time.monotonic()
+        deadline = now + min(SPREAD * (now - self._round_began), SPREAD_SECONDS)
+        counts = self._restarts.counts_the_dead(self._moved())
+        while counts and len(self._endings) < self._plan.nproc and time.monotonic() < deadline:
+            elsewhere = self._look_again()
         self._poll_workers(patience=0.0)  # also those that have failed and not yet ended
         return elsewhere if elsewhere is not None and not elsewhere.consequence else None
+
+    def _look_again(self) -> Failure | None:
+        self._interrupts.check()
+        time.sleep(self._plan.monitor_seconds)
+        self._poll_workers()
+        return self._peers.poll()
 
     def _poll_workers(self, patience: float = LINGER_SECONDS) -> None:
         """Record which workers have ended since the last poll, or have failed more than `patience` seconds ago."""

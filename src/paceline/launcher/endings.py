@@ -9,7 +9,7 @@ from paceline.launcher.early_exits import read_place
 from paceline.launcher.output import Output
 from paceline.launcher.report import UNWRITTEN, Ending, Error
 from paceline.launcher.stacks import in_collective, place_in_traceback, place_of_crash
-from paceline.world import DONE, FAILING
+from paceline.world import DONE, FAILING, LOST_PEER
 
 CRASHES = tuple(-signum for signum in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 """Exit codes of a process that its own native code ended."""
@@ -19,11 +19,17 @@ _FULL_BYTES = 64 << 10  # a disk with less to spare counts as full
 def told_exit_code(path: str) -> int | None:
     """With which exit code, other than 0, the rank is about to end; None where it did not say. path: of its error
     file."""
+    return _told(path)[0]
+
+
+def _told(path: str) -> tuple[int | None, bool]:
+    """(the exit code, whether the script has caught an exception that only told of another rank's end)."""
     try:
         with open(path + FAILING) as file:
-            return int(file.read())
+            code, why = file.read().split("\n")
+            return int(code), why == LOST_PEER
     except (OSError, ValueError):  # not there, or not written yet
-        return None
+        return None, False
 
 
 def crashed_when_done(path: str, code: int | None) -> bool:
@@ -46,7 +52,7 @@ def make_ending(
     output: Output,
 ) -> Ending:
     """The Ending of a rank. path: of its error file. For the rest see Ending."""
-    place, collective, unwritable = "", False, ""
+    place, collective, unwritable, lost_peer = "", False, "", False
     if code == 0:
         place = read_place(path)
     elif error is not None:
@@ -56,8 +62,8 @@ def make_ending(
         if stand is not None:
             place, collective = str(stand), in_collective(stand)
     else:
-        unwritable = _why_unwritable(output, rank, code)
-    return Ending(rank, code, time, error, expendable, role, place, collective, unwritable)
+        unwritable, lost_peer = _why_unwritable(output, rank, code), _told(path) == (code, True)
+    return Ending(rank, code, time, error, expendable, role, place, collective, unwritable, lost_peer)
 
 
 def _why_unwritable(output: Output, rank: int, code: int | None) -> str:

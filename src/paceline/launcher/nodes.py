@@ -56,6 +56,11 @@ class Nodes:
         return self.max_nodes > 1
 
     @property
+    def may_change(self) -> bool:
+        """May machines come and go?"""
+        return self.min_nodes < self.max_nodes
+
+    @property
     def guarded(self) -> bool:
         """Do the machines meet by our own rendezvous, which nobody enters without the secret?"""
         return self.several and not self.insecure and _can_be_guarded(self.backend, self.conf)

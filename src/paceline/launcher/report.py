@@ -70,6 +70,7 @@ class Ending:
             sys.exit() at train.py, line 5"; "" where that is not known.
         in_collective: was that call one of all ranks?
         unwritable: of the output: "" or why no more of it could be written.
+        lost_peer: with an exit code and no exception: had its script caught one that only told of another rank's end?
     """
 
     rank: int
@@ -81,6 +82,7 @@ class Ending:
     place: str = ""
     in_collective: bool = False
     unwritable: str = ""
+    lost_peer: bool = False
 
     @property
     def failed(self) -> bool:
@@ -88,7 +90,7 @@ class Ending:
 
     @property
     def consequence(self) -> bool:
-        return self.error is not None and self.error.consequence
+        return self.lost_peer or (self.error is not None and self.error.consequence)
 
     @property
     def is_cause(self) -> bool:

@@ -53,6 +53,10 @@ class Restarts:
         """So many single ranks were to be started again since the machines have met, on all of them; some in vain."""
         return replace(self, alone=min(max(self.alone, alone), self.most - self.agreed))
 
+    def counts_the_dead(self, moved: bool) -> bool:
+        """Does the number of ranks in the next start follow from how many have died? moved: as in `after_failure`."""
+        return self.left > 0 and not moved and self.fewest < self.ranks
+
     def after_failure(self, died: int, moved: bool, room: int | None) -> Restarts | None:
         """All ranks of all machines have been ended, since some have failed. None: the run ends.
 

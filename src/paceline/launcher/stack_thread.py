@@ -15,7 +15,6 @@ worker, starts a thread and a socket of its own.
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
 import ctypes
@@ -28,10 +27,15 @@ import signal
 import socket
 import struct
 import sys
-import threading
-import time
-from collections.abc import Collection, Iterator, Mapping
+import types
+
+# By their names: gevent puts others into the modules, which are not for a thread beside its own.
+from _thread import LockType, allocate_lock, get_ident, start_new_thread
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from socket import socket as Socket
+from time import monotonic, sleep
+from typing import Any
 
 Frames = tuple[tuple[str, int, str], ...]  # innermost first: (file, line, function)
 
@@ -44,10 +48,12 @@ class MainThread:
         frames: where it is; empty where there is none.
         runs_python: did it want the interpreter's lock? Then it neither waits nor computes in native code. The lock is
             handed over at few places, the head of a loop or a call, so that even a quick loop is found at one line.
+        others: the innermost line of each other thread that runs code in Python.
     """
 
     frames: Frames
     runs_python: bool = False
+    others: Frames = ()
 
 
 _NAME = "paceline-stack"  # of the thread, as `top -H` shows it; the kernel takes 15 characters
@@ -73,7 +79,7 @@ class _Inbox:
     """
 
     def __init__(self, address: bytes) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket = Socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._stat = os.fstat(self._socket.fileno())
         self._socket.bind(address)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -107,8 +113,8 @@ class _Inbox:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    def leave(self) -> None:
-        """In a forked child: the socket is its parent's."""
+    def close(self) -> None:
+        """Nobody receives any more; or, in a forked child, the parent alone does."""
         if self.there:
             self._socket.close()
         else:
@@ -116,7 +122,7 @@ class _Inbox:
 
 
 _inbox: _Inbox | None = None  # of this process
-_answering = _thread.allocate_lock()  # the thread holds it as long as it lives
+_answering = allocate_lock()  # the thread holds it as long as it lives
 
 
 def serve(error_file: str) -> None:
@@ -129,19 +135,19 @@ def serve(error_file: str) -> None:
 def _start(error_file: str) -> None:
     global _inbox, _answering
     if _inbox is not None:  # in a forked child: its parent's
-        _inbox.leave()
-        _inbox, _answering = None, _thread.allocate_lock()
+        _inbox.close()
+        _inbox, _answering = None, allocate_lock()
     if sys.platform != "linux" or not _has_lock():
         return
     with contextlib.suppress(OSError, RuntimeError):  # no socket or no thread to be had: then nobody can ask
         inbox = _Inbox(_address(error_file, os.getpid()))
         # Not by `threading`: a script that lists its threads, or waits for all of them, finds its own alone.
-        ready = _thread.allocate_lock()
+        ready = allocate_lock()
         ready.acquire()
         # Signals are the script's: the thread would get those that the script blocks, to wait for them.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)
         try:
-            _thread.start_new_thread(_answer_all, (inbox, _answering, ready))
+            start_new_thread(_answer_all, (inbox, get_ident(), _answering, ready))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
         _inbox = inbox
@@ -157,7 +163,8 @@ def _stop() -> None:
     """Have the thread end before the interpreter does."""
     if _inbox is not None:
         _inbox.stop()
-        _answering.acquire(timeout=1.0 if _inbox.there else 0.0)
+        if _answering.acquire(timeout=1.0 if _inbox.there else 0.0):
+            _inbox.close()  # else the interpreter warns of it, where warnings are shown
 
 
 def _address(error_file: str, pid: int) -> bytes:
@@ -166,25 +173,34 @@ def _address(error_file: str, pid: int) -> bytes:
     return f"\0paceline-stack-{run}-{pid}".encode("ascii")
 
 
-def _answer_all(inbox: _Inbox, answering: _thread.LockType, ready: _thread.LockType) -> None:
+def _answer_all(inbox: _Inbox, main: int, answering: LockType, ready: LockType) -> None:
+    """main: of the main thread, which in a forked child is the one that forked."""
     with answering:
         with contextlib.suppress(Exception):  # a name is for people
             ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
         ready.release()
         with contextlib.suppress(OSError):  # the descriptor was closed: nobody can ask any more
             while (sender := inbox.receive()) is not None:
-                answer = json.dumps([_main_frames(), _is_wanted()], ensure_ascii=False)
+                answer = json.dumps([*_frames(main), _is_wanted()], ensure_ascii=False)
                 inbox.send(answer.encode(*_ENCODING), sender)
 
 
-def _main_frames() -> Frames:
-    found: list[tuple[str, int, str]] = []
+def _frames(main: int) -> tuple[Frames, Frames]:
+    """(of the main thread, the innermost of each other)."""
     with _no_collection() if _COLLECTS_INSIDE else contextlib.nullcontext():
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        current = sys._current_frames()
+    del current[get_ident()]
+    frame: types.FrameType | None = current.pop(main, None)
+    others = tuple(map(_line, list(current.values())[:_MOST_FRAMES]))
+    found: list[tuple[str, int, str]] = []
     while frame is not None and len(found) < _MOST_FRAMES:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        found.append(_line(frame))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(found), others
+
+
+def _line(frame: types.FrameType) -> tuple[str, int, str]:
+    return frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name
 
 
 @contextlib.contextmanager
@@ -204,7 +220,7 @@ def _is_wanted() -> bool:
     One wait is the sleep's own. A thread that a busy machine takes the core from does not wait.
     """
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-    time.sleep(_ASLEEP_SECONDS)
+    sleep(_ASLEEP_SECONDS)
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > before + 1
 
 
@@ -216,7 +232,7 @@ def ask(error_files: Mapping[int, str], seconds: float) -> dict[int, MainThread]
         seconds: how long to wait for all of them together.
     """
     found: dict[int, MainThread] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
+    with Socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
         outbox.bind("")  # a name of the kernel's choice, for the answers
         asked: dict[bytes, int] = {}
         for pid, path in error_files.items():
@@ -225,16 +241,19 @@ def ask(error_files: Mapping[int, str], seconds: float) -> dict[int, MainThread]
             with contextlib.suppress(OSError):
                 outbox.sendto(b"?", socket.MSG_DONTWAIT, address)
                 asked[address] = pid
-        deadline = time.monotonic() + seconds
-        while len(found) < len(asked) and (left := deadline - time.monotonic()) > 0:
+        deadline = monotonic() + seconds
+        while len(found) < len(asked) and (left := deadline - monotonic()) > 0:
             outbox.settimeout(left)
             with contextlib.suppress(OSError, ValueError):
                 answer, sender = outbox.recvfrom(_ANSWER_BYTES)
                 if sender in asked:
-                    frames, runs_python = json.loads(answer.decode(*_ENCODING))
-                    frames = tuple((str(path), int(line), str(name)) for path, line, name in frames)
-                    found[asked[sender]] = MainThread(frames, bool(runs_python))
+                    frames, others, runs_python = json.loads(answer.decode(*_ENCODING))
+                    found[asked[sender]] = MainThread(_read(frames), bool(runs_python), _read(others))
     return found
+
+
+def _read(frames: Iterable[Sequence[Any]]) -> Frames:
+    return tuple((str(path), int(line), str(name)) for path, line, name in frames)
 
 
 def keeping_lock(pids: Collection[int]) -> list[int]:
@@ -246,7 +265,7 @@ def keeping_lock(pids: Collection[int]) -> list[int]:
     if not pids:
         return []
     before = {pid: _waits(pid) for pid in pids}
-    time.sleep(_VAIN_SECONDS)
+    sleep(_VAIN_SECONDS)
     return [pid for pid, waits in before.items() if waits is not None and (_waits(pid) or 0) - waits >= _VAIN_WAITS]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from paceline.launcher import process_state, stack_thread
 from paceline.launcher.stack_thread import Frames, MainThread
-from paceline.launcher.worker import LIBRARY, STACK_SIGNAL, STANDARD_LIBRARY, crash_file, stack_file
+from paceline.launcher.worker import LIBRARY, STACK_SIGNAL, STANDARD_LIBRARY, crash_file, innermost_own, stack_file
 
 _ANSWER_SECONDS = 0.5
 _LOOK_SECONDS = 0.02  # between two looks for the answer
@@ -30,9 +30,14 @@ _TRACEBACK_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTIL
 # Innermost frames of a rank that waits for others.
 _WAITS = re.compile(r"/torch/distributed/|/torch/cuda/|/paceline/(comm|strategies|train)/")
 _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/comm/")
-# Innermost frames of a rank in a backward, which may wait or compute: the CPU time tells.
-_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$")
-_DECORATORS = ("wrapper", "decorate_context")  # of torch's, around what the script calls
+# Innermost frames of a rank in native code of a backward, or of DistributedDataParallel's forward (where ranks agree on
+# buckets in the second step), which may wait or compute: the CPU time tells.
+_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$|/torch/nn/parallel/distributed\.py$")
+_DECORATORS = re.compile(r"wrapper$|decorate_context$|\w*call_impl$")  # of torch's, around what the script calls
+# Innermost frames of a thread that waits for something to do.
+_IDLE_THREAD = re.compile(
+    r"/lib/python3[^/]*/(threading|queue|selectors|concurrent/futures/thread|multiprocessing/\w+)\.py$"
+)
 _DATA_LOADER = re.compile(r"/torch/utils/data/dataloader\.py$")
 _HANDS_OVER = re.compile(r"/torch/multiprocessing/")
 _WORKER_LOOP = re.compile(r"/torch/utils/data/_utils/worker\.py$")
@@ -46,25 +51,27 @@ class StackSample:
         frames: of its main thread, innermost first: (file, line, function).
         cpu_seconds: that it has used so far.
         runs_python: was code in Python running? It may be on its way, though the frames are those of the last time.
+        others: the innermost line of each other thread of Python's.
     """
 
     frames: Frames
     cpu_seconds: float
     runs_python: bool = False
+    others: Frames = ()
 
     def __str__(self) -> str:
         """The user's innermost line, the function that is called there, and the collective in it where that waits."""
-        called = inner = ""
-        for path, line, function in self.frames:
-            if not LIBRARY.search(path):
-                within = f" ({inner})" if inner not in ("", called) else ""
-                if self.loads:
-                    return f"{os.path.basename(path)}, line {line}, where it waits for its DataLoader"
-                return f"{os.path.basename(path)}, line {line}{called and f', in {called}()'}{within}"
-            if function not in _DECORATORS:
-                called = function
-                inner = inner or (function if _OPERATIONS.search(path) else "")
-        return f"{called}()"
+        own = innermost_own([path for path, *_ in self.frames])
+        calls = [(path, function) for path, _, function in self.frames[:own] if not _DECORATORS.match(function)]
+        called = calls[-1][1] if calls else ""
+        if own is None:
+            return f"{called}()"
+        path, line, _ = self.frames[own]
+        if self.loads:
+            return f"{os.path.basename(path)}, line {line}, where it waits for its DataLoader"
+        inner = next((function for path, function in calls if _OPERATIONS.search(path)), called)
+        within = f" ({inner})" if inner != called else ""
+        return f"{os.path.basename(path)}, line {line}{called and f', in {called}()'}{within}"
 
     @property
     def in_script(self) -> bool:
@@ -75,6 +82,11 @@ class StackSample:
     def moves(self) -> bool:
         """Is it on its way, whatever the frames of the last time? Waits for others may be loops in Python."""
         return self.runs_python and not _WAITS.search(self.frames[0][0])
+
+    @property
+    def works_beside(self) -> bool:
+        """Does another thread do something, which other ranks may wait for? Not if it waits for work or for others."""
+        return not all(_IDLE_THREAD.search(path) or _WAITS.search(path) for path, *_ in self.others)
 
     @property
     def loads(self) -> bool:
@@ -97,7 +109,10 @@ def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> di
     for pid in stack_thread.keeping_lock(asked.keys() - found.keys()):
         found[pid] = MainThread(_by_signal(pid, stack_file(asked[pid])))
     said = {rank: (found[pid], pid) for rank, pid in pids.items() if pid in found and found[pid].frames}
-    return {rank: StackSample(main.frames, _cpu_seconds(pid), main.runs_python) for rank, (main, pid) in said.items()}
+    return {
+        rank: StackSample(main.frames, _cpu_seconds(pid), main.runs_python, main.others)
+        for rank, (main, pid) in said.items()
+    }
 
 
 def sample_loader_workers(
@@ -112,7 +127,8 @@ def sample_loader_workers(
     said = stack_thread.ask(running, _ANSWER_SECONDS)
     found = []
     for child, state in states.items():
-        stand = StackSample(said[child].frames, 0.0) if child in said and said[child].frames else None
+        frames = _since_fork(said[child].frames) if child in said else ()
+        stand = StackSample(frames, 0.0) if frames else None
         # Of a child that says nothing only what keeps it from going on is worth a line: it may be no loader's.
         if process_state.describe(child, state) or (stand is not None and _loads_an_example(stand.frames)):
             found.append((child, state, stand))
@@ -143,6 +159,12 @@ def _by_signal(pid: int, path: str) -> Frames:
 
 def _frames(found: Sequence[Sequence[str]]) -> Frames:
     return tuple((path, int(line), function) for path, line, function in found)
+
+
+def _since_fork(frames: Frames) -> Frames:
+    """Without those of its parent, which a forked worker still has below its loop."""
+    loop = next((index for index, (path, *_) in enumerate(frames) if _WORKER_LOOP.search(path)), len(frames))
+    return frames[: loop + 1]
 
 
 def _loads_an_example(frames: Frames) -> bool:
@@ -186,6 +208,11 @@ def is_waiting(before: StackSample, now: StackSample, seconds: float) -> bool:
 def in_collective(stand: StackSample) -> bool:
     """Was it inside a call of torch.distributed, or of Paceline's that makes one?"""
     return any(_OPERATIONS.search(path) for path, *_ in stand.frames)
+
+
+def may_wait(stand: StackSample) -> bool:
+    """Was it in native code of a backward or of DistributedDataParallel, which waits, or else uses a core?"""
+    return bool(_MAY_WAIT.search(stand.frames[0][0]))
 
 
 def _catches(pid: int, signum: int) -> bool:

@@ -12,8 +12,8 @@ for it (--stall-action).
 3. Then say where all of them are; again after twice that time, four times, and so on while it lasts.
 
 Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
-CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives, which cannot match then, and none uses a
-core.
+CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives or in a backward, which cannot match then,
+and none uses a core or has a thread that does something.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from paceline.launcher import process_state
 from paceline.launcher.output import say
 from paceline.launcher.process_state import ProcessState, read_state
 from paceline.launcher.report import name_ranks
-from paceline.launcher.stacks import StackSample, in_collective, is_waiting, sample_loader_workers, sample_stacks
+from paceline.launcher.stacks import (
+    StackSample,
+    in_collective,
+    is_waiting,
+    may_wait,
+    sample_loader_workers,
+    sample_stacks,
+)
 from paceline.world import BEAT, MAY_DIE, read_beat
 
 STALL_SECONDS = 60.0
@@ -87,8 +94,10 @@ class _Sight:
         return is_waiting(self.first, self.last, now - self.since)
 
     def waits_idly(self, now: float) -> bool:
-        """Does it wait in a collective, without a part of its own in what is sent meanwhile?"""
-        if not self.waiting(now) or self.last is None or not in_collective(self.last):
+        """Does it wait in a collective or a backward, without a part of its own in what is sent meanwhile?"""
+        if not self.waiting(now) or self.last is None or self.last.works_beside:
+            return False
+        if not (in_collective(self.last) or may_wait(self.last)):
             return False
         return self.cores < _IDLE and self.state.code != process_state.IN_KERNEL
 

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousHandler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+)
 
 from paceline.launcher.agent import Agent
 from paceline.launcher.checks import check_devices, device_count
@@ -75,6 +80,12 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             if not agent.restarts_without_keeper():
                 return Outcome(agent.exit_code or 1, agent.story + f"{lost}\n")
             say(f"{agent.story}{lost}\n")
+        except RendezvousClosedError:  # by those that have met, at their end
+            close = False
+            return Outcome(
+                agent.exit_code or 1,
+                f"{agent.story}The run that met at {plan.nodes.endpoint} has ended, and takes in no more machines.\n",
+            )
         except (RendezvousError, DistError) as error:
             close = False
             why = f"{type(error).__name__}: {error.__cause__ or error!s}".splitlines()[0]

@@ -37,7 +37,7 @@ import types
 import typing
 from collections.abc import Sequence
 
-from paceline.errors import LaunchError, PacelineError, chain_of, in_words
+from paceline.errors import LaunchError, PacelineError, chain_of, in_words, only_tells_of_a_lost_peer
 from paceline.launcher import stack_thread
 from paceline.launcher.store_redirect import Redirect
 from paceline.launcher.torch_import import FasterTorch
@@ -47,6 +47,7 @@ from paceline.world import (
     FAILING,
     LAUNCHER_PID,
     LEFT,
+    LOST_PEER,
     STOP_FILE,
     STORE_DOOR,
     Served,
@@ -92,9 +93,7 @@ def main() -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             sys.last_value = error
-            if os.getpid() == pid:
-                with contextlib.suppress(OSError):  # the process may take its time to end, and others fail meanwhile
-                    tell_launcher(os.environ, FAILING, str(error.code & 255 if isinstance(error.code, int) else 1))
+            _note_failing(pid, error.code & 255 if isinstance(error.code, int) else 1, error)
         else:
             lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
             _note_exit(pid, f"by sys.exit(){_users_line(lines[::-1])}")
@@ -148,6 +147,17 @@ def _note_exit(pid: int, where: str) -> None:
             tell_launcher(os.environ, LEFT, where)
 
 
+def _note_failing(pid: int, code: int, error: BaseException | None) -> None:
+    """This process ends with an exit code that is not 0. It may take its time, and others fail meanwhile.
+
+    error: what the script is in the middle of handling. Scripts catch what tells of a lost peer, log it, and exit.
+    """
+    if os.getpid() == pid:
+        lost = error is not None and only_tells_of_a_lost_peer(map(in_words, chain_of(error)))
+        with contextlib.suppress(OSError):
+            tell_launcher(os.environ, FAILING, f"{code}\n{LOST_PEER if lost else ''}")
+
+
 def _note_done(pid: int) -> None:
     """Nothing of Python's is left to do but to write out what was printed. Only where LEFT says that the exit code will
     be 0."""
@@ -158,13 +168,15 @@ def _note_done(pid: int) -> None:
 
 
 def _note_hard_exits(pid: int) -> None:
-    """Have os._exit(0) leave a note too: it ends the process with no word to anybody."""
+    """Have os._exit() leave a note too: it ends the process with no word to anybody."""
     leave = os._exit
 
     def _exit(status: int) -> typing.NoReturn:
         if status == 0 and os.getpid() == pid:
             frames = traceback.walk_stack(sys._getframe(1))
             _note_exit(pid, f"by os._exit(){_users_line([(frame.f_code.co_filename, line) for frame, line in frames])}")
+        elif isinstance(status, int):
+            _note_failing(pid, status & 255, sys.exc_info()[1])
         leave(status)
 
     os._exit = _exit
@@ -172,9 +184,17 @@ def _note_hard_exits(pid: int) -> None:
 
 def _users_line(lines: Sequence[tuple[str, int]]) -> str:
     """ " at train.py, line 5": the innermost of these lines that is the user's; or "". The first is the innermost."""
-    own = [(path, line) for path, line in lines if not LIBRARY.search(path)]
-    own = [(path, line) for path, line in own if "/site-packages/" not in path] or own  # not those of click, say
-    return f" at {os.path.basename(own[0][0])}, line {own[0][1]}" if own else ""
+    own = innermost_own([path for path, _ in lines])
+    return "" if own is None else f" at {os.path.basename(lines[own][0])}, line {lines[own][1]}"
+
+
+def innermost_own(paths: Sequence[str]) -> int | None:
+    """Which of these files, innermost first, is the first of the user's; None: none is.
+
+    A file that is installed, as those of click or Lightning, is the user's only where no other is: with `-m`, say.
+    """
+    own = [index for index, path in enumerate(paths) if not LIBRARY.search(path)]
+    return next((index for index in own if "/site-packages/" not in paths[index]), own[0] if own else None)
 
 
 def run_script(script: str, args: Sequence[str]) -> None:

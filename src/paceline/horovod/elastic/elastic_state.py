@@ -10,7 +10,7 @@ Phase 1, in the script that was started again: the processes tell each other the
 Phase 2: the reset callbacks are called, since the number of processes may be another.
 Phase 3: `sync` sends rank 0's state to all, as at every start, and the script's function is called.
 
-Where the launcher restarts nothing, nothing is written.
+Where a machine comes all start again too. Where the launcher starts nothing again, nothing is written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from paceline.errors import SettingError, UsageError
 from paceline.horovod import hvd_state, hvd_world
 from paceline.horovod.elastic.elastic_sampler import ElasticSampler
-from paceline.world import ERROR_FILE
+from paceline.world import ERROR_FILE, STARTS_AGAIN
 
 FILE = "horovod-commit"
 _HELD = (torch.nn.Module, Optimizer, ElasticSampler)  # what has a state_dict that is saved in its place
@@ -98,7 +98,7 @@ class TorchState:
             setattr(self, name, copy.copy(saved[name]))
 
     def commit(self) -> None:
-        """Keep a copy in memory, and in the launcher's folder where it restarts workers that fail."""
+        """Keep a copy in memory, and in the launcher's folder where it may start the workers again."""
         self.save()
         self._commits += 1
         path = _path()
@@ -141,10 +141,8 @@ class TorchState:
 def _path() -> Path | None:
     """Where commits are written; None: the launcher restarts nothing, or is not `paceline run`, whose folder for what
     workers tell it is there for all of a run's starts."""
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") in ("", "0"):
-        return None
     told = os.environ.get(ERROR_FILE)
-    return Path(told).parent / FILE if told else None
+    return Path(told).parent / FILE if told and os.environ.get(STARTS_AGAIN) else None
 
 
 def _write(path: Path, content: Any) -> None:
