@@ -31,6 +31,18 @@ from paceline.train.plain_files import checksums_of, write_checksums
 _SCRATCH = re.compile(r"(\.tmp-.+-[0-9a-f]{8})(\.lock)?")
 _UNTOUCHED_SECONDS = 24 * 3600
 
+_held: set[int] = set()  # handles of the locks of this process
+
+
+def _drop_locks() -> None:
+    """In a forked child, such as a loader's worker: it may outlive the writer, whose locks it would keep."""
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_drop_locks)
+
 
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or the names in a directory, are on the disk (fsync)."""
@@ -140,6 +152,7 @@ def _lock(path: Path) -> int | None:
             path.unlink(missing_ok=True)
             return None
         if os.fstat(handle).st_nlink > 0:
+            _held.add(handle)
             return handle
         os.close(handle)  # that writer removed the file before we had locked it
 
@@ -151,6 +164,7 @@ def _unlock(path: Path, handle: int, *, remove: bool) -> None:
         if remove:
             path.unlink(missing_ok=True)
         fcntl.flock(handle, fcntl.LOCK_UN)  # close alone would not do where a forked worker has the handle too
+    _held.discard(handle)
     os.close(handle)
 
 
