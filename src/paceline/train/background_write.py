@@ -79,11 +79,11 @@ class BackgroundWrite:
             return None
         self._thread.join()
         self._thread = None
-        for message in self._warnings:
-            warn(message)
         if self._failure:
             raise CheckpointError(
                 f"the checkpoint of step {self._step}, which was written in the background, is not saved: "
                 f"{self._failure}"
             )
+        for message in self._warnings:
+            warn(message)
         return self._path
