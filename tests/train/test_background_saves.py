@@ -190,11 +190,13 @@ def compare_with_the_foreground(training: Training, place: Path, go_on: Callable
     assert len(files_of(place / "before")) > 6
 
 
-def test_plain_pytorch_finds_the_weights_of_the_moment(tmp_path: Path) -> None:
+def test_plain_pytorch_finds_the_weights_of_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
     training = Training()
     expected = {name: value.clone() for name, value in training.net.state_dict().items()}
     training.run.save(tmp_path, background=True)
     training.spoil()
+    gate.open.set()
     training.close()
     found = load_file(tmp_path / "step-00000002" / "model_0.safetensors")
     assert found.keys() == expected.keys()

@@ -392,8 +392,9 @@ class Agent(SimpleElasticAgent):
             return
         self._restarts = again
         say(f"paceline: restart {again.used} of {again.most}: rank {rank}, to join the others.\n")
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self._error_file(rank) + JOINED)
+        for told in (JOINED, WRITES):  # by the former process
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._error_file(rank) + told)
         output = self._output.open(rank, first=local_rank == 0)
         command = self._commands[local_rank]
         environ = {**command.environ, TICKET: ticket}
