@@ -19,7 +19,7 @@ RUN = {
     "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "epochs", "export",
     "forward_backward", "gather", "loader", "local_rank", "log", "log_histogram", "log_hyperparameters", "log_image",
     "main", "main_first", "mean", "predict", "prepare", "print", "rank", "ratio", "restore", "save", "skipped", "step",
-    "steps", "sum", "track", "wait", "world_size",
+    "steps", "sum", "track", "wait", "wait_for_save", "world_size",
 }  # fmt: skip
 START = [
     "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "device", "log_dir",

@@ -18,10 +18,12 @@ A message names the setting or call, what was received, and the remedy; of a mis
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -37,6 +39,8 @@ _PEER_IS_GONE = re.compile(
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
 _SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
+
+_of_thread = threading.local()  # held: the list of warnings_held, within it
 
 
 class PacelineError(Exception):
@@ -97,6 +101,10 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def warn(message: str) -> None:
     """A UserWarning at the innermost line outside Paceline and torch: the script's, or that of a library it calls."""
+    held: list[str] | None = getattr(_of_thread, "held", None)
+    if held is not None:
+        held.append(message)
+        return
     level, _ = _script_frame(sys._getframe())
     warnings.warn(message, stacklevel=level)
 
@@ -113,6 +121,17 @@ def _script_frame(frame: FrameType) -> tuple[int, FrameType]:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     return level, frame
+
+
+@contextlib.contextmanager
+def warnings_held() -> Iterator[list[str]]:
+    """Within the block this thread's warnings go into the list. A thread of Paceline's has no line of the script's to
+    name, and what it raises where warnings are errors reaches nobody: the main thread warns of them later."""
+    _of_thread.held = held = list[str]()
+    try:
+        yield held
+    finally:
+        _of_thread.held = None
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:

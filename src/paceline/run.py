@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm import collectives, mesh, transport
 from paceline.comm.replicas import ProcessReplicas, separate
 from paceline.config import Settings
-from paceline.errors import ModelError, UsageError
+from paceline.errors import CheckpointError, ModelError, UsageError
 from paceline.monitor import media
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
@@ -110,9 +110,18 @@ class Run:
         if not path:
             return None
 
-        return Preemption(
-            path, self._strategy, self.device, ready=self._between_steps, steps=lambda: self.steps, save=self.save
-        )
+        own = path, self._strategy, self.device
+        return Preemption(*own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
+
+    def _save_last(self, directory: Path) -> Path:
+        """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
+        this newer one from being tried."""
+        try:
+            self._state.wait_for_save()
+        except CheckpointError as error:
+            if self.main:
+                print(f"paceline: {error}", file=sys.stderr, flush=True)
+        return self.save(directory)
 
     def _newest_state(self) -> NewestState | None:
         """None where the launcher does not start ranks again. And on accelerators: with NCCL, a rank that waits for one
@@ -608,6 +617,28 @@ class Run:
         for name, thing in objects.items():
             self._state.add_tracked(name, thing)
 
+    @overload
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = ...,
+        keep_best: int = ...,
+        score: float | None = ...,
+        mode: str = ...,
+        background: Literal[False] = ...,
+    ) -> Path: ...
+    @overload
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = ...,
+        keep_best: int = ...,
+        score: float | None = ...,
+        mode: str = ...,
+        background: bool,
+    ) -> Path | None: ...
     def save(
         self,
         directory: str | Path,
@@ -616,11 +647,16 @@ class Run:
         keep_best: int = 0,
         score: float | None = None,
         mode: str = "min",
-    ) -> Path:
+        background: bool = False,
+    ) -> Path | None:
         """Writes a checkpoint into a new directory below `directory`, and returns its path. All processes call it.
 
         keep: how many of the newest checkpoints to leave there. keep_best: how many more to leave, those with the best
         scores; mode: whether "min" or "max" is best. score: of this checkpoint, rank 0's.
+
+        background: returns None as soon as rank 0 has copied everything in its memory; a thread there writes, and
+        training goes on. One checkpoint is written at a time: the next save, `restore`, `wait_for_save` and the end of
+        the run wait for it first, and raise its CheckpointError on every process where it could not be written.
 
         Raises UsageError in the middle of a global batch, CheckpointError where it cannot be written; earlier
         checkpoints are then untouched.
@@ -631,7 +667,13 @@ class Run:
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, retention, self._position.counters())
+            return self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+
+    def wait_for_save(self) -> Path | None:
+        """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
+        where there is none to wait for. All processes call it. Raises CheckpointError where it could not be written."""
+        self._same_call("run.wait_for_save")
+        return self._state.wait_for_save()
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
@@ -680,8 +722,10 @@ class Run:
         return self._precision.autocast()
 
     def close(self) -> None:
-        """Ends the run: hooks, threads and buffers. The process may start another one. Raises NonFiniteError, when all
-        is closed, for a last step whose gradients an accelerator has not told of yet."""
+        """Ends the run: hooks, threads and buffers. The process may start another one.
+
+        Raises, when all is closed, NonFiniteError for a last step whose gradients an accelerator has not told of yet,
+        and CheckpointError for a checkpoint that could not be written in the background."""
         if self.closed:
             return
         self.closed = True
@@ -689,8 +733,12 @@ class Run:
             if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
                 self._stepper.drain()
                 self._stepper.warn_unstepped()
+                self._state.end_saves()
         finally:
-            self._end()
+            try:
+                self._state.close()
+            finally:
+                self._end()
 
     def _end(self) -> None:
         for loader in self._state.loaders.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from paceline import world as worlds
 from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
-from paceline.errors import UsageError, WorldError
+from paceline.errors import CheckpointError, UsageError, WorldError
 from paceline.run import Run
 from paceline.strategies import on_cpu as on_cpu_of
 from paceline.timeline.worker.tracer import Tracer
@@ -29,6 +30,7 @@ from paceline.world import World
 
 _open: list[Run] = []  # the open run, if there is one
 _explained = False  # has the excepthook been installed?
+_unsaved = False  # could a checkpoint not be written at the exit of the process?
 _joined = False  # has this process joined a run in place of one that was killed?
 
 
@@ -145,6 +147,7 @@ def _explain() -> None:
     if not _explained:
         _explained = True
         explain_uncaught(lambda: _open[-1].latest if _open else None, _hand_on)
+        atexit.register(_fail_at_exit)  # the first to be registered of those that `start` registers: the last called
 
 
 def _hand_on(error: BaseException) -> None:
@@ -206,9 +209,27 @@ def _close_all() -> None:
 def _close_at_exit() -> None:
     """Close what is open when the process exits. Where an uncaught error ends the process, that error is what to read:
     to close the run may take a collective, and other ranks have gone."""
+    global _unsaved
     failed = getattr(sys, "last_value", None) is not None
-    with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
-        _close_all()
+    main = bool(_open) and _open[-1].main
+    try:
+        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+            _close_all()
+    except CheckpointError as error:
+        _unsaved = True
+        if main:
+            print(f"paceline: {error}", file=sys.stderr)
+
+
+def _fail_at_exit() -> None:
+    """End with exit code 1 where a checkpoint could not be written. An exception in an exit function does not change
+    Python's exit code 0, and whoever has started the process would take the training for done."""
+    if _unsaved:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or no file
+                stream.flush()
+        os._exit(1)
 
 
 def _world(init_method: str | None, rank: int | None, world_size: int | None) -> World:

@@ -51,6 +51,7 @@ BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endia
 TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
 KEEPS = ".keeps"  # the rank would hand its state on if another died (train/newest_state.py); WRITING: it does so now
 SAVES = ".saves"  # asked to stop, the rank would save a checkpoint, from which the script goes on when started again
+WRITES = ".writes"  # a thread of the rank writes a checkpoint, of the step that is the content
 SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; the content is its path
 # A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
 STOP_FILE = "PACELINE_STOP_FILE"
@@ -137,13 +138,21 @@ def tell_launcher(environ: Environment, what: str, text: str = "") -> None:
     """Leave a message for the launcher, in a file that only this user can read. Other launchers do not read it.
 
     Args:
-        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS or SAVED.
+        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS, SAVES, WRITES or SAVED.
         text: the content of the file.
     """
     path = environ.get(ERROR_FILE)
     if path:
         with open(os.open(path + what, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(text)
+
+
+def take_back(environ: Environment, what: str) -> None:
+    """Remove a message of `tell_launcher`, if it is there."""
+    path = environ.get(ERROR_FILE)
+    if path:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path + what)
 
 
 def read_beat(path: str) -> int:

@@ -49,9 +49,11 @@ MOST_KILLS = 3  # in one case
 MARK = "PACELINE_CHAOS"  # in the environment of all processes of a case
 
 KEPT = "ddp, --max-restarts"
+BACKGROUND = "ddp, saved in the background"
 WAYS: dict[str, tuple[str, bool, bool]] = {
     "ddp": ("ddp", False, False),
     KEPT: ("ddp", False, False),
+    BACKGROUND: ("ddp", False, False),
     "ddp, other numbers of processes": ("ddp", True, False),
     "ddp, reproducible, other numbers of processes": ("ddp", True, True),
     "fsdp, other numbers of processes": ("fsdp", True, False),
@@ -142,7 +144,7 @@ def command_of(way: str, processes: int) -> list[str]:
     strategy, _, reproducible = WAYS[way]
     words = ["-m", "paceline", "run", "--nproc", str(processes)]
     words += ["--max-restarts", str(MOST_KILLS)] if way == KEPT else []
-    words += [str(JOB), strategy, *(["4"] if reproducible else [])]
+    words += [str(JOB), strategy, *(["4"] if reproducible else []), *(["background"] if way == BACKGROUND else [])]
     return [sys.executable, *words]
 
 

@@ -1,5 +1,5 @@
-"""The job whose processes `make chaos` kills: job.py STRATEGY [REPRODUCIBLE], from the latest checkpoint in
-`checkpoints`.
+"""The job whose processes `make chaos` kills: job.py STRATEGY [REPRODUCIBLE] [background], from the latest checkpoint
+in `checkpoints`. background: it saves in the background, after every step, so that a kill is likely to meet a write.
 
 Its checkpoints hold which examples the model has been trained on, so that a step that is lost or made twice is seen.
 The last line that it prints has the hashes of this ledger and of the weights, which it writes into weights.safetensors.
@@ -60,7 +60,8 @@ def note_start(rank: int, step: int) -> None:
 
 
 def main() -> None:
-    reproducible = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    reproducible = next((int(word) for word in sys.argv[2:] if word.isdigit()), None)
+    background = "background" in sys.argv[2:]
     run = paceline.start(
         seed=5, strategy=sys.argv[1], device="cpu", progress="off", noise="example", reproducible=reproducible
     )
@@ -85,8 +86,8 @@ def main() -> None:
                 batch = []
                 if run.rank == 0:
                     Path("began").touch()
-                if run.steps % SAVE_EVERY == 0:
-                    run.save("checkpoints", keep=2)
+                if background or run.steps % SAVE_EVERY == 0:
+                    run.save("checkpoints", keep=2, background=background)
                 time.sleep(STEP_SECONDS)
     run.export("weights.safetensors")
     if run.main:

@@ -2,6 +2,7 @@
 
     python crashing.py points DIRECTORY     kill -9 before each single call of the system that a write makes
     python crashing.py kills DIRECTORY      kill -9 at random moments
+    python crashing.py background DIRECTORY kill -9 at random moments, while a thread writes and the state changes
     python crashing.py writers DIRECTORY    two writers at once, with a reader beside them
 
 Prints what it did as one line of JSON; a failed assertion is its failure.
@@ -19,12 +20,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.train import checkpoint
+from paceline.train.background_write import BackgroundWrite
+from paceline.train.snapshot import SnapshotBuffers
 
 
 def parts(step: int, elements: int) -> dict[str, Any]:
@@ -112,15 +116,39 @@ def points(directory: Path) -> dict[str, int]:
     return outcomes
 
 
-def kills(directory: Path) -> dict[str, int]:
+def save_in_background(directory: Path, first: int, acknowledge: Callable[[int], Any]) -> None:
+    """One checkpoint after the other. The state is that of one step for an instant only, and then changes in place."""
+    buffers, writer = SnapshotBuffers(), BackgroundWrite()
+    live = parts(first, 500_000)
+    for step in range(first, first + 1000):
+        live["model"]["weight"].fill_(step)
+        live["optimizer"]["state"][0]["average"].fill_(-step)
+        live["optimizer"]["state"][0]["step"] = live["data"]["loader"]["step"] = step
+        if writer.finish() is not None:
+            acknowledge(step - 1)
+        encoded = checkpoint.encode_parts(live, buffers)
+        own = partial(checkpoint.write, directory, step=step, parts=encoded, meta={"step": step})
+        writer.begin(step, partial(own, retention=checkpoint.Retention(2)))
+        for _ in range(20):
+            live["model"]["weight"].add_(0.25)
+            live["optimizer"]["state"][0]["average"].add_(0.25)
+            live["optimizer"]["state"][0]["step"] = -1
+
+
+def kills(directory: Path, background: bool = False) -> dict[str, int]:
     saved, stale, chance = 0, 0, random.Random(time.time_ns())
     for _ in range(12):
         reader, writer = os.pipe()
 
         def body(first: int = saved + 1, writer: int = writer) -> None:
+            def acknowledge(step: int) -> int:
+                return os.write(writer, step.to_bytes(8, "little"))
+
+            if background:
+                save_in_background(directory, first, acknowledge)
             for step in range(first, first + 1000):
                 save(directory, step, 500_000, keep=2)
-                os.write(writer, step.to_bytes(8, "little"))
+                acknowledge(step)
 
         child = forked(body)
         os.close(writer)
@@ -160,6 +188,8 @@ def writers(directory: Path) -> dict[str, int]:
     return {"looks": looks}
 
 
+MODES = {"points": points, "kills": kills, "background": partial(kills, background=True), "writers": writers}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({"points": points, "kills": kills, "writers": writers}[sys.argv[1]](Path(sys.argv[2]))))
+    print(json.dumps(MODES[sys.argv[1]](Path(sys.argv[2]))))

@@ -184,6 +184,11 @@ def test_kill_at_random_never_loses_an_acknowledged_checkpoint(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_kill_at_random_while_a_thread_writes_leaves_whole_checkpoints_of_one_moment(tmp_path: Path) -> None:
+    assert crash("background", tmp_path)["saved"] >= 12
+
+
+@pytest.mark.slow
 def test_two_writers_at_once_harm_neither_each_other_nor_a_reader(tmp_path: Path) -> None:
     assert crash("writers", tmp_path)["looks"] > 10
 

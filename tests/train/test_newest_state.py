@@ -174,6 +174,19 @@ def test_the_end_is_that_of_a_run_that_nobody_disturbed(
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
+def test_a_checkpoint_that_is_being_written_in_the_background_does_not_get_in_the_way(job: Job, whole: str) -> None:
+    """One begins after every step, so that rank 0 is in the middle of one when the other rank dies."""
+    script = SCRIPT.replace('    if epoch == 0:\n        run.save("checkpoints")\n', "")
+    saving = "            averaged.update_parameters(net)\n"
+    script = script.replace(saving, f'{saving}            run.save("checkpoints", background=True)\n')
+    (job.folder / "train.py").write_text(script)
+    found = job.run("--nproc", "2", "--max-restarts", "3", "train.py", "ddp", "0=13:forward:1", "1=16:schedule:0")
+    assert found[:2] == ([0, 13, 16], whole), found[2]
+    assert all(damage == [] for damage in checkpoint.examine(job.folder / "checkpoints").values())
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(400)
 def test_a_reproducible_run_goes_on_with_the_same_bits(job: Job) -> None:
     """Each process computes several shards, in a loop of several yields."""
     script = SCRIPT.replace("nn.BatchNorm1d(16), ", "").replace('progress="off"', 'progress="off", reproducible=4')

@@ -220,4 +220,5 @@ class Fitting:
             keep_best=where.keep_best or 0,
             score=values.get(self._plan.monitor),
             mode="min" if best is None else best.mode,
+            background=where.background,
         )

@@ -20,17 +20,22 @@ class Checkpoints:
         keep: how many of the newest checkpoints to leave there.
         every: save in mid-epoch too, after each so many optimizer steps.
         keep_best: how many more to leave there, the best ones by the value that `best` monitors.
+        background: train on while a checkpoint is written, as `run.save(background=True)` does. All are on the disk
+            when `fit` returns.
     """
 
     directory: str | Path
     keep: int = 3
     every: int | None = None
     keep_best: int | None = None
+    background: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("keep", self.keep), ("every", self.every), ("keep_best", self.keep_best)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SettingError(f"Checkpoints({name}={value!r}): a whole number, at least 1, is needed.")
+        if not isinstance(self.background, bool):
+            raise SettingError(f"Checkpoints(background={self.background!r}): True or False is needed.")
 
     def ranking(self, mode: str = "min") -> list[Scored]:
         """The checkpoints there that have a value of what is monitored: (score, step, path), best first. Their paths

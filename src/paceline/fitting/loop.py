@@ -129,6 +129,7 @@ def fit(
 
     # Phase 3: the end.
     fitting.call("on_end")
+    run.wait_for_save()
     return fitting.history
 
 

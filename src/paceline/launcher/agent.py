@@ -61,6 +61,7 @@ from paceline.world import (
     TICKET,
     TICKET_FILE,
     TRACE,
+    WRITES,
     WRITING,
     World,
     read_beat,
@@ -407,8 +408,9 @@ class Agent(SimpleElasticAgent):
             return
         self._restarts = again
         say(f"paceline: restart {again.used} of {again.most}: rank {rank}, to join the others.\n")
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self._error_file(rank) + JOINED)
+        for told in (JOINED, WRITES):  # by the former process
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self._error_file(rank) + told)
         output = self._output.open(rank, first=local_rank == 0)
         command = self._commands[local_rank]
         environ = {**command.environ, TICKET: ticket}
@@ -556,11 +558,38 @@ class Agent(SimpleElasticAgent):
     def _shutdown(self, *_: Any, **__: Any) -> None:
         """torch calls it at every end of a run with a signal and a delay. Both are decided here instead."""
         interrupted = self._interrupts.received[:1] == [signal.SIGINT]
-        self._processes.stop(signal.SIGINT if interrupted else signal.SIGTERM, lambda: self._interrupts.impatient)
+        if not interrupted:  # which lets a rank end its write; SIGTERM ends Python in the middle of it
+            self._await_writes()
+        signum = signal.SIGINT if interrupted else signal.SIGTERM
+        busy = lambda: not self._interrupts.overdue and bool(self._writes())  # noqa: E731
+        self._processes.stop(signum, lambda: self._interrupts.impatient, busy)
         self._output.show()
         for file in {self._traced_to(rank) for rank in self._ranks} - {None}:
             for line in join_left(str(file), self._ranks):
                 say(f"paceline: {line}\n")
+
+    def _await_writes(self) -> None:
+        """Let ranks end the checkpoints that they write in the background (train/background_write.py)."""
+        began, before, first = time.monotonic(), len(self._interrupts.received), self._writes()
+        told = False
+        while any(self._writes().get(rank) == step for rank, step in first.items()):
+            waited = time.monotonic() - began
+            if len(self._interrupts.received) > before or self._interrupts.overdue or waited > processes.BUSY_SECONDS:
+                return
+            if not told and waited > 1.0:
+                told = True
+                steps = ", ".join(sorted(set(first.values())))
+                say(f"paceline: waiting for the checkpoint of step {steps}, which is being written.\n")
+            time.sleep(self._plan.monitor_seconds)
+            self._output.show()
+
+    def _writes(self) -> dict[int, str]:
+        """The ranks of this machine that write a checkpoint in the background: rank -> its step."""
+        ended, found = self._processes.exits(), dict[int, str]()
+        for rank in (rank for local_rank, rank in enumerate(self._ranks) if local_rank not in ended):
+            with contextlib.suppress(FileNotFoundError), open(self._error_file(rank) + WRITES) as file:
+                found[rank] = file.read()
+        return found
 
     def _traced_to(self, rank: int) -> str | None:
         """The file to which this rank's run is traced, if it is. Rank 0 has written it, unless it was killed."""

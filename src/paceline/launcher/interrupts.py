@@ -53,9 +53,14 @@ class Interrupts:
         return len(self.received) > 1
 
     @property
+    def overdue(self) -> bool:
+        """Is the time up that SIGTERM gave the run to save a checkpoint?"""
+        return self._grace_ends is not None and time.monotonic() > self._grace_ends
+
+    @property
     def due(self) -> int | None:
         """The signal by which the run must end now: one that has come, if the time that it gave is up."""
-        if self._grace_ends is not None and time.monotonic() > self._grace_ends and not self.received:
+        if self.overdue and not self.received:
             self.received.append(signal.SIGTERM)
         return self.received[0] if self.received else None
 

@@ -21,6 +21,7 @@ from paceline.launcher.output import say
 from paceline.world import ERROR_FILE
 
 GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
+BUSY_SECONDS = 300.0  # the same for those that write a checkpoint
 _KILL_SECONDS = 1.0  # for SIGKILL to be seen to work
 _RELEASE_SECONDS = 10.0  # for a process that is killed to give back its memory, which takes a busy machine some time
 _STRAY_SECONDS = 1.0  # between SIGTERM and SIGKILL to what a worker left behind in a session of its own
@@ -88,9 +89,17 @@ class Processes:
                     self._sweep.add(process.pid)
         return found
 
-    def stop(self, signum: int = signal.SIGTERM, hurry: Callable[[], bool] = lambda: False) -> None:
+    def stop(
+        self,
+        signum: int = signal.SIGTERM,
+        hurry: Callable[[], bool] = lambda: False,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Send a signal to those that run, wait GRACE_SECONDS or until `hurry()`, and kill what is left, with
-        descendants. Calling it again is harmless."""
+        descendants. Calling it again is harmless.
+
+        busy: does one of them end something that should not be broken off? It has up to BUSY_SECONDS.
+        """
         running = self._running()
         for process in running:
             self._sweep.add(process.pid)
@@ -98,6 +107,9 @@ class Processes:
             if process_state.read_state(process.pid).stopped:
                 process.send_signal(signal.SIGCONT)  # else it would not see the request
         _wait(lambda: not self._running() or hurry(), GRACE_SECONDS)
+        if busy():
+            _wait(lambda: not busy() or hurry(), BUSY_SECONDS)
+            _wait(lambda: not self._running() or hurry(), GRACE_SECONDS)
         self.exits()
         marks = [mark for process, mark in zip(self._started, self._marks) if mark and process.pid in self._sweep]
         for pid in self._sweep:

@@ -31,6 +31,18 @@ from paceline.train.plain_files import checksums_of, write_checksums
 _SCRATCH = re.compile(r"(\.tmp-.+-[0-9a-f]{8})(\.lock)?")
 _UNTOUCHED_SECONDS = 24 * 3600
 
+_held: dict[int, Path] = {}  # the locks that this process holds, in whatever thread: handle -> file
+
+
+def _drop_locks() -> None:
+    """In a forked child, such as a loader's worker: it may outlive the writer, whose locks it would keep."""
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.popitem()[0])
+
+
+os.register_at_fork(after_in_child=_drop_locks)
+
 
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or the names in a directory, are on the disk (fsync)."""
@@ -101,6 +113,8 @@ def remove_debris(parent: Path) -> None:
 
 
 def _remove_if_dead(path: Path) -> None:
+    if _lock_path(path) in list(_held.values()):
+        return  # another thread is its writer; on some network file systems a lock does not keep out its own process
     try:
         lock = os.open(_lock_path(path), os.O_RDWR)
     except FileNotFoundError:
@@ -140,6 +154,7 @@ def _lock(path: Path) -> int | None:
             path.unlink(missing_ok=True)
             return None
         if os.fstat(handle).st_nlink > 0:
+            _held[handle] = path
             return handle
         os.close(handle)  # that writer removed the file before we had locked it
 
@@ -151,6 +166,7 @@ def _unlock(path: Path, handle: int, *, remove: bool) -> None:
         if remove:
             path.unlink(missing_ok=True)
         fcntl.flock(handle, fcntl.LOCK_UN)  # close alone would not do where a forked worker has the handle too
+    _held.pop(handle, None)
     os.close(handle)
 
 

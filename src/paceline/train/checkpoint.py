@@ -28,7 +28,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,7 @@ from paceline.train.atomic import (
     sync,
     write_whole,
 )
+from paceline.train.helper_threads import HelperThreads
 from paceline.train.manifest import DIRECTORY, Damage, Entry, Manifest
 from paceline.train.plain_files import hash_of, open_plain
 from paceline.train.snapshot import SnapshotBuffers, on_host
@@ -329,7 +330,7 @@ def _check_names(parts: Mapping[str, EncodedPart]) -> None:
 
 def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manifest) -> None:
     """Phase 1: write every file of the checkpoint, and the manifest."""
-    with ThreadPoolExecutor(max_workers=2, thread_name_prefix="paceline-save") as pool:
+    with HelperThreads(2, "paceline-save") as pool:
         pending: dict[str, tuple[Future[str], Future[None]]] = {}
 
         def seal(name: str) -> None:

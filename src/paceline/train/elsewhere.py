@@ -21,6 +21,7 @@ _RUN = {
         "accumulate no_sync no_backward_sync gradient_accumulation_steps sync_gradients"
     ),
     "run.save(directory) and run.restore(directory)": "save_state load_state save_checkpoint load_checkpoint load",
+    "run.save(directory, background=True)": "async_save save_async",
     "run.export(path, model)": "save_model get_state_dict save_pretrained",
     "run.track(name=object)": "register_for_checkpointing",
     "run.log(name=value)": "log_dict init_trackers",

@@ -45,7 +45,7 @@ from paceline.train import checkpoint
 from paceline.train.loader import Loader
 from paceline.train.run_position import RunPosition
 from paceline.train.state import State, with_models
-from paceline.world import ERROR_FILE, KEEPS, WRITING, tell_launcher
+from paceline.world import KEEPS, WRITING, take_back, tell_launcher
 
 _COPIED_ELEMENTS = 2**16
 """A larger tensor of a tracked object, such as an average of weights, is not copied at each step: it is noted which
@@ -330,7 +330,7 @@ def _kept(folder: Path) -> list[tuple[int, Path]]:
 def _stop_keeping() -> None:
     """The launcher need not wait for this rank any more."""
     with contextlib.suppress(OSError):
-        os.remove(os.environ[ERROR_FILE] + KEEPS)
+        take_back(os.environ, KEEPS)
 
 
 @torch.no_grad()

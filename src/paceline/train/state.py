@@ -8,8 +8,10 @@ kept until it is made.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm import collectives, generators
+from paceline.comm import collectives, generators, transport
 from paceline.errors import CheckpointError, PacelineError, UsageError, warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
+from paceline.train.background_write import BackgroundWrite
 from paceline.train.environment_fingerprint import check_ranks, check_resumed, fingerprint
 from paceline.train.loader import Loader
 from paceline.train.metrics import modules_of
@@ -46,6 +49,8 @@ class State:
         self._waiting: dict[str, dict[str, Any]] = {"loaders": {}, "tracked": {}}
         self._compared: set[str] = set()  # loaders whose data the ranks had compared before this process joined them
         self._buffers = SnapshotBuffers()
+        self._writer = BackgroundWrite()  # of what is in the buffers, on rank 0
+        self._unfinished = False  # have the ranks yet to hear what came of a save in the background? Alike on all
 
     # --- adding
 
@@ -80,23 +85,70 @@ class State:
 
     # --- saving
 
-    def save(self, directory: str | Path, step: int, retention: checkpoint.Retention, run: dict[str, Any]) -> Path:
+    def save(
+        self,
+        directory: str | Path,
+        step: int,
+        retention: checkpoint.Retention,
+        run: dict[str, Any],
+        *,
+        background: bool = False,
+    ) -> Path | None:
         """Write a checkpoint, and return its path. Collective: rank 0 writes, and all return when it is on the disk.
 
-        run: what the run itself adds to its part.
+        Before that all wait for what is still being written in the background. Where that has failed, this raises its
+        CheckpointError on every rank, and writes nothing.
+
+        Args:
+            run: what the run itself adds to its part.
+            background: return None when the state is copied; a thread of rank 0 writes.
         """
         for thing in self.tracked.values():
             getattr(thing, "before_save", _nothing)()
         state = self.strategy.state_dict()
         streams = collectives.gather_objects(generators.get_state(self._device))
 
-        def write() -> Path:
+        def write() -> Path | None:
+            self._writer.finish()  # it writes what the buffers hold
             parts = with_models(state, self.parts_beside_models(run, streams))
             encoded = checkpoint.encode_parts(parts, self._buffers)
             meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
-            return checkpoint.write(directory, step=step, parts=encoded, retention=retention, meta=meta)
+            # Absolute, since the script may change the current directory meanwhile.
+            place = Path(directory).absolute() if background else directory
+            own = partial(checkpoint.write, place, step=step, parts=encoded, retention=retention, meta=meta)
+            if not background:
+                return own()
+            self._writer.begin(step, own)
+            return None
 
-        return _on_rank_0(write)
+        self._unfinished = False  # where this raises, nothing is under way
+        path = _on_rank_0(write)
+        self._unfinished = background
+        return path
+
+    def wait_for_save(self) -> Path | None:
+        """Wait until the last save in the background is on the disk, and return its path; None where all ranks have
+        heard of it already. Collective. Raises CheckpointError, on every rank, where it could not be written."""
+        if not self._unfinished:
+            return None
+        self._unfinished = False
+        return _on_rank_0(self._writer.finish)
+
+    def end_saves(self) -> None:
+        """`wait_for_save`, when the run ends well. Where members come and go, one may have ended before: then who has
+        written waits, and raises, alone."""
+        if transport.channel() is None:
+            self.wait_for_save()
+        else:
+            self._writer.finish()
+
+    def close(self) -> None:
+        """Wait until this process writes nothing any more, and ask no other: an error may be why the run ends, so that
+        a failure is printed here."""
+        try:
+            self._writer.finish()
+        except CheckpointError as error:
+            print(f"paceline: {error}", file=sys.stderr, flush=True)
 
     def parts_beside_models(self, run: dict[str, Any], streams: list[Any]) -> dict[str, Any]:
         """The parts of a checkpoint that hold neither models nor optimizers. run: what the run itself adds to its part.
@@ -125,7 +177,8 @@ class State:
         handed_on: Callable[[], checkpoint.WholeCheckpoint | None] | None = None,
     ) -> dict[str, Any] | None:
         """Restore the newest whole checkpoint, and return its part "run". None where there is none, with missing_ok.
-        Rank 0 reads it, so that no shared disk is needed.
+        Rank 0 reads it, so that no shared disk is needed. First all wait for what is being written in the background,
+        as in `save`.
 
         handed_on: a function that finds, on each rank, the state that was handed on to its machine (newest_state.py).
         Where one of these states is newer than the checkpoint, the lowest rank that has the newest sends it to all.
@@ -134,12 +187,14 @@ class State:
         read: dict[str, Any] = {}  # on rank 0
 
         def find() -> tuple[Any, ...] | None:
+            self._writer.finish()
             if missing_ok and not checkpoint.holds_checkpoint(directory):
                 return None
             whole = checkpoint.find(directory)
             read.update(checkpoint.read(whole.path)[1])
             return tuple(whole)
 
+        self._unfinished = False
         told = _on_rank_0(find)
         found = None if told is None else checkpoint.WholeCheckpoint(*told)
         kept = None if handed_on is None else handed_on()
@@ -216,12 +271,13 @@ class State:
             "run": self._run_part(),
             "tracked": self._tracked_part(),
             "compared": [name for name, loader in self.loaders.items() if not loader.probing],
+            "unfinished": self._unfinished,
         }
 
     def load_position(self, position: dict[str, Any]) -> None:
         """Go on where the process was that `position` is of."""
         self._load(position["schedulers"], position["run"], position["tracked"])
-        self._compared = set(position["compared"])
+        self._compared, self._unfinished = set(position["compared"]), position["unfinished"]
         for name in self._compared & self.loaders.keys():
             self.loaders[name].probing = False
 
