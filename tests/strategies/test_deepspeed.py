@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from paceline.config import StrategySpec, parse_strategy
 from paceline.errors import SettingError
 from paceline.strategies import check, make
+from paceline.strategies.deepspeed_build import warn_of_left_locks
 from paceline.strategies.deepspeed_config import merged
 from paceline.world import World
 
@@ -27,6 +30,22 @@ def test_without_the_library_the_line_to_type_is_said(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingError, match=r'pip install "paceline\[deepspeed\]"'):
         start("deepspeed")
+
+
+def test_a_lock_that_a_killed_process_has_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    baton = pytest.importorskip("torch.utils.file_baton")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_left_locks()
+        held = baton.FileBaton(str(lock))
+        assert held.try_acquire()
+        warn_of_left_locks()  # it is being compiled, and will come to an end
+    os.close(held.fd)  # as the kernel does when a process is killed
+    with pytest.warns(UserWarning, match=f"one that was killed has left it.*rm {lock}"):
+        warn_of_left_locks()
 
 
 def test_it_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,11 @@ class DeepSpeed(LoopStrategy):
             self._begin(models[0], optimizers[0])
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from paceline.strategies.deepspeed_build import warn_of_left_locks
         from paceline.strategies.deepspeed_engine import Engine
 
+        if self.world.local_rank == 0:
+            warn_of_left_locks()
         _check_optimizer(optimizer, self._names)
         self._trainable = [p for p in self._names if p.requires_grad]
         # Before DeepSpeed empties parameters (stage 3): a node keeps the shape of its parameter.
