@@ -26,7 +26,7 @@ def warn_of_left_locks() -> None:
         if str(path.resolve()) not in held:
             warn(
                 f"DeepSpeed waits where an extension is being compiled, as the file {path} says. No process of this "
-                f"machine has it open: one that was killed has left it. Unless another machine compiles there, rm {path}"
+                f"machine has it open: one that was killed has left it. Unless another machine compiles it: rm {path}"
             )
 
 
