@@ -27,7 +27,7 @@ conformance: $(VENV)/.trackers $(VENV)/.foreign $(VENV)/.onnx  ## the fuller mat
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "conformance and not campaign"
 
 # Needs root on Debian with slurm-wlm, munge, openmpi-bin, openssh-server, openssh-client, iproute2 and g++.
-test-system: $(VENV)/.deepspeed $(VENV)/.system  ## with Slurm, Open MPI, sshd, hosts in network namespaces and DeepSpeed, all of them real
+test-system: $(VENV)/.deepspeed $(VENV)/.system  ## with Slurm, Open MPI, sshd, hosts in network namespaces and DeepSpeed, all of them real; kills at random
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "system and not campaign" tests/system tests/strategies
 
 campaign: $(VENV)/.deepspeed  ## what is too long for every change: the strategies on four replicas (half an hour on two cores)

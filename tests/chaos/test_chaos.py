@@ -1,4 +1,4 @@
-"""One training of each way of `make chaos`, and what its judgement finds in runs that lost something."""
+"""What the judgement of `make chaos` finds in runs that lost something. Trainings: tests/system/test_kills.py."""
 
 from __future__ import annotations
 
@@ -10,23 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.chaos import __main__ as chaos
-from tests.chaos.__main__ import TORCHRUN, WAYS, Case, Undisturbed, judge, run_case, steps_lost, steps_made_again, table
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> Undisturbed:
-    return Undisturbed()
-
-
-@pytest.mark.conformance
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("way", "number"), [(way, 1000 + index) for index, way in enumerate(WAYS)])
-def test_a_training_whose_processes_are_killed_ends_as_if_undisturbed(
-    way: str, number: int, undisturbed: Undisturbed
-) -> None:
-    case = run_case(way, number, undisturbed)
-    assert case.kills, case
-    assert case.wrong == [], case
+from tests.chaos.__main__ import TORCHRUN, WAYS, Case, Undisturbed, judge, steps_lost, steps_made_again, table
 
 
 class Known(Undisturbed):
