@@ -22,7 +22,7 @@ from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.strategies import make
 from paceline.strategies.base import Weight
-from paceline.strategies.batch_plan import BatchPlan, Request, one_shard
+from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, predict_files, randomness
 from paceline.train.call_check import CallCheck
@@ -78,9 +78,9 @@ class Run:
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
-        self._stepper = Stepper(
-            self._strategy, self._precision, self._guards, device=device, skip=settings.nonfinite == "skip"
-        )
+        self._call_check = CallCheck(self._strategy)
+        watchers = self._call_check, self._precision, self._guards
+        self._stepper = Stepper(self._strategy, *watchers, device=device, skip=settings.nonfinite == "skip")
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
@@ -89,8 +89,6 @@ class Run:
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         own = self._state, self._stepper, self._epochs
-        self._call_check = CallCheck(self._strategy)
-        self._backward_of: Request | None = None  # of which batch the backward was compared last
         self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
         self._evaluations = 0
@@ -166,7 +164,7 @@ class Run:
 
     def wait(self) -> None:
         """Returns when every process has come here."""
-        self._same_call("run.wait")
+        self._call_check.same("run.wait")
         collectives.barrier()
 
     def broadcast(self, value: Any) -> Any:
@@ -175,7 +173,7 @@ class Run:
         value: None, numbers, strings, bytes, paths, dates, tensors, NumPy arrays, and lists, tuples, sets and dicts of
         these. Tensors come on the CPU. Raises UsageError on rank 0 for anything else, since nothing is pickled.
         """
-        self._same_call("run.broadcast")
+        self._call_check.same("run.broadcast")
         return collectives.broadcast_object(value, what="run.broadcast(value)")
 
     if not TYPE_CHECKING:
@@ -371,22 +369,6 @@ class Run:
         numbers = self._stepper.between_epochs(self._epochs.up_to(count))
         return self._monitor.epochs(numbers, count, self._stepper.synchronize)
 
-    # --- calls in which all processes take part
-
-    def _same_call(self, name: str) -> None:
-        """Raises UsageError, on all processes, where they make different calls here."""
-        in_training = any(loader.current is not None for loader in self._state.loaders.values())
-        self._call_check.same(name, in_training)
-
-    def _same_backward(self) -> None:
-        """As `_same_call`, for the first backward of a global batch's last micro-batch, in which gradients are summed.
-        To take a batch is no such call: a process may look at one by itself."""
-        request = None if self.latest is None else self.latest.current
-        if request is None or not request.final or self._strategy.mesh.independent or request is self._backward_of:
-            return
-        self._backward_of = request
-        self._call_check.same("the backward of a batch", in_training=True)
-
     # --- the step
 
     def forward_backward(
@@ -409,7 +391,6 @@ class Run:
         """
         if not torch.is_grad_enabled():
             raise UsageError(under_no_grad("forward_backward"))
-        self._same_backward()
         return self._stepper.forward_backward(loss_fn, unwrapped(model), batch, optimizer, of)
 
     def backward(
@@ -433,7 +414,6 @@ class Run:
             raise UsageError(under_no_grad("backward"))
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
-        self._same_backward()
         self._stepper.backward(loss, total, count, optimizer, of, retain_graph)
 
     def step(
@@ -492,23 +472,23 @@ class Run:
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
-        self._same_call("run.mean")
+        self._call_check.same("run.mean")
         return metrics.mean(values, lambda: current_examples(self.latest, self._state.loaders.values()), self.device)
 
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
-        self._same_call("run.ratio")
+        self._call_check.same("run.ratio")
         return metrics.ratio(sum, count, self.device)
 
     def sum(self, values: Any) -> Any:
         """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
-        self._same_call("run.sum")
+        self._call_check.same("run.sum")
         return metrics.total(values, self.device)
 
     def gather(self, values: Any) -> Any:
         """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
         Anything else: a list of all processes' objects."""
-        self._same_call("run.gather")
+        self._call_check.same("run.gather")
         return metrics.gather(values)
 
     def predict(
@@ -538,7 +518,7 @@ class Run:
         stopped, on any number of processes, which then goes on; or of one that ended, and nothing is done.
         """
         check_options(options)
-        self._same_call("run.predict")
+        self._call_check.same("run.predict")
         if to is not None:
             target = predict_files.Target(Path(to), resume, rows_per_file)
             return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
@@ -568,7 +548,7 @@ class Run:
     def compute(self, metric: Any) -> Any:
         """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
         All processes call it; the metric itself stays as it was."""
-        self._same_call("run.compute")
+        self._call_check.same("run.compute")
         return metrics.compute(metric)
 
     # --- what one sees
@@ -662,7 +642,7 @@ class Run:
         checkpoints are then untouched.
         """
         retention = Retention(keep, keep_best, score, mode)
-        self._same_call("run.save")
+        self._call_check.same("run.save")
         self._stepper.prepare_save()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
@@ -683,7 +663,7 @@ class Run:
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
-        self._same_call("run.restore")
+        self._call_check.same("run.restore")
         if transport.arriving():  # the others go on, and hand over where they are
             return True
         found = self._state.restore(directory, missing_ok, None if self.newest is None else self.newest.find)
@@ -700,14 +680,14 @@ class Run:
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
         NonFiniteError as `step` does."""
-        self._same_call("run.export")
+        self._call_check.same("run.export")
         self._stepper.drain()
         self._state.export(path, model_number(self._models, unwrapped(model)))
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Rank 0 runs the block first, then the first process of each other machine, then all others."""
-        self._same_call("run.main_first")
+        self._call_check.same("run.main_first")
         turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
         for _ in range(turn):
             collectives.barrier()

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import UsageError
-from paceline.train.call_check import TRAINING_CALLS
+from paceline.train.call_check import COMPARED, IN_EACH_STEP
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2))
 
@@ -123,10 +123,10 @@ def count() -> list[int]:
     made = [0]
     compare = run._call_check.same
 
-    def counted(call: str, in_training: bool) -> None:
+    def counted(call: str) -> None:
         before = run._call_check._left
-        compare(call, in_training)
-        made[0] += before > 0 or not in_training
+        compare(call)
+        made[0] += before > 0 or call not in IN_EACH_STEP
 
     run._call_check.same = counted  # type: ignore[method-assign]
     found = []
@@ -139,8 +139,33 @@ def count() -> list[int]:
     return [*found, made[0]]
 
 
-def test_the_first_calls_in_training_are_compared_and_all_others() -> None:
+def test_the_first_calls_of_steps_are_compared_and_all_others() -> None:
     per_epoch = 2 * 3
-    whole, rest = divmod(TRAINING_CALLS, per_epoch)
+    whole, rest = divmod(COMPARED, per_epoch)
     expected = [per_epoch] * whole + [rest] + [0] * (7 - whole) + [1]
     assert run_ranks(2, "tests.train.test_call_check:count", deadline=60) == [expected] * 2
+
+
+def look_alone() -> int:
+    """One process looks at batches of all loaders, and keeps an iterator. Returns how many steps all made."""
+    run, model, optimizer, loader = prepared()
+    held, other = run.loader(DATA, global_batch=4, train=False), run.loader(DATA, global_batch=4, name="other")
+    looks = []
+    for _ in range(8):
+        for (x,) in loader:
+            if run.main:
+                next(iter(held))
+                next(iter(other))
+            run.backward(model(x).pow(2).mean())
+            run.step(optimizer)
+            run.mean(1.0)
+    if run.main:
+        looks.append(iter(loader))
+        next(looks[0])
+    run.mean(torch.ones(2))
+    run.wait()
+    return run.steps
+
+
+def test_a_process_may_look_at_batches_by_itself() -> None:
+    assert run_ranks(2, "tests.train.test_call_check:look_alone", deadline=60) == [24, 24]

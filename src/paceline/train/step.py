@@ -37,6 +37,7 @@ from paceline.strategies.batch_plan import Request
 from paceline.strategies.gradient_store import any_gradient
 from paceline.strategies.replicated import check_known
 from paceline.torch_private.core import next_node, node_number, version_of
+from paceline.train.call_check import BACKWARD, CallCheck
 from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch
 from paceline.train.gradients import Accounts
@@ -80,9 +81,16 @@ class Stepper:
     """
 
     def __init__(
-        self, strategy: Strategy, precision: Precision, guards: Guards, *, device: torch.device, skip: bool
+        self,
+        strategy: Strategy,
+        calls: CallCheck,
+        precision: Precision,
+        guards: Guards,
+        *,
+        device: torch.device,
+        skip: bool,
     ) -> None:
-        self.strategy, self.precision, self.guards = strategy, precision, guards
+        self.strategy, self.calls, self.precision, self.guards = strategy, calls, precision, guards
         # The strategy under the one interface that it has: the plan tells which.
         self._loop, self._closure = cast(LoopStrategy, strategy), cast(ClosureStrategy, strategy)
         self.store = store = strategy.store
@@ -373,6 +381,10 @@ class Stepper:
             self._note_prefetch()
         if self.guards.foreign_gradients:
             self.guards.refuse_foreign()
+        # The first backward of a global batch's last micro-batch is the first of its calls that all processes make. To
+        # take a batch is none: a process may look at one by itself.
+        if one.calls == 0 and one.request.final and not self.strategy.mesh.independent:
+            self.calls.same(BACKWARD)
         one.calls += 1
         one.count_at_call = self._yield_count
         one.after_end = one.loader.current is None
