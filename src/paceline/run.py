@@ -652,7 +652,7 @@ class Run:
     def wait_for_save(self) -> Path | None:
         """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
         where there is none to wait for. All processes call it. Raises CheckpointError where it could not be written."""
-        self._same_call("run.wait_for_save")
+        self._call_check.same("run.wait_for_save")
         return self._state.wait_for_save()
 
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
