@@ -328,7 +328,7 @@ def deep() -> Any:
         ({torch.ones(1): 1}, "a tensor as a dict key", "index"),
         ({torch.ones(1)}, "a tensor as a dict key or set member", "index"),
         (defaultdict(lambda: 0), "defaultdict of a function", "list"),
-        (np.array([object()]), "numpy.ndarray", "made of"),
+        (np.array([object()]), "numpy array of dtype object", "tolist()"),
         (np.ma.masked_array([1]), "MaskedArray", "made of"),
         (looped(), "holds itself", "cycle"),
         (deep(), "nested 100 levels deep", "Flatten"),

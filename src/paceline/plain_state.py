@@ -10,7 +10,11 @@ themselves. Everything else is an object with the key "$", which names its type:
     {"$": "float", "hex": "..."}                     the 8 bytes of an inf or NaN; also int (hexadecimal) and complex
     {"$": "numpy", "name": ..., "dtype": "<f8", "shape": [...]}     and numpy.scalar
     {"$": "bytes", "base64": "..."}                  also bytearray; torch.dtype and torch.device have a "name"
-    {"$": "path", "text": "..."}                     a pathlib.Path; also datetime, date and time of the datetime module
+    {"$": "path", "text": "..."}                     a pathlib.Path; also datetime, date, time, Decimal and UUID
+    {"$": "range", "items": [0, 10, 1]}              also timedelta
+    {"$": "Namespace", "items": [[name, value]]}     an argparse.Namespace; also types.SimpleNamespace
+    {"$": "numbers", "name": "scores"}               a long list of ints or of floats, and "long bytes": as a tensor,
+                                                     in what is sent and not in a checkpoint
 
 A tensor is named by its path ("layer.weight" at the top, "state/0/exp_avg" below), so that the tensors of a model's
 state_dict keep the model's names. Dtypes that some safetensors release does not know are stored as real pairs (complex)
@@ -20,17 +24,20 @@ exactly. Devices, `requires_grad` and shared memory do not: decoded tensors are 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import dataclasses
 import datetime
+import decimal
 import enum
 import json
 import math
 import pathlib
 import struct
 import types
+import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +50,7 @@ from paceline.torch_private.core import METADATA
 Json = Any  # None, bool, int, float, str, list or dict with string keys
 
 MARK = "$"
+LONG = 1000  # entries of a list of numbers, or bytes, from which on they are sent as a tensor
 DEEPEST = 100  # levels; the JSON of one level may nest three deep, and Python's recursion limit is 1,000
 
 _NATIVE_DTYPES = {  # which every safetensors release since 0.4 reads back by itself
@@ -121,6 +129,9 @@ class _Encoder:
             return self._array(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
             return {MARK: "numpy.scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+        if kind is bytes and self.sent and len(value) >= LONG:
+            content = torch.frombuffer(bytearray(value), dtype=torch.uint8)  # of bytes themselves torch would warn
+            return {MARK: "long bytes", "name": self._add_tensor(content, path)}
         if kind in _SIMPLE:
             return {MARK: _NAMES[kind], **_SIMPLE[kind](value)}
         raise self._refuse(path, *_refusal(value))
@@ -132,15 +143,17 @@ class _Encoder:
             raise self._refuse(path, f"a container nested {DEEPEST} levels deep", "Flatten it.")
         self._open.add(id(value))
         try:
-            return self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
+            mapping = isinstance(value, (dict, *_NAMESPACES))
+            return self._mapping(value, path) if mapping else self._sequence(value, path)
         finally:
             self._open.remove(id(value))
 
-    def _mapping(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Json:
+    def _mapping(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
+        entries = vars(value) if kind in _NAMESPACES else value
         if kind is dict and all(type(key) is str for key in value) and MARK not in value:
             return {key: self.node(item, (*path, key)) for key, item in value.items()}
-        items = [[self._key(key, (*path, key)), self.node(item, (*path, key))] for key, item in value.items()]
+        items = [[self._key(key, (*path, key)), self.node(item, (*path, key))] for key, item in entries.items()]
         node: dict[str, Json] = {MARK: _NAMES[kind], "items": items}
         if isinstance(value, defaultdict):
             factory = value.default_factory
@@ -152,8 +165,10 @@ class _Encoder:
             node["metadata"] = self.node(getattr(value, METADATA), (*path, METADATA))
         return node
 
-    def _sequence(self, value: Iterable[Any], path: tuple[Any, ...]) -> Json:
+    def _sequence(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
+        if kind is list and self.sent and len(value) >= LONG and (numbers := _numbers(value)) is not None:
+            return {MARK: "numbers", "name": self._add_tensor(numbers, path)}
         if kind is set or kind is frozenset:
             # Sorted, since hashes differ from process to process: equal states give equal files.
             items = sorted((self._key(item, (*path, item)) for item in value), key=json.dumps)
@@ -214,6 +229,14 @@ class _Encoder:
         return kind(f"{self.what}{_spell(path)}: {described} cannot be {done}. {remedy}")
 
 
+def _numbers(values: list[Any]) -> Tensor | None:
+    """(len(values),): a list of floats alone, or of ints of 64 bits alone; else None."""
+    kinds = set(map(type, values))
+    if kinds == {float} or (kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63):
+        return torch.from_numpy(np.array(values, np.float64 if kinds == {float} else np.int64))
+    return None
+
+
 def _permuted_strides(value: Tensor) -> list[int] | None:
     """The strides of a dense tensor whose dimensions have another order in memory (channels_last), else None."""
     if value.is_contiguous():
@@ -235,8 +258,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque, torch.Size}
-_SIMPLE: dict[type, Callable[[Any], dict[str, str]]] = {
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_CONTAINERS = {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque, torch.Size, *_NAMESPACES}
+_SIMPLE: dict[type, Callable[[Any], dict[str, Json]]] = {
     complex: lambda value: {"hex": struct.pack("<dd", value.real, value.imag).hex()},
     bytes: lambda value: {"base64": base64.b64encode(value).decode()},
     bytearray: lambda value: {"base64": base64.b64encode(value).decode()},
@@ -246,6 +270,10 @@ _SIMPLE: dict[type, Callable[[Any], dict[str, str]]] = {
     datetime.datetime: lambda value: {"text": value.isoformat()},
     datetime.date: lambda value: {"text": value.isoformat()},
     datetime.time: lambda value: {"text": value.isoformat()},
+    datetime.timedelta: lambda value: {"items": [value.days, value.seconds, value.microseconds]},
+    decimal.Decimal: lambda value: {"text": str(value)},
+    uuid.UUID: lambda value: {"text": str(value)},
+    range: lambda value: {"items": [value.start, value.stop, value.step]},
 }
 _NAMES = {kind: kind.__name__ for kind in (*_CONTAINERS, *_SIMPLE)}
 _NAMES |= {torch.Size: "torch.Size", torch.dtype: "torch.dtype", torch.device: "torch.device"}
@@ -254,7 +282,7 @@ _NAMES |= {type(pathlib.Path()): "path"}
 
 def _decode(node: Json, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(node, list):
-        return [_decode(item, tensors) for item in node]
+        return [_decode(item, tensors) if isinstance(item, (list, dict)) else item for item in node]
     if not isinstance(node, dict):
         return node
     if MARK not in node:
@@ -280,6 +308,12 @@ def _ordered_dict(node: Json, tensors: Mapping[str, Tensor]) -> OrderedDict[Any,
 def _default_dict(node: Json, tensors: Mapping[str, Tensor]) -> defaultdict[Any, Any]:
     factory = None if node["default"] is None else _FACTORIES[node["default"]]
     return defaultdict(factory, _pairs(node, tensors))
+
+
+def _namespace(kind: type, node: Json, tensors: Mapping[str, Tensor]) -> Any:
+    result = kind()
+    vars(result).update(_pairs(node, tensors))
+    return result
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -347,6 +381,14 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "datetime": lambda node, tensors: datetime.datetime.fromisoformat(node["text"]),
     "date": lambda node, tensors: datetime.date.fromisoformat(node["text"]),
     "time": lambda node, tensors: datetime.time.fromisoformat(node["text"]),
+    "timedelta": lambda node, tensors: datetime.timedelta(*node["items"]),
+    "Decimal": lambda node, tensors: decimal.Decimal(node["text"]),
+    "UUID": lambda node, tensors: uuid.UUID(node["text"]),
+    "range": lambda node, tensors: range(*node["items"]),
+    "Namespace": lambda node, tensors: _namespace(argparse.Namespace, node, tensors),
+    "SimpleNamespace": lambda node, tensors: _namespace(types.SimpleNamespace, node, tensors),
+    "numbers": lambda node, tensors: tensors[node["name"]].tolist(),
+    "long bytes": lambda node, tensors: tensors[node["name"]].numpy().tobytes(),
     "tensor": _tensor,
     "numpy": _array,
     "numpy.scalar": lambda node, tensors: _scalar(node),
@@ -383,7 +425,11 @@ def _refusal(value: Any, *, hashed: bool = False) -> tuple[str, str]:
         return f"a {name}", f"Use {'str(value)' if isinstance(value, pathlib.PurePath) else 'value.isoformat()'}."
     if isinstance(value, torch.Generator):
         return "a torch.Generator", "Use its get_state(), and set_state() it where it is loaded."
-    if dataclasses.is_dataclass(value):
+    if kind is np.ndarray:
+        return f"a numpy array of dtype {value.dtype}", "Use its tolist(), or an array for each of its fields."
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return f"a {name}, a mapping,", "Use dict(value)."
+    if dataclasses.is_dataclass(value) and not isinstance(value, dict):
         return f"a dataclass ({name})", "Use dataclasses.asdict(value)."
     if callable(getattr(value, "state_dict", None)):
         return f"a {name}", "It has a state of its own: use its state_dict(), and load that into another."

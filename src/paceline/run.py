@@ -170,8 +170,9 @@ class Run:
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every process, such as the name of a directory. All processes call it.
 
-        value: None, numbers, strings, bytes, paths, dates, tensors, NumPy arrays, and lists, tuples, sets and dicts of
-        these. Tensors come on the CPU. Raises UsageError on rank 0 for anything else, since nothing is pickled.
+        value: None, numbers, strings, bytes, paths, dates, tensors, NumPy arrays, and lists, tuples, sets, dicts and
+        argparse.Namespaces of these. Tensors come on the CPU. Raises UsageError for anything else, since nothing is
+        pickled.
         """
         self._call_check.same("run.broadcast")
         return collectives.broadcast_object(value, what="run.broadcast(value)")

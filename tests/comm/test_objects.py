@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import decimal
 import json
 import pathlib
 import pickle
 import random
 import struct
-from collections import OrderedDict
+import types
+import uuid
+from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +44,11 @@ def values() -> list[Any]:
         {"bf16": torch.arange(5).bfloat16(), "bool": torch.tensor([True, False]), "complex": torch.ones(2) * 1j},
         torch.randn(4, 6, generator=generator).t(),
         "x" * 100_000,
+        argparse.Namespace(lr=0.1, layers=[argparse.Namespace(width=3)]),
+        [types.SimpleNamespace(a=(1, 2)), datetime.timedelta(-1, 2, 3), range(3, 9, 2)],
+        [uuid.UUID(int=5), decimal.Decimal("-1.20"), bytes(range(256)) * 8],
+        {"scores": [0.1, -0.0, float("inf")] * 500, "labels": [-(2**63), 2**63 - 1] * 500, "wide": [2**63] * 1000},
+        {"mixed": [1, 2.0] * 500, "flags": [True, False] * 500, "none": [None] * 1000},
         [{"box": [1.5, 2.5], "label": "cat"}] * 500,
     ]
 
@@ -51,6 +60,8 @@ def same(one: Any, two: Any) -> bool:
         return one.dtype == two.dtype and np.array_equal(one, two)
     if isinstance(one, dict):
         return type(one) is type(two) and list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (argparse.Namespace, types.SimpleNamespace)):
+        return type(one) is type(two) and same(vars(one), vars(two))
     if isinstance(one, (list, tuple)):
         return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
     return bool(type(one) is type(two) and one == two)
@@ -165,17 +176,30 @@ def test_a_small_object_costs_one_collective_and_a_large_one_two() -> None:
     assert run_ranks(2, "tests.comm.test_objects:count_collectives") == [[2, 4], [2, 4]]
 
 
-def refused() -> str:
-    if collectives.rank_of():
-        return ""
-    try:
-        collectives.broadcast_object(Point(1), what="run.broadcast(value)")
-    except UsageError as error:
-        return str(error)
-    return "sent"
+def refused() -> list[str]:
+    """What this rank is told of a value that rank 0 alone cannot send, by each way."""
+    bad, told = Point(1) if collectives.rank_of() == 0 else None, []
+    for send in (collectives.gather_objects, collectives.broadcast_object):
+        try:
+            send(bad, what="run.broadcast(value)")
+        except UsageError as error:
+            told.append(str(error))
+    return [*told, *map(str, collectives.gather_objects(1))]
 
 
-def test_rank_0_says_which_value_cannot_be_sent() -> None:
-    text = run_ranks(2, "tests.comm.test_objects:refused")[0]
-    assert text.startswith("run.broadcast(value): a namedtuple"), text
-    assert "Use tuple(value) or value._asdict()" in text
+def test_all_ranks_are_told_which_value_of_one_cannot_be_sent() -> None:
+    for *told, _, _ in run_ranks(2, "tests.comm.test_objects:refused"):
+        assert len(told) == 2
+        for text in told:
+            assert text.startswith("run.broadcast(value): a namedtuple"), text
+            assert "Use tuple(value) or value._asdict()" in text
+    assert "rank 0's" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [(UserDict(a=1), r"Use dict\(value\)"), (np.array([None]), "of dtype object"), (np.zeros(1, "i4,f4"), "tolist")],
+)
+def test_the_remedy_fits_the_type(value: Any, remedy: str) -> None:
+    with pytest.raises(UsageError, match=remedy):
+        objects.to_bytes(value, "a value")

@@ -259,13 +259,18 @@ def gather_uneven(tensor: Tensor, group: Group = None) -> Tensor:
 def gather_objects(obj: T, group: Group = None, what: str = "a value that ranks exchange") -> list[T]:
     """Every rank's object, in rank order. Tensors come on the CPU.
 
-    what: names the object in errors. Raises UsageError where it is of no type that plain_state.py knows.
+    what: names the object in errors. Raises UsageError, on all ranks, where one is of no type that plain_state.py
+    knows.
     """
     if group is None:
         check_everywhere()
     if size_of(group) == 1:
         return [obj]
-    everyone = transport.gather_bytes(objects.to_bytes(obj, what), device_of(group), group)
+    try:
+        own = objects.to_bytes(obj, what)
+    except UsageError as error:
+        own = objects.refusal(error)
+    everyone = transport.gather_bytes(own, device_of(group), group)
     return [objects.from_bytes(message, rank) for rank, message in enumerate(everyone)]
 
 
@@ -303,14 +308,21 @@ def broadcast_object(obj: T, src: int = 0, group: Group = None, what: str = "a v
     """Rank `src`'s object (its number in the world) on every rank; what others pass is not looked at.
 
     Tensors in it come on the CPU; they are broadcast in buckets, so that whole states of models may be sent. On rank
-    `src` it is the object itself. what: as in `gather_objects`, and so is the error, on rank `src`.
+    `src` it is the object itself. what: as in `gather_objects`, and so is the error.
     """
     if size_of(group) == 1:
         return obj
     own, sends = b"", src == rank_of()
+    tensors: list[Tensor] = []
+    refused: UsageError | None = None
     if sends:
-        own, tensors = objects.without_tensors(obj, what)
+        try:
+            own, tensors = objects.without_tensors(obj, what)
+        except UsageError as error:
+            own, refused = objects.refusal(error), error
     message = transport.broadcast_bytes(own, src, device_of(group), group)
+    if refused is not None:
+        raise refused
     if sends:
         if tensors:
             broadcast_tensors(tensors, src, group)
