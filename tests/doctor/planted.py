@@ -207,8 +207,6 @@ PLANTED = [
        ("        scheduler.step()\n", "        if run.main:\n            scheduler.step()\n")),
     _p("Paceline: a scheduler per batch", "scheduler_steps", "with_paceline",
        ("            run.step(optimizer)\n        scheduler.step()\n", "            run.step(optimizer)\n            scheduler.step()\n")),
-    _p("Paceline: a call of rank 0", "collectives", "with_paceline",
-       ("        accuracy = run.ratio(right, count)\n", "        accuracy = run.ratio(right, count) if run.main else 0\n"), hangs=True),
     _p("Paceline: all ranks save", "same_checkpoint", "with_paceline",
        ("        if run.main:\n", "        torch.save(model.state_dict(), 'checkpoint.pt')\n        if run.main:\n")),
     _p("threads", "threads", "imagenet",

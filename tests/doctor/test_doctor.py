@@ -154,9 +154,20 @@ def hanging(name: str, folder: Path, processes: int) -> None:
     assert p.source().splitlines()[first["line"] - 1].strip() in "\n".join(planted) or "train(" in planted[1]
 
 
-@pytest.mark.parametrize("name", ["a call of rank 0", "Paceline: a call of rank 0"])
-def test_a_collective_of_one_rank_ends_the_run(name: str, tmp_path: Path) -> None:
-    hanging(name, tmp_path, 2)
+def test_a_collective_of_one_rank_ends_the_run(tmp_path: Path) -> None:
+    hanging("a call of rank 0", tmp_path, 2)
+
+
+def test_a_call_of_paceline_on_one_rank_is_the_scripts_own_error(tmp_path: Path) -> None:
+    """It hangs no longer: the run itself says both calls and lines."""
+    text = (SCRIPTS / "with_paceline.py").read_text()
+    call = "accuracy = run.ratio(right, count)"
+    assert text.count(call) == 1
+    text = text.replace(call, f"{call} if run.main else 0")
+    done, _ = doctor(tmp_path, text)
+    line = next(number for number, own in enumerate(text.splitlines(), 1) if call in own)
+    assert done.returncode == 2
+    assert f"rank 0: run.ratio, at script.py, line {line}; rank 1: the backward of a batch" in done.stderr
 
 
 @pytest.mark.conformance

@@ -19,6 +19,7 @@ from paceline.launcher import early_exits, process_state, stalls
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample
 from paceline.launcher.stalls import STALLED, Stalls
+from paceline.train.call_check import COMPARED
 from paceline.train.heartbeat import Heartbeat
 from paceline.world import BEAT, ERROR_FILE, read_beat
 
@@ -444,16 +445,16 @@ def test_ranks_that_all_wait_are_given_time_where_that_proves_nothing(tmp_path: 
 
 
 def test_a_sum_on_one_rank_only(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """gloo aborts one rank: both calls and lines are said."""
+    """Where calls are not compared any more gloo aborts one rank: both calls and lines are said."""
     code = f"""{HEAD}
 import paceline, paceline.session, paceline.strategies.ddp
 meet()
 run = paceline.start(device="cpu", progress="off", strategy="ddp:reducer=native")
 net = torch.nn.Linear(64, 64)
 model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-data = torch.utils.data.TensorDataset(torch.ones(16, 64))
+data = torch.utils.data.TensorDataset(torch.ones(4 * {COMPARED + 4}, 64))
 for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
-    if rank == 0 and step == 2:
+    if rank == 0 and step == {COMPARED + 2}:
         run.sum(1.0)  # the sum
     run.backward(model(batch).square().mean())  # the backward
     run.step(optimizer)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.train import call_check
 
 N, BATCH, EPOCHS = 22, 5, 3  # the last global batch has 2 examples: an empty shard on 3 processes
 G = torch.Generator().manual_seed(7)
@@ -71,6 +73,14 @@ def plainly(model: Callable[[], nn.Module], loss_fn: Loss, adam: bool = False, w
             optimizer.step()
             optimizer.zero_grad()
     return built
+
+
+@contextmanager
+def calls_not_compared() -> Iterator[None]:
+    """A run that is started within makes no comparison of the calls of its steps: as in all but the first of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_check, "COMPARED", 0)
+        yield
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from tests.strategies.checks import (
     Y,
     both_heads,
     by_data,
+    calls_not_compared,
     data,
     difference,
     make,
@@ -58,6 +59,7 @@ def test_every_option_of_ddp_trains_as_plain_pytorch() -> None:
 
 
 @pytest.mark.ranks(2, conformance=3)
+@calls_not_compared()
 def test_as_many_collectives_of_as_many_bytes_as_torchs_own_wrapper() -> None:
     """As many collectives, of as many bytes, as torch's own wrapper."""
 
@@ -168,6 +170,7 @@ def test_paths_that_depend_on_the_data_train_as_in_plain_pytorch() -> None:
 
 
 @pytest.mark.ranks(2, conformance=3)
+@calls_not_compared()
 def test_another_path_on_one_rank_is_named_and_does_not_hang() -> None:
     with started(strategy="ddp") as run:
         model, optimizer = run.prepare(*make(Net, False))
@@ -316,6 +319,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_told_by_all() -> None:
 
 
 @pytest.mark.ranks(2, conformance=3)
+@calls_not_compared()
 def test_a_model_that_cannot_take_an_empty_shard_is_named() -> None:
     class Scales(nn.Module):
         def __init__(self) -> None:
