@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from tests.chaos.__main__ import WAYS, Case, Undisturbed, run_case
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-CASES = [(way, 100 + 10 * number + place) for number in range(2) for place, way in enumerate(WAYS)]
+# Numbers of cases whose first start has two processes, as run_case draws it for most ways: more kills in less time.
+NUMBERS = [number for number in range(100, 200) if random.Random(number).choice([2, 3, 4]) == 2]
+CASES = [(way, NUMBERS[len(WAYS) * turn + place]) for turn in range(2) for place, way in enumerate(WAYS)]
 _made: list[Case] = []
 
 
