@@ -90,7 +90,8 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             close = False
             why = f"{type(error).__name__}: {error.__cause__ or error!s}".splitlines()[0]
             if not (isinstance(error, RendezvousConnectionError) and agent.restarts_without_keeper()):
-                hint = f"Do {plan.nodes.min_nodes} machines run the same command, and can they reach "
+                hint = "Has the run there ended? Else: do " if isinstance(error, RendezvousConnectionError) else "Do "
+                hint += f"{plan.nodes.min_nodes} machines run the same command, and can they reach "
                 hint += f"{plan.nodes.endpoint}?"
                 return Outcome(agent.exit_code or 1, f"{agent.story}The machines did not meet ({why}). {hint}\n")
             say(f"{agent.story}The launcher at {plan.nodes.endpoint}, which kept the rendezvous, has gone.\n")
