@@ -79,8 +79,14 @@ class Run:
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
         self._call_check = CallCheck(self._strategy)
-        watchers = self._call_check, self._precision, self._guards
-        self._stepper = Stepper(self._strategy, *watchers, device=device, skip=settings.nonfinite == "skip")
+        self._stepper = Stepper(
+            self._strategy,
+            self._call_check,
+            self._precision,
+            self._guards,
+            device=device,
+            skip=settings.nonfinite == "skip",
+        )
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
@@ -108,8 +114,14 @@ class Run:
         if not path:
             return None
 
-        own = path, self._strategy, self.device
-        return Preemption(*own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
+        return Preemption(
+            path,
+            self._strategy,
+            self.device,
+            ready=self._between_steps,
+            steps=lambda: self.steps,
+            save=self._save_last,
+        )
 
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
