@@ -364,7 +364,9 @@ def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(
     if case == "done":
         _, err = machines.launchers[1].communicate(timeout=DEADLINE_SECONDS)
         told = f"The run that met at 127.0.0.1:{machines.port} has ended, and takes in no more machines.\n"
-        gone = r"The machines did not meet \(RendezvousConnectionError: .*\)\. Has the run there ended\? Else: do 1 mach"
+        gone = (
+            r"The machines did not meet \(RendezvousConnectionError: .*\)\. Has the run there ended\? Else: do 1 mach"
+        )
         assert told in err or re.search(gone, err), err  # the latter where the keeper had gone before it asked again
         assert machines.launchers[1].returncode == 1
 
