@@ -39,18 +39,18 @@ BREAKAGES = {
         "strategies/batch_plan.py",
         "        total, shards = len(batch), self.shards\n",
         "        total, shards = max(len(batch), self.shards), self.shards\n",
-        "e- and sgd and w3",
+        "e-small_bn-sgd-whole-closure-w3",
     ),
     "an example in two shards": Breakage(
         "strategies/batch_plan.py",
         "_integers(batch[low:high])",
         "_integers(batch[max(low - 1, 0) : high])",
-        "a-sgd and w2",
+        "a-sgd-whole and w2",
     ),
     "batch norm by shard where global is asked for": Breakage(
-        "train/normalisation.py", "            batchnorm.convert(model)\n", "            pass\n", "a-sgd and w2"
+        "train/normalisation.py", "            batchnorm.convert(model)\n", "            pass\n", "a-sgd-whole and w2"
     ),
-    "biased running variance": Breakage("train/batchnorm.py", "var * (once / (once - 1))", "var", "a-sgd and w2"),
+    "biased running variance": Breakage("train/batchnorm.py", "var * (once / (once - 1))", "var", "a-sgd-whole and w2"),
     "every epoch in the order of the first": Breakage(
         "train/randomness.py", "tag(name), epoch))", "tag(name), 0))", "a-sgd-whole-closure-w1"
     ),
@@ -58,22 +58,22 @@ BREAKAGES = {
         "strategies/replicated.py",
         'optimizer.load_state_dict({"state": state, "param_groups": groups})',
         'optimizer.load_state_dict({"state": {}, "param_groups": groups})',
-        "f-other-sgd and closure",
+        "f-other-sgd-whole-closure-w3",
     ),
     "resumed one step too early": Breakage(
-        "train/loader.py", "self.current.step + int(self.stepped)", "self.current.step", "f-other-sgd and closure"
+        "train/loader.py", "self.current.step + int(self.stepped)", "self.current.step", "f-other-sgd-whole-closure-w3"
     ),
     "last micro-batch not reduced": Breakage(
-        "strategies/ddp.py", "        if not work.final:\n", "        if True:\n", "g- and sgd and w2"
+        "strategies/ddp.py", "        if not work.final:\n", "        if True:\n", "g-sgd-micro2 and w2"
     ),
     "tokens counted on this process only": Breakage(
         "train/gradients.py",
         "collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)",
         "self._vector(keys)",
-        "b-mlm-sgd and w2",
+        "b-mlm-sgd-whole-loop-w2",
     ),
     "clipping forgotten": Breakage(
-        "train/step.py", "if norm is not None and max_grad_norm is not None:", "if False:", "b-mlm-sgd and w2"
+        "train/step.py", "if norm is not None and max_grad_norm is not None:", "if False:", "b-mlm-sgd-whole-loop-w2"
     ),
     "schedule not moved": Breakage(
         "train/step.py", "            self.guards.allow(scheduler.step)\n", "            pass\n", "a-sgd and w1"
@@ -136,7 +136,7 @@ BREAKAGES = {
         "train/state.py",
         '            self.tracked[name].load_state_dict(self._waiting["tracked"].pop(name))\n',
         "            pass\n",
-        "f-exact-sgd",
+        "f-exact-sgd-whole-loop-w2",
     ),
 }
 

@@ -25,7 +25,7 @@ from paceline.comm import collectives, transport
 @check("ranks", 90, ranks=1)
 def collectives_with_one_rank(place: Place) -> Steps:
     """A world of one leaves communication out; so this calls what lies under it, in seven dtypes."""
-    yield "all_reduce, gather, all_gather and gather_objects of comm/transport.py, in a group of one rank"
+    yield "all_reduce, gather, all_gather and the two of bytes of comm/transport.py, in a group of one rank"
     run = paceline.start(device=str(place.device), progress="off")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", rank=0, world_size=1,
@@ -41,7 +41,9 @@ def collectives_with_one_rank(place: Place) -> Steps:
         assert torch.equal(transport.gather(given, None)[0], given), f"gather of {dtype}"
         assert torch.equal(transport.all_gather(given, None), given), f"all_gather of {dtype}"
         done.append(str(dtype))
-    assert transport.gather_objects({"a": 1}, None) == [{"a": 1}]
+    for message in (b"short", bytes(range(256)) * 40):
+        assert [bytes(got) for got in transport.gather_bytes(message, place.device, None)] == [message]
+        assert bytes(transport.broadcast_bytes(message, 0, place.device, None)) == message
     assert collectives.broadcast_object("x") == "x"
     collectives.barrier()
     yield {"backends": transport.backends_of(None), "dtypes": done}

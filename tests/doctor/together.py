@@ -8,6 +8,7 @@ doctor's worker would. torch is imported once.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from paceline.doctor.recorders import install
 from paceline.launcher.worker import run_script
 
-SECONDS = 240.0  # for one script, libraries that it imports included, on a busy machine
+SECONDS = 120.0  # for one script, libraries that it imports included, on a busy machine
 
 
 def join_apart(number: int) -> None:
@@ -41,6 +42,8 @@ def child(folder: Path, number: int, args: list[str]) -> None:
     join_apart(number)
     os.chdir(folder)
     script = str(folder / "script.py")
+    stacks = (folder / f"stacks-{os.environ['RANK']}").open("w")  # written where a script hangs, before it is ended
+    faulthandler.dump_traceback_later(SECONDS - 10.0, file=stacks)
     log = install({"directory": str(folder), "steps": None}, "script", script)
     try:
         run_script(script, args)
@@ -69,7 +72,9 @@ def main() -> None:
             ended, status = os.waitpid(pid, os.WNOHANG)
         error = folder / f"error-{os.environ['RANK']}"
         if status and not error.exists():
-            error.write_text(f"ended with wait status {status}, {time.monotonic() - deadline + SECONDS:.0f} s old")
+            seconds = time.monotonic() - deadline + SECONDS
+            stacks = (folder / f"stacks-{os.environ['RANK']}").read_text()
+            error.write_text(f"ended with wait status {status}, {seconds:.0f} s old\n{stacks}")
 
 
 main()

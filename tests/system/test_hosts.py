@@ -232,12 +232,17 @@ def test_arguments_environment_and_exit_code(hosts: SshHosts, folder: Path) -> N
     """No shell sees the arguments. A relative path, a hostfile, variables, and the code of the rank that failed."""
     (folder / "jobs").mkdir()
     (folder / "jobs" / "show me.py").write_text(
-        "import os, sys\n"
+        "import os, sys, time\n"
         "rank = os.environ['RANK']\n"
         "open(f'seen-{rank}', 'w').write(repr([os.getcwd(), sys.argv, os.environ.get('OTHER'), "
         "os.environ.get('TOKEN'), os.environ.get('NCCL_DEBUG'), os.environ.get('SECRET')]))\n"
         "print('\\u00e9t\\u00e9', end='', flush=True)\n"
-        "sys.exit(7 if rank == '1' else 0)\n"
+        "if rank == '0':\n"
+        "    open('printed', 'w').close()\n"
+        "    sys.exit(0)\n"
+        "while not os.path.exists('printed'):  # rank 1's failure ends rank 0 wherever it stands\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(7)\n"
     )
     (folder / "hosts.txt").write_text("# two machines\nnode1 slots=1\n\nnode2 slots=1  # the second\n")
     arguments = ["a b", "it's", '"$HOME" `id` \\ *', "two\nlines", "-x", "--hosts", ""]
