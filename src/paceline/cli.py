@@ -27,6 +27,7 @@ _LAUNCH = (
     "nproc",
     "module",
     "max_restarts",
+    "memory_every",
     "monitor_seconds",
     "output",
     "tee",
@@ -66,6 +67,10 @@ _processes = _options(
     click.option(
         "--max-restarts", type=int, default=0, metavar="N", envvar="PET_MAX_RESTARTS",
         help="If one fails, start all again, N times at most."
+    ),
+    click.option(
+        "--memory-every", type=int, metavar="STEPS",
+        help="Keep a checkpoint of each so many steps in memory too, for a restart.",
     ),
     click.option(
         "--monitor-interval", "monitor_seconds", type=float, default=0.05, metavar="SECONDS",

@@ -26,12 +26,13 @@ from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, metrics, predict_files, randomness
 from paceline.train.call_check import CallCheck
-from paceline.train.checkpoint import Retention
+from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
 from paceline.train.guards import Guards
 from paceline.train.heartbeat import Heartbeat
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
+from paceline.train.memory_checkpoints import MemoryCheckpoints, asked_for
 from paceline.train.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
 from paceline.train.newest_state import NewestState
 from paceline.train.noise import check_modules, make_noise
@@ -103,6 +104,7 @@ class Run:
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self._preemption = self._follow_launcher()
         self.newest = self._newest_state()
+        self._memory = self._memory_checkpoints()
         self._heartbeat = Heartbeat()
         self.closed = False
         self._put_backends_back = backends.apply(settings)
@@ -142,6 +144,14 @@ class Run:
         own = self._strategy, self._state, self._position, self._models, self._optimizers
         return NewestState(folder, *own, ready=self._between_steps, steps=lambda: self.steps)
 
+    def _memory_checkpoints(self) -> MemoryCheckpoints | None:
+        """None where the launcher asks for none."""
+        every = asked_for(os.environ)
+        if every is None:
+            return None
+        own = self._strategy, self._state, self.world.node
+        return MemoryCheckpoints(every, *own, ready=self._between_steps, steps=lambda: self.steps)
+
     def _between_steps(self) -> bool:
         """Whether a checkpoint may be written now."""
         loaders = self._state.loaders.values()
@@ -151,6 +161,10 @@ class Run:
         """The script comes back for its next training batch."""
         if self.newest is not None:
             self.newest.after_batch(loader)
+        if self._memory is not None and self._memory.due(loader):
+            self._stepper.prepare_save()
+            with self._monitor.saving():
+                self._memory.keep(self._position.counters())
         if self._preemption is not None:
             self._preemption.after_batch(loader)
 
@@ -319,7 +333,7 @@ class Run:
         )
         sources = make_sources(dataset, given, global_batch, seed=self.seed, plan=plan)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
-        if self._preemption is not None or self.newest is not None:
+        if self._preemption is not None or self.newest is not None or self._memory is not None:
             hooks["on_body_end"] = self._after_batch
         loader = Loader(sources.pop(0), device=self.device, noise=self._noise, later=sources, **hooks)
         if train:
@@ -679,15 +693,21 @@ class Run:
         self._call_check.same("run.restore")
         if transport.arriving():  # the others go on, and hand over where they are
             return True
-        found = self._state.restore(directory, missing_ok, None if self.newest is None else self.newest.find)
+        keepers = [one for one in (self.newest, self._memory) if one is not None]
+
+        def handed_on() -> WholeCheckpoint | None:
+            kept = [whole for keeper in keepers if (whole := keeper.find()) is not None]
+            return max(kept, key=lambda whole: whole.step, default=None)
+
+        found = self._state.restore(directory, missing_ok, handed_on if keepers else None)
         if self._preemption is not None:
             self._preemption.restores(Path(directory))
         if found is not None:
             with fits(directory):
                 self._position.load_counters(found)
             self._monitor.restored(self._state.restored_from, self.steps)
-        if self.newest is not None:
-            self.newest.begin()
+        for keeper in keepers:
+            keeper.begin()
         return found is not None
 
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
@@ -744,6 +764,8 @@ class Run:
         self._guards.close()
         if self.newest is not None:
             self.newest.close()
+        if self._memory is not None:
+            self._memory.close()
         self._heartbeat.close()
         self._strategy.close()
         self._strategy.mesh.close()

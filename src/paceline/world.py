@@ -57,6 +57,9 @@ SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended
 STOP_FILE = "PACELINE_STOP_FILE"
 # A folder of a machine in which its ranks leave their state for the next start, when another has died.
 HANDOVER = "PACELINE_HANDOVER"
+# A folder in the memory of this machine, for the checkpoints of train/memory_checkpoints.py; and the steps from one to
+# the next. Both are set, or none.
+MEMORY, MEMORY_EVERY = "PACELINE_MEMORY", "PACELINE_MEMORY_EVERY"
 # Set where the launcher may start the ranks again: after a failure, or with machines that come.
 STARTS_AGAIN = "PACELINE_STARTS_AGAIN"
 # A port on this machine's loopback, behind which is what torch looks for at MASTER_ADDR:MASTER_PORT (store_place).

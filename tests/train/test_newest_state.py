@@ -260,6 +260,16 @@ def test_a_rank_of_fsdp_that_an_error_ends_says_that_and_nothing_of_its_exit(job
 
 
 @pytest.mark.conformance
+def test_a_run_that_fails_in_the_end_leaves_what_its_ranks_printed_and_nothing_else(job: Job) -> None:
+    (job.folder / "train.py").write_text(SCRIPT.replace('die("begin")', 'die("begin"); print("a batch", flush=True)'))
+    process = job.start("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=2:forward:0", "1=4:forward:0")
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 128 + signal.SIGKILL, err
+    assert "Traceback" not in err
+    assert [path.name for path in (job.folder / "tmp").glob("paceline*/*")] == ["rank-1.log"]
+
+
+@pytest.mark.conformance
 def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
     """Rank 1 dies. Rank 0 would hand its state on at its next collective, and sleeps."""
     (job.folder / "train.py").write_text(

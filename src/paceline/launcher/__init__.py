@@ -70,6 +70,7 @@ def run(
     module: bool = False,
     nodes: Nodes = ALONE,
     max_restarts: int = 0,
+    memory_every: int | None = None,
     monitor_seconds: float = 0.05,
     output: str | None = None,
     tee: str = "",
@@ -88,6 +89,7 @@ def run(
         module: is `script` a module's name?
         nodes: the machines that take part.
         max_restarts: how often all workers are started again after a failure.
+        memory_every: steps between two checkpoints in memory, from which a restart goes on; None: there are none.
         monitor_seconds: between two polls of the workers.
         output: directory for what the ranks other than the first print; None: a temporary one.
         tee: ranks whose output is shown too, such as "1,3" or "all".
@@ -127,6 +129,7 @@ def run(
                     kind="module" if module else "script",
                     nodes=nodes,
                     max_restarts=max_restarts,
+                    memory_every=memory_every,
                     monitor_seconds=monitor_seconds,
                     output=output,
                     tee=tee,

@@ -24,7 +24,7 @@ from paceline.launcher import processes
 from paceline.launcher.checks import check_devices
 from paceline.launcher.output import Output
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
-from paceline.world import HANDOVER, STARTS_AGAIN, STOP_FILE, STORE_DOOR, World
+from paceline.world import HANDOVER, MEMORY, MEMORY_EVERY, STARTS_AGAIN, STOP_FILE, STORE_DOOR, World
 
 HOST = "127.0.0.1"
 DRIVERS = (  # on Linux: of NVIDIA, of it under WSL, of AMD, of Intel, of others
@@ -125,6 +125,10 @@ def command(
     environ.pop(HANDOVER, None)
     if plan.max_restarts:
         environ[HANDOVER] = os.path.join(output.private, "newest")
+    environ.pop(MEMORY, None)
+    environ.pop(MEMORY_EVERY, None)
+    if plan.memory_every is not None:
+        environ[MEMORY], environ[MEMORY_EVERY] = output.memory(), str(plan.memory_every)
     environ.pop(STARTS_AGAIN, None)
     if plan.max_restarts or plan.nodes.may_change:
         environ[STARTS_AGAIN] = "1"

@@ -16,6 +16,7 @@ from typing import IO
 from paceline.errors import LaunchError
 from paceline.notebook import Relay
 
+SHARED_MEMORY = "/dev/shm"  # where Linux has memory as files
 LAST_LINES = 20  # of a rank that died without an exception
 
 
@@ -53,10 +54,22 @@ class Output:
             raise LaunchError(
                 f"--output {directory}: the directory cannot be made: {error.strerror}. Name one that you may write to."
             ) from None
+        self._memory: str | None = None  # a folder in memory; None: nobody has asked for it
         self._written: set[int] = set()  # ranks that have had a file in this run
         self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
         self._first: int | None = None
         self.relay: Relay | None = None  # of the picture that rank 0 draws for a notebook
+
+    def memory(self) -> str:
+        """A folder in the memory of this machine, removed with the private one; that itself where none can be made."""
+        if self._memory is None:
+            path = os.path.join(SHARED_MEMORY, os.path.basename(self.private))
+            try:
+                os.mkdir(path, mode=0o700)  # fails where another user has one of that name
+            except OSError:
+                path = os.path.join(self.private, "memory")
+            self._memory = path
+        return self._memory
 
     def path(self, rank: int) -> str:
         return os.path.join(self.directory, f"rank-{rank}.log")
@@ -111,13 +124,17 @@ class Output:
     def close(self, failed: bool) -> str:
         """Remove what need not be kept. Returns a line that says where the ranks' output is, or ""."""
         self.show(final=True)
+        if self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)
         kept = [rank for rank in sorted(self._written) if os.path.getsize(self.path(rank))]
         if self.directory != self.private or not failed or not kept:
             shutil.rmtree(self.private, ignore_errors=True)
         else:
-            for name in os.listdir(self.private):
-                if not name.endswith(".log"):
-                    os.remove(os.path.join(self.private, name))
+            for entry in os.scandir(self.private):
+                if entry.is_dir(follow_symlinks=False):  # what ranks have left for the next start
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                elif not entry.name.endswith(".log"):
+                    os.remove(entry.path)
         if not failed or not kept:
             return ""
         files = os.path.basename(self.path(kept[0])) + (", ..." if len(kept) > 1 else "")

@@ -37,6 +37,7 @@ class Plan:
         kind: what `script` is: "script", "module" or "function".
         nodes: which machines take part.
         max_restarts: how often all workers are started again after a failure.
+        memory_every: steps between two checkpoints in memory (train/memory_checkpoints.py); None: there are none.
         monitor_seconds: between two polls of the workers.
         output: the directory for what the ranks print; None: a temporary one.
         tee: ranks whose output is shown as well, each line marked; None: all.
@@ -60,6 +61,7 @@ class Plan:
     kind: str = "script"
     nodes: Nodes = ALONE
     max_restarts: int = 0
+    memory_every: int | None = None
     monitor_seconds: float = 0.05
     output: str | None = None
     tee: frozenset[int] | None = frozenset()
@@ -96,6 +98,7 @@ def make_plan(
         checks.check_module(script)
     if rest.get("max_restarts", 0) < 0:
         raise LaunchError(f"--max-restarts {rest['max_restarts']}: give 0 or more.")
+    _check_memory(rest.get("memory_every"), rest.get("max_restarts", 0))
     if rest.get("monitor_seconds", 1.0) <= 0:
         raise LaunchError(f"--monitor-interval {rest['monitor_seconds']}: give seconds, above 0, such as 0.1.")
     checks.check_outer_world(os.environ, nodes)
@@ -207,6 +210,18 @@ def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int], besid
     if count < 1:
         raise LaunchError(f"--nproc {nproc}: give the number of processes, 1 or more (or `gpu`, `cpu` or `auto`).")
     return count
+
+
+def _check_memory(every: int | None, max_restarts: int) -> None:
+    if every is None:
+        return
+    if every < 1:
+        raise LaunchError(f"--memory-every {every}: give a number of steps, at least 1, such as 20.")
+    if max_restarts < 1:
+        raise LaunchError(
+            f"--memory-every {every}: what is kept in memory is for a restart, and none is allowed. Give "
+            "--max-restarts N too."
+        )
 
 
 def _check_range(nproc: str, fewest: str, most: str, max_restarts: int) -> None:

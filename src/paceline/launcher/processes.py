@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 
 from paceline.errors import LaunchError
 from paceline.launcher import process_state
-from paceline.launcher.output import say
+from paceline.launcher.output import SHARED_MEMORY, say
 from paceline.world import ERROR_FILE
 
 GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
@@ -150,14 +150,16 @@ def _watch(pids: Sequence[int], folder: str | None) -> subprocess.Popen[bytes]:
     """A shell that ends what is left when the launcher dies, however that dies: the kernel ends the ranks themselves,
     but not what they have started. It sees the end of its input.
 
-    It kills their process groups, then whatever has inherited the name of a file in `folder`, and removes that folder.
+    It kills their process groups, then whatever has inherited the name of a file in `folder`, and removes that folder
+    and what has its name in SHARED_MEMORY.
     """
     script = (
         'trap "" USR1; read line && exit; folder=$1; shift; kill -s KILL -- "$@" 2>/dev/null; '
         '[ -n "$folder" ] || exit; '
         f'for file in $(grep -lsaF -- "{ERROR_FILE}=$folder/" /proc/[0-9]*/environ); do '
         'pid=${file#/proc/}; kill -s KILL "${pid%/environ}" 2>/dev/null; done; '
-        'rm -rf -- "$folder" 2>/dev/null || { sleep 1; rm -rf -- "$folder"; }'
+        f'set -- "$folder" "{SHARED_MEMORY}/${{folder##*/}}"; '
+        'rm -rf -- "$@" 2>/dev/null || { sleep 1; rm -rf -- "$@"; }'
     )
     groups = [f"-{pid}" for pid in pids]
     return subprocess.Popen(

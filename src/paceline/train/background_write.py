@@ -20,9 +20,14 @@ from paceline.world import WRITES, take_back, tell_launcher
 
 
 class BackgroundWrite:
-    """The checkpoint that is being written, if one is; at most one at a time."""
+    """The checkpoint that is being written, if one is; at most one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        tells: whether the launcher is told, so that it does not end the process meanwhile.
+    """
+
+    def __init__(self, *, tells: bool = True) -> None:
+        self._tells = tells
         self._thread: threading.Thread | None = None  # None: there is nothing to wait for
         self._step = 0
         # What came of it, known when the thread has ended.
@@ -62,6 +67,8 @@ class BackgroundWrite:
 
     def _tell(self, writing: bool) -> None:
         """Tell the launcher whether it should wait before it ends this process."""
+        if not self._tells:
+            return
         try:
             if writing:
                 tell_launcher(os.environ, WRITES, str(self._step))

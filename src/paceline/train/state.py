@@ -103,10 +103,7 @@ class State:
             run: what the run itself adds to its part.
             background: return None when the state is copied; a thread of rank 0 writes.
         """
-        for thing in self.tracked.values():
-            getattr(thing, "before_save", _nothing)()
-        state = self.strategy.state_dict()
-        streams = collectives.gather_objects(generators.get_state(self._device))
+        state, streams = self.gather()
 
         def write() -> Path | None:
             self._writer.finish()  # it writes what the buffers hold
@@ -125,6 +122,13 @@ class State:
         path = _on_rank_0(write)
         self._unfinished = background
         return path
+
+    def gather(self) -> tuple[dict[str, Any], list[Any]]:
+        """What ranks hold together of the state: that of the strategy, whole on rank 0, and the random streams of all.
+        Collective."""
+        for thing in self.tracked.values():
+            getattr(thing, "before_save", _nothing)()
+        return self.strategy.state_dict(), collectives.gather_objects(generators.get_state(self._device))
 
     def wait_for_save(self) -> Path | None:
         """Wait until the last save in the background is on the disk, and return its path; None where all ranks have
