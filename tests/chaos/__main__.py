@@ -5,8 +5,8 @@
     python -m tests.chaos --page                               # runs nothing; writes the table of the results
 
 A case is one training (job.py) under one strategy. Its number is the seed of everything that is drawn in it: how many
-processes each start has, how often something is killed, what (a rank, several ranks, the launcher), and when. It has
-ended well if
+processes each start has, how often something is killed, what (a rank, several ranks, a launcher, a machine), and when.
+A machine is here a launcher with its ranks; the machines meet on loopback. It has ended well if
 
 - each start ends within its deadline,
 - the model has been trained on each example once in each epoch, in the steps of a run that nobody disturbed,
@@ -20,12 +20,14 @@ Beside it the same kills of the same job as people write it for torchrun (by_han
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,10 +48,13 @@ JOB, BY_HAND = ROOT / "tests" / "chaos" / "job.py", ROOT / "tests" / "chaos" / "
 RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
 DEADLINE_SECONDS = 120.0  # of one start, which takes some 5 on an idle machine
 MOST_KILLS = 3  # in one case
+MEMORY_EVERY = 2  # steps from one checkpoint in memory to the next
 MARK = "PACELINE_CHAOS"  # in the environment of all processes of a case
 
 KEPT = "ddp, --max-restarts"
 BACKGROUND = "ddp, saved in the background"
+MEMORY = "fsdp, --memory-every"
+MACHINES = "ddp, machines that come and go"
 WAYS: dict[str, tuple[str, bool, bool]] = {
     "ddp": ("ddp", False, False),
     KEPT: ("ddp", False, False),
@@ -58,10 +63,13 @@ WAYS: dict[str, tuple[str, bool, bool]] = {
     "ddp, reproducible, other numbers of processes": ("ddp", True, True),
     "fsdp, other numbers of processes": ("fsdp", True, False),
     "shared": ("shared", False, False),
+    MEMORY: ("fsdp", False, False),
+    MACHINES: ("ddp", True, False),
 }
 """Name -> (strategy, does each start have a number of processes of its own, is it reproducible).
 
-Of KEPT ranks alone are killed, one at a time, and the launcher starts them again: who lives hands on."""
+Of KEPT and MEMORY ranks alone are killed, one at a time, and the launcher starts them again: who lives hands on, or the
+memory holds a checkpoint of every second step, and the disk none."""
 TORCHRUN = "torchrun, DDP, torch.save"
 
 
@@ -72,11 +80,12 @@ class Case:
     Attributes:
         way: of WAYS, or TORCHRUN.
         number: the seed of its draws.
-        kills: what was killed: "rank", "ranks", "launcher".
+        kills: what was killed: "rank", "ranks", "launcher"; of MACHINES "rank", "machine", "keeper", the last being the
+            machine whose launcher keeps the rendezvous.
         processes: of each start.
         seconds: of all starts.
         wrong: what was not as it must be; empty: nothing.
-        lost: of KEPT, at each start after the first, the steps that a rank had made and that this start makes again.
+        lost: of KEPT and MEMORY, at each start after the first, the steps that a rank had made and that it makes again.
     """
 
     way: str
@@ -143,8 +152,10 @@ def command_of(way: str, processes: int) -> list[str]:
         return [sys.executable, *words]
     strategy, _, reproducible = WAYS[way]
     words = ["-m", "paceline", "run", "--nproc", str(processes)]
-    words += ["--max-restarts", str(MOST_KILLS)] if way == KEPT else []
-    words += [str(JOB), strategy, *(["4"] if reproducible else []), *(["background"] if way == BACKGROUND else [])]
+    words += ["--max-restarts", str(MOST_KILLS)] if way in (KEPT, MEMORY) else []
+    words += ["--memory-every", str(MEMORY_EVERY)] if way == MEMORY else []
+    words += [str(JOB), strategy, *(["4"] if reproducible else [])]
+    words += {BACKGROUND: ["background"], MEMORY: ["unsaved"]}.get(way, [])
     return [sys.executable, *words]
 
 
@@ -191,6 +202,123 @@ def kill_ranks(folder: Folder, process: subprocess.Popen[str], case: Case, draw:
         (folder.path / "began").unlink(missing_ok=True)  # the next start makes it anew
 
 
+class Machines:
+    """The launchers of one training, each with a rank, which meet at 127.0.0.1 and come and go.
+
+    Args:
+        count: how many machines there are at most; one is enough.
+    """
+
+    def __init__(self, folder: Folder, count: int) -> None:
+        self._folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self._options = ["--nnodes", f"1:{count}", "--nproc", "1", "--max-restarts", str(4 * MOST_KILLS)]
+        self._options += [
+            "--rdzv-endpoint",
+            f"127.0.0.1:{self._port}",
+            "--rdzv-conf",
+            "last_call_timeout=1,keep_alive_interval=1",
+        ]
+        self.started: list[subprocess.Popen[str]] = []
+        for _ in range(count):
+            self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "paceline", "run", *self._options, str(JOB), "ddp"]
+        self.started.append(self._folder.start(command))
+
+    def running(self) -> list[subprocess.Popen[str]]:
+        return [launcher for launcher in self.started if launcher.poll() is None]
+
+    def keeper(self) -> subprocess.Popen[str] | None:
+        """Who listens where the machines meet."""
+        for launcher in self.running():
+            try:
+                sockets = psutil.Process(launcher.pid).net_connections("tcp")
+            except psutil.Error:
+                continue
+            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == self._port for one in sockets):
+                return launcher
+        return None
+
+    def kill(self, launcher: subprocess.Popen[str]) -> None:
+        """The launcher and what it has started, at once."""
+        try:
+            started = psutil.Process(launcher.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return
+        for process in [
+            launcher,
+            *(one for one in started if one.name() != "sh"),
+        ]:  # sh: it tidies up after the launcher
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+    def printed(self, case: Case) -> str:
+        """What all have printed, when all have ended."""
+        out, deadline = "", time.monotonic() + DEADLINE_SECONDS
+        for launcher in self.started:
+            try:
+                out += launcher.communicate(timeout=max(1.0, deadline - time.monotonic()))[0]
+            except subprocess.TimeoutExpired:
+                case.wrong.append(f"start {len(case.processes)} hung")
+                self._folder.end_all()
+                out += launcher.communicate()[0]
+        return out
+
+
+def on_machines(folder: Folder, case: Case, draw: random.Random) -> str:
+    """A training of MACHINES: what was printed."""
+    count, out = draw.choice([2, 3]), ""
+    for attempt in range(2):  # the second where nobody was left to go on
+        case.processes.append(count)
+        machines = Machines(folder, count)
+        for number in range(MOST_KILLS if attempt == 0 else 0):
+            if number and draw.random() > 0.6:
+                break
+            what, wait, comes_back = draw.choice(["rank", "machine", "keeper"]), draw.random(), draw.random() < 0.7
+            victim = wait_and_choose(folder, machines, what, draw)
+            if victim is None:
+                break
+            case.kills.append(what)
+            (folder.path / "began").unlink(missing_ok=True)
+            if what == "rank":
+                rank = draw.choice(folder.ranks(victim.pid))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+                continue
+            machines.kill(victim)
+            time.sleep(wait)
+            if comes_back or what == "keeper" or not machines.running():
+                machines.start()
+        out = machines.printed(case)
+        if told(out) is not None or case.wrong:
+            break
+    return out
+
+
+def wait_and_choose(folder: Folder, machines: Machines, what: str, draw: random.Random) -> subprocess.Popen[str] | None:
+    """The launcher of the machine that is to go, or one of whose ranks is to, at a random moment of the training; None:
+    it has ended."""
+    wait, began = draw.random() * STEPS * STEP_SECONDS, time.monotonic()
+    while not (folder.path / "began").exists():
+        if not machines.running() or time.monotonic() - began > DEADLINE_SECONDS:
+            return None
+        time.sleep(0.02)
+    time.sleep(wait)
+    running, keeper = machines.running(), machines.keeper()
+    if not running or (what == "keeper" and keeper is None):
+        return None
+    if what == "keeper":
+        return keeper
+    others = [launcher for launcher in running if launcher is not keeper]
+    return draw.choice(others if others and what == "machine" else running)
+
+
 def steps_lost(path: Path) -> list[int]:
     """What job.note_start has written, of all starts but the first."""
     lines = (path / "starts").read_text().splitlines() if (path / "starts").exists() else []
@@ -232,12 +360,12 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
     began = time.monotonic()
     try:
         folder = Folder(path, f"{way}-{number}", shown)
-        out = None
-        for attempt in range(MOST_KILLS + 1):
+        out = on_machines(folder, case, draw) if way == MACHINES else None
+        for attempt in range(MOST_KILLS + 1 if way != MACHINES else 0):
             processes = draw.choice(sizes) if varies and attempt else first
             case.processes.append(processes)
             process = folder.start(command_of(way, processes))
-            if way == KEPT:
+            if way in (KEPT, MEMORY):
                 kill_ranks(folder, process, case, draw)
             elif attempt < MOST_KILLS and draw.random() < (1.0 if attempt == 0 else 0.6):
                 case.kills.append(draw.choice(["rank", "ranks", "launcher"]))
@@ -248,7 +376,7 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
             if way == TORCHRUN and case.kills[-1:] == ["launcher"]:
                 time.sleep(1.0)
                 folder.end_all()  # its ranks go on without it, and write into the same file
-        if way == KEPT:
+        if way in (KEPT, MEMORY):
             case.lost = steps_lost(path)
         judge(case, told(out), path, undisturbed, same_bits=not varies or WAYS[way][2])
         case.wrong += folder.left_over() if way != TORCHRUN else []
@@ -278,6 +406,9 @@ def judge(case: Case, found: dict[str, Any] | None, path: Path, undisturbed: Und
 
 
 # ---------------------------------------------------------------- results
+
+
+NAMED = {"launcher": "a launcher", "machine": "a machine", "keeper": "the keeper"}
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -315,7 +446,7 @@ def table(cases: list[dict[str, Any]]) -> str:
     for way, count in counts(cases).items():
         own = [case for case in cases if case["way"] == way]
         kills = Counter(kill for case in own for kill in case["kills"])
-        killed = ", ".join(f"{kills[kind]} of {'a launcher' if kind == 'launcher' else kind}" for kind in sorted(kills))
+        killed = ", ".join(f"{kills[kind]} of {NAMED.get(kind, kind)}" for kind in sorted(kills))
         hung = sum(any("hung" in text for text in case["wrong"]) for case in own)
         left = sum(any("is left" in text for text in case["wrong"]) for case in own)
         looked = str(left) if way != TORCHRUN else "not looked at"
@@ -324,11 +455,13 @@ def table(cases: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def steps_made_again(cases: list[dict[str, Any]]) -> str:
-    """Of KEPT, in words: what the starts after the first cost."""
-    lost = sorted(steps for case in cases for steps in case.get("lost", ()))
+def steps_made_again(cases: list[dict[str, Any]], way: str = KEPT) -> str:
+    """Of KEPT or MEMORY, in words: what the starts after the first cost."""
+    lost = sorted(steps for case in cases if case["way"] == way for steps in case.get("lost", ()))
     if not lost:
         return ""
+    if way == MEMORY:
+        return f"Of {len(lost)} such starts none made more than {lost[-1]} updates again."
     free, more = sum(steps <= 0 for steps in lost), sum(steps > 1 for steps in lost)
     return (
         f"Of {len(lost)} such starts {free} made no update again, {len(lost) - free - more} one, that of the step at "
@@ -348,7 +481,8 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(130))
     if options.page:
-        print(table(load(options.json)), steps_made_again(load(options.json)), sep="\n\n")
+        cases = load(options.json)
+        print(table(cases), steps_made_again(cases), steps_made_again(cases, MEMORY), sep="\n\n")
         return 0
     undisturbed = Undisturbed()
     if options.case:

@@ -1,5 +1,6 @@
-"""The job whose processes `make chaos` kills: job.py STRATEGY [REPRODUCIBLE] [background], from the latest checkpoint
-in `checkpoints`. background: it saves in the background, after every step, so that a kill is likely to meet a write.
+"""The job whose processes `make chaos` kills: job.py STRATEGY [REPRODUCIBLE] [background | unsaved], from the latest
+checkpoint in `checkpoints`. background: it saves in the background, after every step, so that a kill is likely to meet
+a write. unsaved: it writes no checkpoint, and leaves that to the launcher (--memory-every).
 
 Its checkpoints hold which examples the model has been trained on, so that a step that is lost or made twice is seen.
 The last line that it prints has the hashes of this ledger and of the weights, which it writes into weights.safetensors.
@@ -61,7 +62,7 @@ def note_start(rank: int, step: int) -> None:
 
 def main() -> None:
     reproducible = next((int(word) for word in sys.argv[2:] if word.isdigit()), None)
-    background = "background" in sys.argv[2:]
+    background, unsaved = ("background" in sys.argv[2:]), ("unsaved" in sys.argv[2:])
     run = paceline.start(
         seed=5, strategy=sys.argv[1], device="cpu", progress="off", noise="example", reproducible=reproducible
     )
@@ -86,7 +87,7 @@ def main() -> None:
                 batch = []
                 if run.rank == 0:
                     Path("began").touch()
-                if background or run.steps % SAVE_EVERY == 0:
+                if background or (run.steps % SAVE_EVERY == 0 and not unsaved):
                     run.save("checkpoints", keep=2, background=background)
                 time.sleep(STEP_SECONDS)
     run.export("weights.safetensors")

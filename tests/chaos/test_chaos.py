@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.chaos import __main__ as chaos
-from tests.chaos.__main__ import TORCHRUN, WAYS, Case, Undisturbed, judge, steps_lost, steps_made_again, table
+from tests.chaos.__main__ import KEPT, TORCHRUN, WAYS, Case, Undisturbed, judge, steps_lost, steps_made_again, table
 
 
 class Known(Undisturbed):
@@ -59,7 +59,7 @@ def test_the_table_counts_trainings_kills_and_what_went_wrong(tmp_path: Path) ->
 def test_steps_that_are_made_again_are_counted(tmp_path: Path) -> None:
     (tmp_path / "starts").write_text("0 0\n7 7\n9 5\n")
     assert steps_lost(tmp_path) == [0, 4]
-    words = steps_made_again([{"lost": [0, 4]}, {"lost": [0]}, {}])
+    words = steps_made_again([{"way": KEPT, "lost": [0, 4]}, {"way": KEPT, "lost": [0]}, {"way": "ddp"}])
     assert words == (
         "Of 3 such starts 2 made no update again, 0 one, that of the step at hand, and 1 more than that: up to 4."
     )
