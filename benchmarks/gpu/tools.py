@@ -15,6 +15,7 @@ from benchmarks.gpu.check import Place, Steps, check
 from benchmarks.gpu.jobs import Way
 from benchmarks.gpu.right import trained
 
+KILLED = Path(__file__).with_name("killed_script.py")
 SCRIPT = Path(__file__).with_name("script.py")
 BY_HAND = Path(__file__).with_name("script_by_hand.py")
 
@@ -92,3 +93,18 @@ def compare_measures_strategies(place: Place) -> Steps:
     figures: dict[str, Any] = {"exit code": code, "told": text[-3000:]}
     yield figures
     assert code == 0, f"exit code {code}: {text[-3000:]}"
+
+
+@check("ranks", 200)
+def a_restart_goes_on_from_memory(place: Place) -> Steps:
+    words = "run", "--nproc", "1", "--max-restarts", "1", "--memory-every", "4", "--device", chosen(place), str(KILLED)
+    yield f"paceline {' '.join(words[:-1])} {KILLED.name}, undisturbed and killed"
+    ends = []
+    for step in ("-1", "14"):
+        code, text = command(place, *words, step)
+        assert code == 0, f"exit code {code}: {text[-3000:]}"
+        ends.append(next(line for line in text.splitlines() if line.startswith("ends")).split()[1:])
+    yield {"goes on after step": int(ends[1][0]), "hashes": [digest for _, digest in ends]}
+    (began, straight), (resumed, restarted) = ends
+    assert (began, resumed) == ("0", "12")
+    assert straight == restarted, "other weights"

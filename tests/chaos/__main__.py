@@ -43,6 +43,8 @@ from benchmarks.gpu.__main__ import machine
 from safetensors.torch import load_file
 from tests.chaos.job import STEP_SECONDS, STEPS
 
+from paceline.world import MEMORY as MEMORY_FOLDER
+
 ROOT = Path(__file__).resolve().parents[2]
 JOB, BY_HAND = ROOT / "tests" / "chaos" / "job.py", ROOT / "tests" / "chaos" / "by_hand.py"
 RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
@@ -136,13 +138,25 @@ class Folder:
             process.kill()
         return len(left)
 
+    def _of_others(self) -> set[str]:
+        """The folders in /dev/shm of runs that are none of this case."""
+        found = set()
+        for process in psutil.process_iter():
+            try:
+                environ = process.environ()
+            except (psutil.Error, OSError):
+                continue
+            if environ.get(MARK) != self._mark and MEMORY_FOLDER in environ:
+                found.add(os.path.basename(environ[MEMORY_FOLDER]))
+        return found
+
     def left_over(self) -> list[str]:
         deadline = time.monotonic() + 10.0  # for the kernel, and for who cleans up after a launcher that was killed
         while time.monotonic() < deadline and (self.processes() or list(self.temporary.glob("paceline*"))):
             time.sleep(0.1)
         found = [f"process {process.pid} is left: {' '.join(process.cmdline())}" for process in self.processes()]
         found += [f"{path.name} is left in TMPDIR" for path in self.temporary.glob("paceline*")]
-        new = set(os.listdir("/dev/shm")) - self._shared_before
+        new = set(os.listdir("/dev/shm")) - self._shared_before - self._of_others()
         return found + [f"/dev/shm/{name} is left" for name in new if "paceline" in name]
 
 
