@@ -183,7 +183,7 @@ def test_only_loopback_listens(launches: Launches) -> None:
     bound = {c.laddr.ip for p in tree for c in p.net_connections("inet")}
     (launches.directory / "go").touch()
     assert launches.end(process) == (0, "", "")
-    assert len(tree) == 4  # the launcher, two ranks, the watcher
+    assert len(tree) == 5  # the launcher, two ranks, and two shells that tidy up should the launcher be killed
     assert listening == {"127.0.0.1"}
     assert bound <= {"127.0.0.1", "::ffff:127.0.0.1"}  # the second: a client by way of an IPv6 socket
     assert (launches.directory / "ready0").read_text() == "2"

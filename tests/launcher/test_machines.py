@@ -132,6 +132,15 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     machines.close()
 
 
+def test_a_launcher_that_is_killed_while_it_waits_for_others_leaves_no_folder(machines: Machines) -> None:
+    """It has no rank yet, and so nobody who watches over ranks."""
+    machines.start("once", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}")
+    machines.wait_until_listening()
+    assert list(machines.directory.glob("paceline-*"))
+    machines.launchers[0].kill()
+    machines.wait_until(lambda: not list(machines.directory.glob("paceline-*")), "its folder is left")
+
+
 def test_a_killed_worker_restarts_all_of_both_and_the_cause_is_told_on_both(machines: Machines) -> None:
     """Their gloo meets anew, which needs a fresh store: torch's own agents hand on the old one. Then a second failure,
     for which there is no restart left."""

@@ -7,8 +7,10 @@ directory that was asked for (--output) stay; temporary ones, of which nobody is
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from typing import IO
@@ -24,6 +26,19 @@ def say(text: str) -> None:
     """Print whole lines on stderr. A rank's progress bar, whose line has no end yet, is wiped away first."""
     terminal = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
     print("\r\x1b[2K" * terminal + text, end="", file=sys.stderr, flush=True)
+
+
+def _start_remover(folder: str) -> subprocess.Popen[bytes]:
+    """A shell that removes a launcher's folder, and what has its name in SHARED_MEMORY, when the launcher dies, at
+    whatever moment: while ranks run, what watches them (processes.py) ends first those that may write there."""
+    script = 'trap "" USR1; read line && exit; rm -rf -- "$@" 2>/dev/null; sleep 1; rm -rf -- "$@"'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "paceline-remover", folder, os.path.join(SHARED_MEMORY, os.path.basename(folder))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 class Output:
@@ -55,6 +70,7 @@ class Output:
                 f"--output {directory}: the directory cannot be made: {error.strerror}. Name one that you may write to."
             ) from None
         self._memory: str | None = None  # a folder in memory; None: nobody has asked for it
+        self._remover = _start_remover(self.private)
         self._written: set[int] = set()  # ranks that have had a file in this run
         self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
         self._first: int | None = None
@@ -124,6 +140,8 @@ class Output:
     def close(self, failed: bool) -> str:
         """Remove what need not be kept. Returns a line that says where the ranks' output is, or ""."""
         self.show(final=True)
+        with contextlib.suppress(BrokenPipeError):  # it has been killed
+            self._remover.communicate(b"done\n")
         if self._memory is not None:
             shutil.rmtree(self._memory, ignore_errors=True)
         kept = [rank for rank in sorted(self._written) if os.path.getsize(self.path(rank))]
