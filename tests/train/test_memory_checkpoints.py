@@ -23,12 +23,28 @@ from paceline.train import checkpoint
 from paceline.train.memory_checkpoints import MemoryCheckpoints, asked_for
 from paceline.world import HANDOVER, MEMORY
 
-# Each rank writes down where its machine's launcher has a folder in memory.
-TELLS = "open('folders', 'a').write(__import__('os').environ.get('PACELINE_MEMORY', '') + '\\n')\n"
-# None on the disk: what a start goes on from was in memory.
-NO_DISK = TELLS + SCRIPT.replace('    if epoch == 0:\n        run.save("checkpoints")\n', "")
+# Each rank writes down where its machine's launcher has a folder in memory. Who is to die waits until the last
+# checkpoint is whole on all machines: a thread writes it.
+TELLS = r"""
+import glob, os, time
+open("folders", "a").write(os.environ.get("PACELINE_MEMORY", "") + "\n")
 
-FIT = r"""
+def wait_until_kept(steps):
+    every = int(os.environ["PACELINE_MEMORY_EVERY"])
+    folders = {line for line in open("folders").read().split() if os.path.isdir(line)}
+    began = time.monotonic()
+    while not all(glob.glob(f"{folder}/run-*/step-{steps // every * every:08d}") for folder in folders):
+        assert time.monotonic() - began < 60.0, "it was not kept"
+        time.sleep(0.01)
+"""
+# None on the disk: what a start goes on from was in memory.
+KILL = "        os.kill(os.getpid(), signal.SIGKILL)\n"
+WAITS = TELLS + SCRIPT.replace(KILL, f"        wait_until_kept(run.steps)\n{KILL}")
+NO_DISK = WAITS.replace('    if epoch == 0:\n        run.save("checkpoints")\n', "")
+
+FIT = (
+    TELLS
+    + r"""
 import os, signal, sys, torch, paceline
 from torch import nn
 
@@ -44,6 +60,7 @@ def loss_fn(model, batch):
         run.print("starts at", run.steps)
         first = False
     if f"{start}:{run.steps}:{run.rank}" in sys.argv:
+        wait_until_kept(run.steps)
         os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
@@ -53,6 +70,7 @@ history = paceline.fit(
 )
 run.print("ends at", run.steps, history.history)
 """
+)
 
 
 @pytest.fixture
@@ -89,7 +107,7 @@ def test_a_restart_goes_on_from_the_last_one_and_ends_as_if_undisturbed(job: Job
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
 def test_the_newer_of_disk_and_memory_is_taken(job: Job) -> None:
-    (job.folder / "train.py").write_text(SCRIPT)  # saves after step 8
+    (job.folder / "train.py").write_text(WAITS)  # saves after step 8
     line = ["--nproc", "2", "--max-restarts", "2", "--memory-every", "6", "train.py", "shared"]
     starts, _, err = job.run(*line, "0=10:forward:1", "1=13:forward:1")
     assert starts == [0, 8, 12], err
@@ -99,7 +117,7 @@ def test_the_newer_of_disk_and_memory_is_taken(job: Job) -> None:
 @pytest.mark.timeout(400)
 def test_of_two_machines_the_one_that_lives_has_the_state_of_both(job: Job) -> None:
     """The machine of rank 0 goes, its launcher and its memory with it, and another one comes."""
-    script = NO_DISK.replace("os.kill(os.getpid()", "os.kill(os.getppid()")
+    script = NO_DISK.replace(KILL, KILL.replace("getpid", "getppid") + KILL)
     (job.folder / "train.py").write_text(script)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -143,7 +161,7 @@ def test_nothing_of_it_is_left_in_memory_whatever_is_killed(job: Job, whom: str)
     """The launcher by SIGKILL; or a rank, so that the run fails, and the output of the other is kept."""
     script = NO_DISK.replace('        die("begin")\n', '        die("begin"); print("a batch", flush=True)\n')
     (job.folder / "train.py").write_text(
-        script.replace("os.getpid()", "os.getppid()") if whom == "launcher" else script
+        script.replace(KILL, KILL.replace("getpid", "getppid") + KILL) if whom == "launcher" else script
     )
     line = ["--nproc", "2", "--max-restarts", "1", "--memory-every", "1", "train.py", "fsdp:stage=1"]
     process = job.start(*line, "0=5:forward:0", "1=7:forward:0")
