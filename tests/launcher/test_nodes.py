@@ -240,7 +240,7 @@ def test_torchruns_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [
         {
             "script": "pkg.train", "args": ("--a_b", "1"), "nproc": "auto", "nodes": nodes, "module": True,
-            "max_restarts": 3, "monitor_seconds": 0.5, "output": None, "tee": "", "grace": None,
+            "max_restarts": 3, "memory_every": None, "monitor_seconds": 0.5, "output": None, "tee": "", "grace": None,
                 "stall_seconds": None, "stall_action": "say",
             "settings": {"log_dir": "logs", "batch_norm": "shard"},
         }
