@@ -132,7 +132,7 @@ class MemoryCheckpoints:
                 encoded = self._encoded(parts)
             if encoded is not None:
                 self._begin_writing(encoded)
-        except CheckpointError as error:  # of the second machine, or no thread can be started: the other goes on
+        except (CheckpointError, OSError) as error:  # of the second machine, or there is no thread: the other goes on
             _say(f"on machine {self._node} no checkpoint is kept in memory: {error}")
 
     def _choose_holders(self) -> None:
