@@ -1,7 +1,7 @@
 """A script of a user's that one of its processes does not survive: killed_script.py STEP.
 
-At its first start the process kills itself before the update after STEP steps; -1: it does not. The last line that it
-prints has the step from which it went on, and a hash of the weights.
+At its first start the process kills itself before the update after STEP steps, when the last checkpoint in memory is
+whole; -1: it does not. The last line that it prints has the step from which it went on, and a hash of the weights.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import hashlib
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+
+
+def wait_until_kept(steps: int) -> None:
+    """A thread writes the checkpoint of the last step that is kept: wait until it has."""
+    step = steps - steps % int(os.environ["PACELINE_MEMORY_EVERY"])
+    began = time.monotonic()
+    while not any(Path(os.environ["PACELINE_MEMORY"]).glob(f"run-*/step-{step:08d}")):
+        if time.monotonic() - began > 60.0:
+            sys.exit(f"the checkpoint of step {step} was not written within 60 s")
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -32,6 +44,7 @@ def main() -> None:
     for _ in run.epochs(2):
         for batch in loader:
             if (os.environ["TORCHELASTIC_RESTART_COUNT"], run.steps) == ("0", int(sys.argv[1])):
+                wait_until_kept(run.steps)
                 os.kill(os.getpid(), signal.SIGKILL)
             run.backward(F.cross_entropy(model(batch[0]), batch[1]))
             run.step(optimizer)

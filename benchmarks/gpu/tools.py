@@ -106,5 +106,5 @@ def a_restart_goes_on_from_memory(place: Place) -> Steps:
         ends.append(next(line for line in text.splitlines() if line.startswith("ends")).split()[1:])
     yield {"goes on after step": int(ends[1][0]), "hashes": [digest for _, digest in ends]}
     (began, straight), (resumed, restarted) = ends
-    assert (began, resumed) == ("0", "12")
+    assert (began, resumed) == ("0", "12"), f"went on after steps {began} and {resumed}, not 0 and 12"
     assert straight == restarted, "other weights"
