@@ -1,16 +1,21 @@
 """What lossy ways of training send, and what they reach: examples/char_gpt.py between two hosts at 20 Mbit/s. As root.
 
-    python benchmarks/lossy.py --data FILE --json benchmarks/results/lossy.json                     # eight hours
-    python benchmarks/lossy.py --data FILE --json build/short.json --steps 400 --seeds 1            # half of one
+    python benchmarks/lossy.py --data FILE --json benchmarks/results/lossy.json                     # three hours
+    python benchmarks/lossy.py --data FILE --json build/short.json --steps 200 --seeds 1 --rounds 1   # ten minutes
 
 The fair baseline is ddp with a codec of bf16. Every way makes as many steps of the same global batch, with the learning
-rate's course of the example. At times that fall on the end of a round, where replicas are one anyway, the loss of a
-part of the held-out text is taken; the clock and the count of bytes stand still meanwhile. Bytes are those that the
-first host has sent over its cable, with all headers. The target is the baseline's final loss, the mean over its seeds,
-plus 1%.
+rate's course of the example. Two things are measured, each where it needs the least time:
 
-A piece (a way with a seed) that stands in the file already is not measured again: what was interrupted goes on, and
-`--seeds 5` adds to what `--seeds 1` has measured. `--table` prints the table of docs/slow_links.md from the file.
+- Losses: of each way with each seed, on cables as fast as this machine is, since a loss does not depend on them. At the
+  end of a round, where replicas are one anyway, the loss of a part of the held-out text is taken.
+- Seconds and bytes of a step: of each way, some steps on cables of 20 Mbit/s, in rounds of all ways. Bytes are those
+  that the first host has sent over its cable, with all headers. The clock stands still while a loss is taken.
+
+The target is the baseline's final loss, the mean over its seeds, plus 1%. The time to the target is a product: the
+steps after which the loss was there, times the seconds of a step.
+
+What stands in the file already is not measured again: what was interrupted goes on, and `--seeds 5` adds to what
+`--seeds 1` has measured. `--table` prints the table of docs/slow_links.md from the file.
 """
 
 from __future__ import annotations
@@ -58,6 +63,7 @@ MARK = "FOUND "
 
 
 def job(options: argparse.Namespace) -> None:
+    """`--timed` of these steps, or all."""
     alphabet, tokens = characters(options.data, LENGTH)
     end = len(tokens) * 9 // 10
     run = paceline.start(seed=options.seed, device="cpu", strategy=options.way, progress="off")
@@ -73,72 +79,77 @@ def job(options: argparse.Namespace) -> None:
         return min((step + 1) / (options.steps / 10), (1 + math.cos(math.pi * step / options.steps)) / 2)
 
     model, optimizer, _ = run.prepare(model, optimizer, LambdaLR(optimizer, share))
-    curve: list[list[float]] = []
+    last = options.timed or options.steps
+    curve: list[tuple[int, float]] = []
     seconds = sent = 0.0
     began, before = time.perf_counter(), interface_bytes("eth0")
-    for _ in run.epochs(math.ceil(options.steps / train.steps)):
+    for _ in run.epochs(math.ceil(last / train.steps)):
         for batch in train:
-            if run.steps >= options.steps:
+            if run.steps >= last:
                 break
             run.forward_backward(char_gpt.loss_fn, model, batch)
             run.step(optimizer, max_grad_norm=1.0)
-            if run.steps % max(EVERY, WAYS[options.way]) and run.steps < options.steps:
+            if run.steps % max(EVERY, WAYS[options.way]) and run.steps < last:
                 continue
             seconds += time.perf_counter() - began
             sent += interface_bytes("eth0") - before
             with torch.no_grad():
                 found = [char_gpt.loss_fn(model, each) for each in test]
             loss = run.ratio(sum(total.sum for total in found), sum(total.count for total in found))
-            curve.append([run.steps, round(seconds, 3), round(sent), round(float(loss), 5)])
+            curve.append((run.steps, round(float(loss), 5)))
             began, before = time.perf_counter(), interface_bytes("eth0")
     if run.main:
         size = sum(p.numel() for p in model.parameters())
-        print(MARK + json.dumps({"parameters": size, "curve": curve}), flush=True)
+        cost = {"steps": last, "seconds": round(seconds, 3), "bytes": round(sent)} if options.timed else {}
+        print(MARK + json.dumps({"parameters": size, "curve": curve} | cost), flush=True)
 
 
-def piece(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    words = ["--job", "--way", way, "--seed", str(seed), "--data", str(options.data.resolve())]
+def measure(way: str, seed: int, options: argparse.Namespace, timed: int = 0) -> dict[str, Any]:
+    """timed: so many steps at 20 Mbit/s, for their seconds and bytes; 0: all steps, for their losses."""
+    words = ["--job", "--way", way, "--seed", str(seed), "--data", str(options.data.resolve()), "--timed", str(timed)]
     for name in ("steps", "global_batch", "layers", "width"):
         words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    with lab(2, Link(options.mbit, 0.0)) as made:
-        link = made.check(1.0)
+    with lab(2, Link(options.mbit if timed else None, 0.0)) as made:
+        link = {"link": made.check(1.0)} if timed else {}
         first, _ = made.run(str(Path(__file__).resolve()), *words, seconds=7200.0)
-    return {"link": link} | json.loads(next(x for x in first.splitlines() if MARK in x).partition(MARK)[2])
+    return link | json.loads(next(x for x in first.splitlines() if MARK in x).partition(MARK)[2])
 
 
-def table(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Way -> its figures over all seeds: medians, and the mean of final losses with the least and the greatest."""
-    by_way: dict[str, list[list[list[float]]]] = {}
-    for name, one in found["pieces"].items():
+def table(found: dict[str, Any]) -> dict[str, Any]:
+    """Way -> its figures: losses over all seeds, and the median of what its steps took and sent."""
+    by_way: dict[str, list[list[tuple[int, float]]]] = {}
+    for name, one in found["losses"].items():
         by_way.setdefault(name.rpartition(" ")[0], []).append(one["curve"])
-    if BASE not in by_way:
+    if BASE not in by_way or BASE not in found["times"]:
         return {}
-    target = 1.01 * statistics.mean(curve[-1][3] for curve in by_way[BASE])
-    rows = {}
+    target = 1.01 * statistics.mean(curve[-1][1] for curve in by_way[BASE])
+    rows: dict[str, dict[str, Any]] = {}
     for way, curves in by_way.items():
-        reached = [next((at for at in curve if at[3] <= target), None) for curve in curves]
-        times = [at[1] for at in reached if at is not None]
+        if way not in found["times"]:
+            continue
+        took = [one["seconds"] / one["steps"] for one in found["times"][way]]
+        last = [curve[-1][1] for curve in curves]
+        reached = [next((step for step, loss in curve if loss <= target), None) for curve in curves]
+        steps = [step for step in reached if step is not None]
+        sent = statistics.median(one["bytes"] / one["steps"] for one in found["times"][way])
         rows[way] = {
             "seeds": len(curves),
-            "mb_a_step": round(statistics.median(curve[-1][2] / curve[-1][0] for curve in curves) / 1e6, 5),
-            "final_loss": [
-                round(value, 3)
-                for value in (
-                    statistics.mean(curve[-1][3] for curve in curves),
-                    min(curve[-1][3] for curve in curves),
-                    max(curve[-1][3] for curve in curves),
-                )
-            ],
-            "reached": len(times),
-            "seconds_to_target": round(statistics.median(times), 1) if len(times) == len(curves) else None,
-            "seconds": round(statistics.median(curve[-1][1] for curve in curves), 1),
+            "mb_a_step": round(sent / 1e6, 5),
+            "ms_a_step": [round(1e3 * value, 1) for value in (statistics.median(took), min(took), max(took))],
+            "final_loss": [round(value, 3) for value in (statistics.mean(last), min(last), max(last))],
+            "reached": len(steps),
+            "steps_to_target": statistics.median(steps) if len(steps) == len(curves) else None,
         }
     base = rows[BASE]
     for row in rows.values():
         row["bytes_times_fewer"] = round(base["mb_a_step"] / row["mb_a_step"], 1)
-        mine, theirs = row["seconds_to_target"], base["seconds_to_target"]
-        row["times_faster"] = round(theirs / mine, 1) if mine and theirs else None
         row["loss_over_base"] = round(row["final_loss"][0] / base["final_loss"][0], 3)
+        row["seconds_to_target"] = row["times_faster"] = None
+        if row["steps_to_target"] is not None:
+            row["seconds_to_target"] = round(row["steps_to_target"] * row["ms_a_step"][0] / 1e3, 1)
+    for row in rows.values():
+        if row["seconds_to_target"] and base["seconds_to_target"]:
+            row["times_faster"] = round(base["seconds_to_target"] / row["seconds_to_target"], 1)
     return {"target": round(target, 3), **rows}
 
 
@@ -146,17 +157,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data/tinyshakespeare/input.txt"))
     parser.add_argument("--json", type=Path, help="write what was found here, after each piece")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--mbit", type=float, default=20.0)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each way's steps are timed")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--load", default="", help="what else ran on the machine, for the file")
     parser.add_argument("--table", action="store_true", help="print what the file shows, and measure nothing")
-    for hidden, kind in (("--way", str), ("--seed", int)):
-        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    hidden = (("--way", str, ""), ("--seed", int, 0), ("--timed", int, 0))
+    for name, kind, default in hidden:
+        parser.add_argument(name, type=kind, default=default, help=argparse.SUPPRESS)
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
@@ -166,26 +179,32 @@ def main() -> None:
         "command": shlex.join(["python", "benchmarks/lossy.py", *sys.argv[1:]]),
         "machine": machine(),
         "load": options.load,
-        "pieces": {},
+        "losses": {},
+        "times": {},
     }
     if options.json and options.json.exists():
-        about["pieces"] = json.loads(options.json.read_text())["pieces"]
-    for seed in range(0 if options.table else options.seeds):
-        for way in options.only:
-            name = f"{way} {seed}"
-            if name in about["pieces"]:
-                continue
-            try:
-                about["pieces"][name] = piece(way, seed, options)
-            except (RuntimeError, subprocess.SubprocessError) as error:
-                print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
-                continue
-            print(f"{name}: {about['pieces'][name]['curve'][-1]}", flush=True)
-            about["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            about["table"] = table(about)
-            if options.json:
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(about, indent=1) + "\n")
+        before = json.loads(options.json.read_text())
+        about |= {kind: before[kind] for kind in ("losses", "times")}
+    wanted = [(way, None) for _ in range(options.rounds) for way in options.only]
+    wanted += [(way, seed) for seed in range(options.seeds) for way in options.only]
+    for way, seed in [] if options.table else wanted:
+        times = about["times"].get(way, [])
+        if f"{way} {seed}" in about["losses"] or (seed is None and len(times) >= options.rounds):
+            continue
+        try:
+            if seed is None:
+                about["times"][way] = [*times, measure(way, 0, options, max(EVERY, WAYS[way]))]
+            else:
+                about["losses"][f"{way} {seed}"] = measure(way, seed, options)
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            print(f"{way} {seed}: left out: {error}", file=sys.stderr, flush=True)
+            continue
+        about["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        about["table"] = table(about)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(about, indent=1) + "\n")
+        print(f"{way} {'timed' if seed is None else seed}: done {time.strftime('%H:%M:%S')}", flush=True)
     for way, row in table(about).items():
         print(f"{way}: {row}")
 

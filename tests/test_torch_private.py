@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import paceline
 from paceline.errors import TorchVersionError
-from paceline.torch_private import core, dynamic_rendezvous, elastic, observed, support
+from paceline.torch_private import core, dynamic_rendezvous, elastic, flight_recorder, observed, support
 
 # ------------------------------------------------------------ what is said of a missing name
 
@@ -754,3 +755,110 @@ def test_a_feeding_layer_pickles_as_torchs_own() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     biases.convert(model)
     assert type(pickle.loads(pickle.dumps(model))[0]) is nn.Linear
+
+
+# ------------------------------------------------------------ the flight recorder
+
+
+def test_the_flight_recorder_tells_the_calls_of_each_group() -> None:
+    code = """
+import torch, torch.distributed as dist
+from paceline.torch_private import flight_recorder
+assert flight_recorder.read() == []
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+pair = dist.new_group([0], group_desc="pair")
+for _ in range(10):
+    dist.all_reduce(torch.ones(2, 3, dtype=torch.bfloat16))
+dist.broadcast(torch.ones(4, dtype=torch.int64), 0, group=pair)
+for one in flight_recorder.unpacked(flight_recorder.packed(flight_recorder.read())):
+    print(one.title, one.under_way, one.queued, len(one.ended), one.ended[-1].number, one.ended[-1], sep="; ")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "default_pg (gloo); None; 0; 8; 10; all_reduce of bfloat16 [2, 3]",
+        "pair (gloo); None; 0; 1; 1; broadcast of int64 [4]",
+    ]
+
+
+def entry(record: int, name: str, number: int, *, retired: bool, p2p: bool = False, **tensors: Any) -> dict[str, Any]:
+    """Of torch's record, what is read of it, as version 2.10 of its JSON has it."""
+    numbers = {"collective_seq_id": 0 if p2p else number, "p2p_seq_id": number if p2p else 0, "is_p2p": p2p}
+    given = {"input_dtypes": list(tensors), "input_sizes": list(tensors.values())}
+    group = {"process_group": ["0", "default_pg"]}
+    return {"record_id": record, "profiling_name": name, "retired": retired} | numbers | given | group
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, **dumps: list[dict[str, Any]]) -> list[flight_recorder.GroupCalls]:
+    """What is read where torch has recorders of these names, with these calls."""
+    module = SimpleNamespace(
+        **{name: lambda *_, calls=calls: json.dumps({"entries": calls}) for name, calls in dumps.items()}
+    )
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module)
+    return flight_recorder.read()
+
+
+def test_the_calls_of_nccl_and_those_of_gloo_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of both ("cpu:gloo,cuda:nccl"), and a torch that tells all calls under both names."""
+    nccl = [
+        entry(0, "nccl:_all_gather_base", 1, retired=True, Half=[8]),
+        entry(1, "nccl:all_reduce", 2, retired=False, Float=[1024]),
+        entry(2, "nccl:send 0->1", 1, retired=False, p2p=True, Float=[2], Long=[3]),
+    ]
+    gloo = [entry(0, "gloo:barrier", 1, retired=True)]
+    both = nccl + gloo
+    for of_nccl, of_gloo in (
+        recorded(monkeypatch, _dump_nccl_trace_json=nccl, _dump_fr_trace_json=gloo),
+        recorded(monkeypatch, _dump_nccl_trace_json=both, _dump_fr_trace_json=both),
+    ):
+        assert (of_nccl.title, of_gloo.title) == ("default_pg (nccl)", "default_pg (gloo)")
+        assert of_nccl.under_way == flight_recorder.Call(2, "all_reduce", "float32 [1024]", False)
+        assert of_nccl.queued == 2
+        assert [str(call) for call in of_nccl.ended] == ["_all_gather_base of float16 [8]"]
+        assert of_gloo.under_way is None
+        assert [call.numbered for call in of_gloo.ended] == ["call 1, barrier"]
+
+
+def test_calls_that_are_not_the_same_on_two_ranks() -> None:
+    call = flight_recorder.Call
+    first = call(7, "all_reduce", "float32 [4]", False)
+    assert first.matches(call(7, "all_reduce", "float32 [4]", False))
+    assert not first.matches(call(7, "all_reduce", "float32 [5]", False))
+    assert not first.matches(call(7, "broadcast", "float32 [4]", False))
+    assert first.matches(call(8, "broadcast", "float32 [4]", False))
+    # only the root of a gather has a list, and its ranks may have rows of their own
+    assert call(7, "all_to_all", "float32 [4]", False).matches(call(7, "all_to_all", "float32 [9]", False))
+    assert call(7, "send 0->1", "float32 [4]", True).matches(call(7, "recv 0<-1", "float32 [4]", True))
+
+
+def test_of_many_tensors_three_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {name: [1] for name in ("Float", "Double", "Half", "Long", "Novel")}
+    call = entry(0, "gloo:coalesced", 1, retired=False, **given)
+    (group,) = recorded(monkeypatch, _dump_fr_trace_json=[call])
+    assert str(group.under_way) == "coalesced of float32 [1], float64 [1], float16 [1] and 2 more"
+
+
+def test_a_recorder_that_tells_otherwise_ends_no_thread(tmp_path: Path) -> None:
+    """Asked for its calls, the process answers that it has none; then it still tells where it stands."""
+    code = """
+import sys, time, types
+from paceline.launcher import stack_thread
+other = types.ModuleType("another version of torch")
+other._dump_fr_trace_json = lambda *args: '{"entries": [{}]}'
+sys.modules["torch._C._distributed_c10d"] = other
+stack_thread.serve(sys.argv[1])
+print("ready", flush=True)
+time.sleep(60)
+"""
+    from paceline.launcher import stack_thread
+
+    file = str(tmp_path / "errors")
+    process = subprocess.Popen([sys.executable, "-c", code, file], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert stack_thread.ask_calls({process.pid: file}, 10.0) == {process.pid: []}
+        assert stack_thread.ask({process.pid: file}, 10.0)[process.pid].frames
+    finally:
+        process.kill()
+        process.communicate()

@@ -20,6 +20,39 @@ from benchmarks.gpu.jobs import Job, Way
 
 import paceline
 from paceline.comm import collectives, transport
+from paceline.torch_private import flight_recorder
+
+
+@check("ranks", 90, ranks=1)
+def a_call_that_is_queued_is_told(place: Place) -> Steps:
+    """What a stall's message says of NCCL's calls: one that waits for the GPU is under way, and ends."""
+    gpu = place.device.type == "cuda"
+    yield f"torch's flight recorder: an all_reduce of {'NCCL, queued behind products' if gpu else 'gloo'}"
+    if gpu:
+        torch.cuda.set_device(place.device)
+    dist.init_process_group("nccl" if gpu else "gloo", rank=0, world_size=1,
+                            init_method=f"file://{place.folder}/meeting")  # fmt: skip
+    total = torch.ones(2, 3, device=place.device)
+    dist.all_reduce(total)
+    size, products = (8192, 200) if gpu else (8, 1)
+    matrix = torch.ones(size, size, device=place.device)
+    for _ in range(products):
+        matrix = matrix @ matrix
+    dist.all_reduce(total)
+    began = time.monotonic()
+    queued = [one.under_way for one in flight_recorder.read()]
+    seconds = time.monotonic() - began
+    if gpu:
+        torch.cuda.synchronize()
+    while any(one.under_way for one in flight_recorder.read()) and time.monotonic() < began + 60.0:
+        time.sleep(0.1)  # torch's watchdog looks now and then which have ended
+    (after,) = flight_recorder.read()
+    yield {"title": after.title, "queued": [str(call) for call in queued], "seconds to read": round(seconds, 4)}
+    assert after.under_way is None
+    assert [call.numbered for call in after.ended][-1] == "call 2, all_reduce of float32 [2, 3]", after
+    if gpu:
+        assert [call.numbered for call in queued if call is not None] == ["call 2, all_reduce of float32 [2, 3]"]
+    dist.destroy_process_group()
 
 
 @check("ranks", 90, ranks=1)

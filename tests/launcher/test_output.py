@@ -182,11 +182,15 @@ print("saved")
     assert launcher.run(script(place, code), nproc=2) == 0
     out, err = capfd.readouterr()
     assert out == "saved\n"
-    head, first, second, away, *advice = err.splitlines()
+    head, first, second, away, calls, *advice = err.splitlines()
     assert re.fullmatch(r"paceline: rank 0 has waited for other ranks for \d s\.", head), err
     assert re.fullmatch(r"  rank 0 waits at script.py, line 8, in save\(\) \(\w+\)", first), err
     assert second == "  rank 1 is at script.py, line 9"
     assert away == "  rank 1 has not come to it."
+    under_way = r"rank 0 is in call (\d+), \w+ of .*; rank 1 is in none, after call (\d+), \w+( of .*)?"
+    numbers = re.fullmatch(rf"  In group default_pg \(gloo\): {under_way}\.", calls)
+    assert numbers is not None, err
+    assert int(numbers[1]) == int(numbers[2]) + 1, err
     assert "run.save(...)" in advice[0]
 
 

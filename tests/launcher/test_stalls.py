@@ -363,6 +363,49 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     assert "Every rank must make the same calls in the same order" in err, err
 
 
+def test_a_call_that_was_queued_is_told_where_the_script_has_gone_on(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU: no line of rank 0 tells what it waits for."""
+    code = f"""{PLAIN}
+dist.broadcast(total, 0)
+if rank == 0:
+    works = [dist.all_reduce(torch.ones(2, 3), async_op=True), dist.all_reduce(total, async_op=True)]
+    arrived()
+    while not works[0].is_completed(): time.sleep(0.01)
+else:
+    time.sleep(300)
+"""
+    err = end(place, code, capfd, late=2 * LATE_SECONDS)
+    where = "in call 3, all_reduce of float32 [2, 3], with 1 more behind it"
+    after = "in none, after call 2, broadcast of float32 [1]"
+    assert f"\n  In group default_pg (gloo): rank 0 is {where}; rank 1 is {after}.\n" in f"{err}\n", err
+
+
+@pytest.mark.parametrize(
+    ("zero", "one", "told"),
+    [
+        (
+            "dist.broadcast(total, 0)",
+            "dist.all_reduce(total)",
+            ["broadcast of float32 [1]", "all_reduce of float32 [1]"],
+        ),
+        (
+            "dist.all_reduce(total)",
+            "dist.all_reduce(torch.ones(2, 2))",
+            ["all_reduce of float32 [1]", "all_reduce of float32 [2, 2]"],
+        ),
+    ],
+    ids=["names", "sizes"],
+)
+def test_calls_of_one_number_that_do_not_match_are_named(
+    place: Path, capfd: pytest.CaptureFixture[str], zero: str, one: str, told: list[str]
+) -> None:
+    code = f"{PLAIN}arrived()\n{zero} if rank == 0 else {one}\ntime.sleep(300)\n"
+    err = end(place, code, capfd, late=2 * LATE_SECONDS)
+    assert f"    Call 2 is not the same on all ranks: {told[0]} on rank 0, {told[1]} on rank 1.\n" in f"{err}\n", err
+
+
 @pytest.mark.parametrize(
     ("before", "line", "function"),
     [

@@ -8,6 +8,8 @@ thread computes, and while that waits in native code, as in a collective. It can
 `keeping_lock` tells, and for that case alone the signal is left (worker.py, stacks.py), which is safe there, since no
 frame changes.
 
+It also tells which collective calls of the process are under way (torch_private/flight_recorder.py).
+
 The request is a datagram to a socket without a file, whose name is made of the process and the run's folder, so that
 nothing is left over when a process is killed; the answer goes back to the sender. A forked child, as a DataLoader's
 worker, starts a thread and a socket of its own.
@@ -31,12 +33,16 @@ import types
 
 # By their names: gevent puts others into the modules, which are not for a thread beside its own.
 from _thread import LockType, allocate_lock, get_ident, start_new_thread
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from socket import socket as Socket
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
+from paceline.torch_private import flight_recorder
+from paceline.torch_private.flight_recorder import GroupCalls
+
+Answer = TypeVar("Answer")
 Frames = tuple[tuple[str, int, str], ...]  # innermost first: (file, line, function)
 
 
@@ -65,6 +71,7 @@ _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 # There a garbage collection inside of sys._current_frames could block all threads (python/cpython/issues/106883).
 _COLLECTS_INSIDE = (3, 11) <= sys.version_info < (3, 11, 9)
 _ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the lock
+_WHERE, _CALLS = b"?", b"c"  # the questions: a byte each
 _ANSWER_BYTES = 2**18  # more than a socket takes, as it comes
 # So many waits of the thread for the lock, in so many seconds, are in vain: each ends after 5 ms
 # (sys.getswitchinterval), and is the last where the lock is handed over.
@@ -90,8 +97,9 @@ class _Inbox:
             return os.path.samestat(os.fstat(self._socket.fileno()), self._stat)
         return False
 
-    def receive(self) -> bytes | None:
-        """Waits for a question of this user's, or of root's. Returns where the answer goes; None: no more will come."""
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """Waits for a question of this user's, or of root's. Returns it, and where the answer goes; None: no more will
+        come."""
         space = socket.CMSG_SPACE(_CREDENTIALS.size)
         while self.there:
             question, extra, _, sender = self._socket.recvmsg(1, space)
@@ -99,7 +107,7 @@ class _Inbox:
                 return None
             users = [_CREDENTIALS.unpack(data)[1] for *_, data in extra if len(data) == _CREDENTIALS.size]
             if sender and users and users[0] in (0, os.getuid()):
-                return bytes(sender)
+                return question, bytes(sender)
         return None
 
     def send(self, answer: bytes, address: bytes) -> None:
@@ -180,9 +188,17 @@ def _answer_all(inbox: _Inbox, main: int, answering: LockType, ready: LockType) 
             ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
         ready.release()
         with contextlib.suppress(OSError):  # the descriptor was closed: nobody can ask any more
-            while (sender := inbox.receive()) is not None:
-                answer = json.dumps([*_frames(main), _is_wanted()], ensure_ascii=False)
-                inbox.send(answer.encode(*_ENCODING), sender)
+            while (asked := inbox.receive()) is not None:
+                question, sender = asked
+                answer = _calls() if question == _CALLS else [*_frames(main), _is_wanted()]
+                inbox.send(json.dumps(answer, ensure_ascii=False).encode(*_ENCODING), sender)
+
+
+def _calls() -> list[Any]:
+    try:
+        return flight_recorder.packed(flight_recorder.read())
+    except Exception:  # another version of torch may tell it otherwise: the thread must live on
+        return []
 
 
 def _frames(main: int) -> tuple[Frames, Frames]:
@@ -231,7 +247,18 @@ def ask(error_files: Mapping[int, str], seconds: float) -> dict[int, MainThread]
         error_files: by process, the error file of its rank. A child that a rank has forked has the rank's.
         seconds: how long to wait for all of them together.
     """
-    found: dict[int, MainThread] = {}
+    return _ask(_WHERE, _main_thread, error_files, seconds)
+
+
+def ask_calls(error_files: Mapping[int, str], seconds: float) -> dict[int, list[GroupCalls]]:
+    """The collective calls of each process that answers in time, by process. The arguments are those of `ask`."""
+    return _ask(_CALLS, flight_recorder.unpacked, error_files, seconds)
+
+
+def _ask(
+    question: bytes, read: Callable[[list[Any]], Answer], error_files: Mapping[int, str], seconds: float
+) -> dict[int, Answer]:
+    found: dict[int, Answer] = {}
     with Socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
         outbox.bind("")  # a name of the kernel's choice, for the answers
         asked: dict[bytes, int] = {}
@@ -239,17 +266,21 @@ def ask(error_files: Mapping[int, str], seconds: float) -> dict[int, MainThread]
             address = _address(path, pid)
             # Gone, or another program by now (os.execv), or it does not read: no answer comes.
             with contextlib.suppress(OSError):
-                outbox.sendto(b"?", socket.MSG_DONTWAIT, address)
+                outbox.sendto(question, socket.MSG_DONTWAIT, address)
                 asked[address] = pid
         deadline = monotonic() + seconds
         while len(found) < len(asked) and (left := deadline - monotonic()) > 0:
             outbox.settimeout(left)
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, TypeError):  # what is no answer of a rank's counts as none
                 answer, sender = outbox.recvfrom(_ANSWER_BYTES)
                 if sender in asked:
-                    frames, others, runs_python = json.loads(answer.decode(*_ENCODING))
-                    found[asked[sender]] = MainThread(_read(frames), bool(runs_python), _read(others))
+                    found[asked[sender]] = read(json.loads(answer.decode(*_ENCODING)))
     return found
+
+
+def _main_thread(answer: list[Any]) -> MainThread:
+    frames, others, runs_python = answer
+    return MainThread(_read(frames), bool(runs_python), _read(others))
 
 
 def _read(frames: Iterable[Sequence[Any]]) -> Frames:

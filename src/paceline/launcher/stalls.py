@@ -9,7 +9,8 @@ for it (--stall-action).
 2. Either a rank waits: its stack has not changed for the limit (--stall-timeout) and is in communication. Or a rank has
    been stopped for so long. Or no rank at all has moved. A rank that takes another batch moves, wherever it is found:
    it counts its batches in a file (train/heartbeat.py). So does one that runs code in Python which is no wait.
-3. Then say where all of them are; again after twice that time, four times, and so on while it lasts.
+3. Then say where all of them are, and in which collective call, by torch's flight recorder: of what is queued on a GPU
+   the stack does not tell. Say it again after twice that time, four times, and so on while it lasts.
 
 Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
 CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives or in a backward, which cannot match then,
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.errors import LaunchError
-from paceline.launcher import process_state
+from paceline.launcher import process_state, stack_thread
 from paceline.launcher.output import say
 from paceline.launcher.process_state import ProcessState, read_state
 from paceline.launcher.report import name_ranks
@@ -36,6 +37,7 @@ from paceline.launcher.stacks import (
     sample_loader_workers,
     sample_stacks,
 )
+from paceline.torch_private.flight_recorder import Call, GroupCalls
 from paceline.world import BEAT, MAY_DIE, read_beat
 
 STALL_SECONDS = 60.0
@@ -44,6 +46,7 @@ DEADLOCK_SECONDS = 10.0
 POLL_SECONDS = 4.0  # between two looks, at most
 _SOON_SECONDS = 1.0  # the same, when the limit is near
 _OTHERS_FIRST_SECONDS = 4.0  # where no rank of this machine is to blame: for the machine whose rank is, to end the run
+_CALLS_SECONDS = 2.0  # for the ranks to tell their collective calls, which takes them some 0.1 s
 _SUSPENDED_SECONDS = 30.0  # without a look: the launcher itself was stopped, and has seen nothing
 _BUSY = 0.5  # of a core: a process that uses more computes
 _IDLE = 0.1  # a process that uses less waits, and moves no data meanwhile
@@ -277,6 +280,7 @@ class Stalls:
             lines.append("  All ranks wait, each for others.")
         if away and waiting:
             lines.append(f"  {name_ranks(away)} {_has(away)} not come to it.")
+        lines += [f"  {line}" for line in calls_in_words(self._calls(pids))]
         if waiting and not explained and len({str(sight.last) for sight in self._seen.values()}) > 1:
             lines.append(
                 "  Every rank must make the same calls in the same order: is one of these made on some ranks only (if "
@@ -297,6 +301,13 @@ class Stalls:
         runs = process_state.RUNNING in (sight.state.code, sight.before.code)  # or waits for a core
         return f"computes {at}" if runs or sight.cores > _BUSY else f"is {at}"
 
+    def _calls(self, pids: Mapping[int, int]) -> dict[int, list[GroupCalls]]:
+        """The collective calls of each rank that answers. One that has not told its stack is not asked."""
+        able = [rank for rank, sight in self._seen.items() if sight.last is not None and not sight.state.stopped]
+        asked = {pids[rank]: self._error_files[rank] for rank in able}
+        found = stack_thread.ask_calls(asked, _CALLS_SECONDS)
+        return {rank: found[pid] for rank, pid in pids.items() if pid in found}
+
     def _loader_lines(self, rank: int, pid: int, sight: _Sight) -> list[str]:
         """A line for each process of its DataLoader that keeps the rank waiting."""
         if sight.last is None or not sight.last.loads:
@@ -308,6 +319,50 @@ class Stalls:
             what = f"{kept}, {at}" if kept and at else kept or f"is {at}"
             lines.append(f"    its DataLoader worker, process {child}, {what}")
         return lines
+
+
+def calls_in_words(calls: Mapping[int, list[GroupCalls]]) -> list[str]:
+    """A sentence for each group in which a call is under way: who is in which call, and who has not come to it.
+
+    calls: of each rank that has answered.
+    """
+    lines = []
+    titles = {one.group: one.title for groups in calls.values() for one in groups if one.under_way is not None}
+    for group, title in titles.items():
+        members = {rank: one for rank, groups in calls.items() for one in groups if one.group == group}
+        said: dict[str, list[int]] = {}
+        for rank, one in sorted(members.items()):
+            said.setdefault(_stands(one), []).append(rank)
+        parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {where}" for where, ranks in said.items()]
+        lines.append(f"In group {title}: {'; '.join(parts)}.")
+        lines += _mismatch(members)
+    return lines
+
+
+def _stands(one: GroupCalls) -> str:
+    """Such as "in call 7, all_reduce of float32 [1024]"."""
+    if one.under_way is not None:
+        behind = f", with {one.queued - 1} more behind it" if one.queued > 1 else ""
+        return f"in {one.under_way.numbered}{behind}"
+    return f"in none, after {one.ended[-1].numbered}" if one.ended else "in none"
+
+
+def _mismatch(members: Mapping[int, GroupCalls]) -> list[str]:
+    """What some rank waits in and another has called by the same number cannot be the same call: a sentence, if so."""
+    made = [(rank, call) for rank, one in sorted(members.items()) for call in one.made]
+    for waited in (one.under_way for one in members.values() if one.under_way is not None):
+        same = [(rank, call) for rank, call in made if _same_number(call, waited)]
+        if not all(call.matches(waited) for _, call in same):
+            ranks: dict[str, list[int]] = {}
+            for rank, call in same:
+                ranks.setdefault(str(call), []).append(rank)
+            told = ", ".join(f"{call} on {name_ranks(who)}" for call, who in ranks.items())
+            return [f"  Call {waited.number} is not the same on all ranks: {told}."]
+    return []
+
+
+def _same_number(call: Call, other: Call) -> bool:
+    return (call.number, call.message) == (other.number, other.message)
 
 
 def _has(ranks: list[int]) -> str:

@@ -12,5 +12,6 @@ tests/test_architecture.py finds one that is used elsewhere.
     schedules             torch.distributed.pipelining
     dynamic_rendezvous    the state that torch's agents share, as JSON
     elastic               the agent of torch.distributed.elastic
+    flight_recorder       the collective calls of this process that are under way
     observed              what the doctor reads of a foreign script's objects
 """
