@@ -263,7 +263,7 @@ class Run:
         check_optimizer(optimizer, names)
         self._optimizers.append(optimizer)
         self._stepper.updates[optimizer] = 0
-        self._guards.watch_optimizer(optimizer, self._stepper.accounts.unreduced)
+        self._guards.watch_optimizer(optimizer, self._stepper.keeps_gradients)
         if len(self._optimizers) > 1 and self._stepper.accounts.reached is None:
             self._stepper.accounts.reached = set()
 

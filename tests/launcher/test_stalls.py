@@ -390,10 +390,11 @@ else:
             "dist.all_reduce(total)",
             ["broadcast of float32 [1]", "all_reduce of float32 [1]"],
         ),
-        (
+        pytest.param(
             "dist.all_reduce(total)",
             "dist.all_reduce(torch.ones(2, 2))",
             ["all_reduce of float32 [1]", "all_reduce of float32 [2, 2]"],
+            marks=pytest.mark.conformance,
         ),
     ],
     ids=["names", "sizes"],

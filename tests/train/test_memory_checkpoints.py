@@ -143,7 +143,7 @@ def test_of_two_machines_the_one_that_lives_has_the_state_of_both(job: Job) -> N
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp:stage=3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp:stage=3", "pipeline"])
 def test_fit_goes_on_in_mid_epoch(job: Job, strategy: str) -> None:
     """fit keeps the mean loss of an epoch on all ranks, so that no rank alone could hand its state on."""
     (job.folder / "train.py").write_text(FIT)

@@ -309,3 +309,75 @@ def test_updates_by_hand(run: paceline.Run, clear: str, micro: int | None, tmp_p
     torch.testing.assert_close(weights(model), weights(plain), rtol=1e-12, atol=0)
     model.zero_grad()
     assert run.steps == 3
+
+
+# --- what the loss of one optimizer leaves on the parameters of another
+
+
+CLEAR = {
+    "by its optimizer": lambda discriminator, opt_d: opt_d.zero_grad(),
+    "to zeros": lambda discriminator, opt_d: opt_d.zero_grad(set_to_none=False),
+    "by its model": lambda discriminator, opt_d: discriminator.zero_grad(),
+    "not at all": lambda discriminator, opt_d: None,
+}
+
+
+@pytest.mark.parametrize("clear", list(CLEAR))
+def test_gradients_that_the_generators_loss_leaves_are_told_where_nothing_clears_them(
+    run: paceline.Run, clear: str
+) -> None:
+    """In any case the model is plain PyTorch's, which adds to them too."""
+
+    def losses(generator: nn.Module, discriminator: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        fake = generator(x)
+        first = F.softplus(-discriminator(y)).mean() + F.softplus(discriminator(fake.detach())).mean()
+        return first, F.softplus(-discriminator(fake)).mean()
+
+    theirs = linear(0), linear(1, 3, 1)
+    opt_g, opt_d = map(sgd, theirs)
+    for i in range(5):
+        CLEAR[clear](theirs[1], opt_d)
+        for number, optimizer in enumerate((opt_d, opt_g)):
+            losses(*theirs, X[4 * i : 4 * i + 4], Y[4 * i : 4 * i + 4])[number].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    *ours, opt_g, opt_d = pair(run)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for x, y in run.loader(DATA, global_batch=4, shuffle=False):
+            CLEAR[clear](ours[1], opt_d)
+            for number, optimizer in enumerate((opt_d, opt_g)):
+                run.backward(losses(*ours, x, y)[number])
+                run.step(optimizer)
+    assert torch.allclose(weights(*ours), weights(*theirs), rtol=1e-14, atol=1e-15)
+    found = [str(one.message) for one in told if "by the loss of another optimizer" in str(one.message)]
+    assert len(found) == (clear == "not at all")
+    assert all("run.step(SGD): the gradient of 1/weight and of 1 more holds also" in text for text in found)
+
+
+def test_a_loss_that_names_its_optimizer_leaves_nothing(run: paceline.Run) -> None:
+    generator, discriminator, opt_g, opt_d = pair(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in run.loader(DATA, global_batch=4, micro_batch=2):
+            fake = generator(x)
+            run.backward(F.softplus(-discriminator(y)).mean(), optimizer=opt_d)
+            run.backward(F.softplus(discriminator(fake.detach())).mean(), optimizer=opt_d)
+            run.step(opt_d)
+            run.backward(F.softplus(-discriminator(fake)).mean(), optimizer=opt_g)
+            run.step(opt_g)
+
+
+def test_an_optimizer_that_rests_and_is_cleared_before_its_turn_leaves_nothing(run: paceline.Run) -> None:
+    """The discriminator's loss reaches the generator, whose turn comes every third batch."""
+    generator, discriminator, opt_g, opt_d = pair(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number, (x, y) in enumerate(run.loader(DATA, global_batch=4)):
+            opt_d.zero_grad()
+            run.backward(F.softplus(-discriminator(y)).mean() + F.softplus(discriminator(generator(x))).mean())
+            run.step(opt_d)
+            if number % 3 == 2:
+                generator.zero_grad()
+                run.backward(F.softplus(-discriminator(generator(x))).mean())
+                run.step(opt_g)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import paceline
+from paceline.train.metrics import Average, reduce_averages
 from paceline.train.weighted_sum import FOLD_AT, WeightedSum
 
 CPU = torch.device("cpu")
@@ -104,6 +105,25 @@ def test_the_order_changes_no_bit(later: bool) -> None:
         plain.add(total)
     assert len(found) == 1 < len(plain)
     assert found.pop() == pytest.approx(float(exact), rel=1e-15)
+
+
+def test_a_mean_that_is_reduced_in_between_has_the_same_bits() -> None:
+    """A checkpoint in mid-epoch reduces the mean loss so far; the mean of the epoch must not tell of it."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.exp(torch.empty(60).uniform_(-14, 7, generator=generator)).double()
+    for seed in range(20):
+        often = torch.rand(60, generator=generator.manual_seed(seed)) < 0.3
+        once, several = Average(CPU), Average(CPU)
+        for value, reduce in zip(values, often.tolist()):
+            once.add_mean(value, 7)
+            several.add_mean(value, 7)
+            if reduce:
+                kept = several.shared
+                reduce_averages([several])
+                restored = Average(CPU)
+                restored.shared, several = several.shared, restored
+                assert kept != restored.shared
+        assert reduce_averages([several]) == reduce_averages([once])
 
 
 def test_what_is_no_number_stays_so(later: bool) -> None:

@@ -88,7 +88,8 @@ class Fitting:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history.load_state_dict(state["history"])
-        self._mean.shared = state["loss"][0], state["loss"][1]
+        total, count, *rest = state["loss"]
+        self._mean.shared = total, count, rest[0] if rest else 0.0  # none in checkpoints of an earlier version
         if self.history.best_epoch is not None:
             self.history.best_path = self._plan.best_path
         if self._plan.best is not None and "best" in state:

@@ -36,16 +36,16 @@ class Guards:
         self._optimizers: list[torch.optim.Optimizer] = []  # the optimizers whose zero_grad is replaced
         self._schedulers: list[tuple[Any, type]] = []  # each watched scheduler and its own class
 
-    def watch_optimizer(self, optimizer: torch.optim.Optimizer, accumulating: Callable[[list[Tensor]], bool]) -> None:
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer, keeps: Callable[[list[Tensor]], bool]) -> None:
         """Refuse a direct step(), and let zero_grad() do nothing between micro-batches.
 
         Scripts for one device call zero_grad() at the top of their loop; `run.step` clears at a global batch's end.
-        accumulating: whether these parameters have gradients of earlier micro-batches.
+        keeps: whether these parameters have gradients of earlier micro-batches, which must stay.
         """
         own = optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if not accumulating([p for group in optimizer.param_groups for p in group["params"]]):
+            if not keeps([p for group in optimizer.param_groups for p in group["params"]]):
                 own(set_to_none)
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

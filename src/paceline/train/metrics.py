@@ -140,7 +140,9 @@ class Average:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._local = WeightedSum(device, _CHANGED)  # of this process, since the last reduce_averages
-        self.shared = (0.0, 0.0)  # sum and count of all processes, until the last reduce_averages
+        # (sum, count, rest of the sum) of all processes, until the last reduce_averages. Sum and rest stay apart: added
+        # at each of these, they would be rounded, and the mean would tell how often that was.
+        self.shared = (0.0, 0.0, 0.0)
 
     def add_mean(self, value: Any, count: Weight) -> None:
         """Add a mean over `count` things: a number or 0-dim tensor. The mean over no things (NaN) does not count."""
@@ -168,8 +170,9 @@ def reduce_averages(averages: Sequence[Average]) -> list[float]:
     local = torch.stack([average.drain() for average in averages])
     added = collectives.all_reduce(local, group=data_group()).tolist()
     for average, (top, count, rest) in zip(averages, added, strict=True):
-        average.shared = average.shared[0] + (top + rest), average.shared[1] + count
-    return [top / count if count else float("nan") for top, count in (average.shared for average in averages)]
+        before = average.shared
+        average.shared = before[0] + top, before[1] + count, before[2] + rest
+    return [(top + rest) / count if count else float("nan") for top, count, rest in (one.shared for one in averages)]
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch
 from paceline.train.gradients import Accounts
 from paceline.train.guards import Guards
+from paceline.train.left_gradients import LeftGradients
 from paceline.train.loader import Loader
 from paceline.train.loss import LossRecord, attach_count, local_loss, mean_term, sum_term, term_losses
 from paceline.train.messages import (
@@ -105,6 +106,7 @@ class Stepper:
         self._tree = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
         self._passes = self.accounts.passes if self._tree is None else self._tree.passes
         self._finite = FiniteWatch(store, strategy.mesh, device)
+        self._left = LeftGradients(store)
         self.device, self.skip = device, skip
         self._loaders: list[Loader] = []  # the training loaders, in the order in which they were first iterated
         self._yields: dict[Loader, Yields] = {}  # the yields of each of these loaders
@@ -385,6 +387,7 @@ class Stepper:
         # take a batch is none: a process may look at one by itself.
         if one.calls == 0 and one.request.final and not self.strategy.mesh.independent:
             self.calls.same(BACKWARD)
+        self._left.look(first=self._call_number == 0 and one.request.micro == 0)
         one.calls += 1
         one.count_at_call = self._yield_count
         one.after_end = one.loader.current is None
@@ -441,6 +444,7 @@ class Stepper:
                 "every micro-batch (a loss of zero is fine)."
             )
         self._check_gradients(parameters)
+        self._left.warn_of(optimizer, parameters, self.names)
         # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
         # stochastic rounding.
         seed_torch(opened[0].key ^ _UPDATE, self.device)
@@ -497,6 +501,14 @@ class Stepper:
         seed_torch(opened[0].key ^ _UPDATE, self.device)
         self._advance(optimizer, schedulers)
         self._finish_global_batch(parameters, opened)
+
+    def keeps_gradients(self, parameters: list[Tensor]) -> bool:
+        """The script calls zero_grad of the optimizer of these parameters. Returns whether that must do nothing, since
+        they have gradients of earlier micro-batches."""
+        if self.accounts.unreduced(parameters):
+            return True
+        self._left.cleared(parameters)
+        return False
 
     def _check_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Raises UsageError unless backward calls of this global batch made the gradients."""
