@@ -14,7 +14,8 @@ A machine is here a launcher with its ranks; the machines meet on loopback. It h
   of their norm,
 - no process, no folder for temporary files and nothing in /dev/shm is left.
 
-Beside it the same kills of the same job as people write it for torchrun (by_hand.py).
+Beside it the same kills of the same job as people write it for torchrun (by_hand.py), and for torchft
+(by_hand_torchft.py), where that is installed: `--ways` names these.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ import psutil
 import torch
 from benchmarks.gpu.__main__ import machine
 from safetensors.torch import load_file
-from tests.chaos.job import STEP_SECONDS, STEPS
+from tests.chaos.job import EPOCHS, EXAMPLES, STEP_SECONDS, STEPS
+from tests.chaos.replicas import Replicas, uses_lost, uses_of_examples
 
 from paceline.world import MEMORY as MEMORY_FOLDER
 
@@ -73,6 +76,12 @@ WAYS: dict[str, tuple[str, bool, bool]] = {
 Of KEPT and MEMORY ranks alone are killed, one at a time, and the launcher starts them again: who lives hands on, or the
 memory holds a checkpoint of every second step, and the disk none."""
 TORCHRUN = "torchrun, DDP, torch.save"
+TORCHFT = "torchft, DDP"
+TORCHFT_WAITS = "torchft, DDP, waiting for all"
+OF_TORCHFT = (TORCHFT, TORCHFT_WAITS)
+OTHERS = (TORCHRUN, *OF_TORCHFT)
+"""What paceline is compared with. Of OF_TORCHFT ranks are killed as of KEPT. Under TORCHFT those that live go on alone,
+under TORCHFT_WAITS they wait until the one that was killed is back."""
 
 
 @dataclass
@@ -80,7 +89,7 @@ class Case:
     """What became of one training.
 
     Attributes:
-        way: of WAYS, or TORCHRUN.
+        way: of WAYS, or of OTHERS.
         number: the seed of its draws.
         kills: what was killed: "rank", "ranks", "launcher"; of MACHINES "rank", "machine", "keeper", the last being the
             machine whose launcher keeps the rendezvous.
@@ -88,6 +97,7 @@ class Case:
         seconds: of all starts.
         wrong: what was not as it must be; empty: nothing.
         lost: of KEPT and MEMORY, at each start after the first, the steps that a rank had made and that it makes again.
+        uses: of OF_TORCHFT, how many uses of an example are missing, and how many are too many.
     """
 
     way: str
@@ -97,6 +107,7 @@ class Case:
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
+    uses: list[int] = field(default_factory=list)
 
 
 class Folder:
@@ -315,6 +326,42 @@ def on_machines(folder: Folder, case: Case, draw: random.Random) -> str:
     return out
 
 
+def least_of(way: str, count: int) -> int:
+    """How many replicas of `count` a step takes, under one of OF_TORCHFT."""
+    return count if way == TORCHFT_WAITS else 1
+
+
+def on_torchft(folder: Folder, case: Case, draw: random.Random, undisturbed: Undisturbed) -> None:
+    """A training of OF_TORCHFT, of which replicas are killed one at a time, and what is wrong with it."""
+    count = draw.choice([2, 4])
+    theirs = undisturbed.of_replicas(case.way, count)
+    case.processes.append(count)
+    replicas = Replicas(folder.path, folder.start, count, least_of(case.way, count))
+    for number in range(MOST_KILLS):
+        if number and draw.random() > 0.6:
+            break
+        wait, victim, began = draw.random() * STEPS * STEP_SECONDS, draw.randrange(count), time.monotonic()
+        while not (folder.path / "began").exists() and time.monotonic() < began + DEADLINE_SECONDS:
+            time.sleep(0.02)
+        time.sleep(wait)
+        if list(folder.path.glob("end-*")):
+            break
+        replicas.kill(victim)
+        case.kills.append("rank")
+        (folder.path / "began").unlink(missing_ok=True)  # who lives makes it anew
+    end = replicas.wait(DEADLINE_SECONDS)
+    folder.end_all()
+    if end is None:
+        case.wrong.append("start 1 hung")
+        return
+    uses = uses_of_examples(folder.path)
+    case.uses = list(uses)
+    if any(uses):
+        case.wrong.append(f"of {EXAMPLES * EPOCHS} uses of an example {uses.missing} missing, {uses.extra} too many")
+    if gap := difference(load_file(end), theirs):
+        case.wrong.append(gap)
+
+
 def wait_and_choose(folder: Folder, machines: Machines, what: str, draw: random.Random) -> subprocess.Popen[str] | None:
     """The launcher of the machine that is to go, or one of whose ranks is to, at a random moment of the training; None:
     it has ended."""
@@ -362,11 +409,25 @@ class Undisturbed:
                 self._known[way, processes] = found, load_file(weights) if weights.exists() else {}
         return self._known[way, processes]
 
+    def of_replicas(self, way: str, count: int) -> dict[str, torch.Tensor]:
+        """The weights of a training of OF_TORCHFT."""
+        if (way, count) not in self._known:
+            with tempfile.TemporaryDirectory() as path:
+                folder = Folder(Path(path), "undisturbed", False)
+                replicas = Replicas(folder.path, folder.start, count, least_of(way, count))
+                end = replicas.wait(DEADLINE_SECONDS)
+                folder.end_all()
+                assert end is not None, f"{way} on {count} processes does not train"
+                uses = uses_of_examples(folder.path)
+                assert not any(uses), f"{way} on {count} processes, which nobody disturbed: {uses}"
+                self._known[way, count] = {}, load_file(end)
+        return self._known[way, count][1]
+
 
 def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = False) -> Case:
     case, draw = Case(way, number), random.Random(number)
-    varies = way != TORCHRUN and WAYS[way][1]
-    sizes = [1, 2, 4] if way != TORCHRUN and WAYS[way][2] else [1, 2, 3, 4]
+    varies = way not in OTHERS and WAYS[way][1]
+    sizes = [1, 2, 4] if way not in OTHERS and WAYS[way][2] else [1, 2, 3, 4]
     if way.startswith("fsdp"):  # it needs two
         sizes.remove(1)
     first = draw.choice([2, 4] if way == TORCHRUN else [size for size in sizes if size > 1])
@@ -374,6 +435,9 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
     began = time.monotonic()
     try:
         folder = Folder(path, f"{way}-{number}", shown)
+        if way in OF_TORCHFT:
+            on_torchft(folder, case, draw, undisturbed)
+            return case
         out = on_machines(folder, case, draw) if way == MACHINES else None
         for attempt in range(MOST_KILLS + 1 if way != MACHINES else 0):
             processes = draw.choice(sizes) if varies and attempt else first
@@ -397,7 +461,7 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
         folder.end_all()
     finally:
         shutil.rmtree(path, ignore_errors=True)
-    case.seconds = round(time.monotonic() - began, 1)
+        case.seconds = round(time.monotonic() - began, 1)
     return case
 
 
@@ -413,10 +477,14 @@ def judge(case: Case, found: dict[str, Any] | None, path: Path, undisturbed: Und
         if found["weights"] != wanted["weights"]:
             case.wrong.append("other bits in the weights")
         return
-    own = load_file(path / "weights.safetensors")
-    gap = max(float((own[name] - value).norm() / value.norm()) for name, value in weights.items())
-    if gap > 1e-10:
-        case.wrong.append(f"weights that differ by {gap:.1e} of their norm")
+    if gap := difference(load_file(path / "weights.safetensors"), weights):
+        case.wrong.append(gap)
+
+
+def difference(own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
+    """In words; empty: they are the same to 1e-10 of their norm."""
+    gap = max(float((own[name] - value).norm() / value.norm()) for name, value in wanted.items())
+    return f"weights that differ by {gap:.1e} of their norm" if gap > 1e-10 else ""
 
 
 # ---------------------------------------------------------------- results
@@ -440,7 +508,7 @@ def save(path: Path, cases: list[dict[str, Any]], command: str) -> None:
 def counts(cases: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Of each way: trainings, kills, those that had to be started again, and those that ended as if undisturbed."""
     found: dict[str, dict[str, int]] = {}
-    for way in [*WAYS, TORCHRUN]:
+    for way in [*WAYS, *OTHERS]:
         own = [case for case in cases if case["way"] == way]
         found[way] = {
             "trainings": len(own),
@@ -463,7 +531,7 @@ def table(cases: list[dict[str, Any]]) -> str:
         killed = ", ".join(f"{kills[kind]} of {NAMED.get(kind, kind)}" for kind in sorted(kills))
         hung = sum(any("hung" in text for text in case["wrong"]) for case in own)
         left = sum(any("is left" in text for text in case["wrong"]) for case in own)
-        looked = str(left) if way != TORCHRUN else "not looked at"
+        looked = str(left) if way not in OTHERS else "not looked at"
         begun = f"| {way} | {count['trainings']} | {count['kills']}: {killed} | {count['again']} | {count['good']} |"
         rows.append(f"{begun} {hung} | {looked} |")
     return "\n".join(rows)
@@ -483,11 +551,20 @@ def steps_made_again(cases: list[dict[str, Any]], way: str = KEPT) -> str:
     )
 
 
+def can_run(ways: list[str]) -> list[str]:
+    """The ways without those whose package is not installed, which it tells."""
+    left_out = [way for way in ways if way in OF_TORCHFT and find_spec("torchft") is None]
+    if left_out:
+        names = " and ".join(f'"{way}"' for way in left_out)
+        print(f"{names} left out: torchft is not installed. pip install torchft-nightly", file=sys.stderr)
+    return [way for way in ways if way not in left_out]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=30, help="how many, dealt out over the ways in turn")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, TORCHRUN], default=[*WAYS], metavar="WAY")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *OTHERS], default=[*WAYS], metavar="WAY")
     parser.add_argument("--case", metavar="WAY-NUMBER", help="this case alone, with what its processes say")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the results are added here")
     parser.add_argument("--page", action="store_true", help="run nothing; print the table of the results")
@@ -497,21 +574,27 @@ def main() -> int:
     if options.page:
         cases = load(options.json)
         print(table(cases), steps_made_again(cases), steps_made_again(cases, MEMORY), sep="\n\n")
+        print("", *(f"{way}: {uses_lost(cases, way)}\n" for way in OF_TORCHFT), sep="\n")
         return 0
     undisturbed = Undisturbed()
     if options.case:
         way, _, number = options.case.rpartition("-")
+        if not can_run([way]):
+            return 2
         case = run_case(way, int(number), undisturbed, shown=True)
         print(json.dumps(asdict(case), indent=1))
         return int(bool(case.wrong))
+    ways = can_run(options.ways)
+    if not ways:
+        return 2
     cases, bad = load(options.json), 0
     done = {(case["way"], case["number"]) for case in cases}
     for index in range(options.cases):
-        way, number = options.ways[index % len(options.ways)], options.seed + index
+        way, number = ways[index % len(ways)], options.seed + index
         if (way, number) in done:
             continue
         case = run_case(way, number, undisturbed)
-        bad += bool(case.wrong) and way != TORCHRUN
+        bad += bool(case.wrong) and way not in OTHERS
         cases.append(asdict(case))
         save(options.json, cases, f"python -m tests.chaos --cases {options.cases} --seed {options.seed}")
         word = "; ".join(case.wrong) or "as if undisturbed"
