@@ -55,6 +55,7 @@ WAYS = {
     "diloco:every=50": 50,
     "diloco:every=200": 200,
     "diloco:every=200,fragments=4": 200,
+    "diloco:every=200,fragments=4,delay=10": 200,  # never one by itself: each look averages them
 }
 """Strategy -> steps after which its replicas are one."""
 

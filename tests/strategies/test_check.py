@@ -60,6 +60,7 @@ BAD = [  # spec, processes (None: not known), what the message holds
     ("diloco:outer_lr=inf", 2, "outer_lr=inf"),
     ("diloco:outer_momentum=1", 2, "outer_momentum=1.0"),
     ("diloco:every=2,fragments=3", 2, "fragments=3 with every=2"),
+    ("diloco:every=2,delay=2", 2, "delay=2 with every=2"),
     ("shared", 1, "at least two processes"),
     ("pipeline", 1, "at least two processes"),
     ("pipeline:stages=1", 2, "stages=1: it must divide the number of processes, 2, and be at least 2. Here that is 2."),

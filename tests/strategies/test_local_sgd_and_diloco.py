@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -209,6 +210,61 @@ def diloco_by_hand(
     return hand.model
 
 
+def streaming_by_hand(
+    hand: ByHand, every: int, delay: int, mix: float, runs: Sequence[Sequence[str]], looks: Sequence[int] = ()
+) -> nn.Module:
+    """Algorithm 2 of Streaming DiLoCo, with tau = delay and alpha = mix. A sample counts in a mean by the part of its
+    update that is left in the weights. At the steps `looks`, and at the end, the replicas become their mean."""
+    shared = {name: p.detach().clone() for name, p in hand.model.named_parameters()}
+    outer = torch.optim.SGD(list(shared.values()), lr=0.7, momentum=0.9, nesterov=True)
+    seen = [[0.0] * len(hand.replicas) for _ in runs]
+    on_the_way: list[dict[str, Tensor] | None] = [None] * len(runs)
+
+    def look() -> None:
+        for p, names in enumerate(runs):
+            for replica, own in zip(hand.replicas, seen[p], strict=True):
+                replica.seen = own
+            hand.average(names)
+            seen[p] = [0.0] * len(hand.replicas)
+
+    for step, shards in enumerate(hand.shards(), start=1):
+        for replica in hand.replicas:
+            replica.seen = 0.0
+        hand.local_step(shards)
+        for p in range(len(runs)):
+            seen[p] = [s + replica.seen for s, replica in zip(seen[p], hand.replicas, strict=True)]
+        for receive in (True, False):
+            for p, names in enumerate(runs):
+                begun = step - every * (p + 1) // len(runs)
+                arrived = on_the_way[p]
+                if receive and (begun - delay) % every == 0 and arrived is not None:
+                    for name in names:
+                        shared[name].grad = arrived[name]
+                    outer.step()
+                    outer.zero_grad()
+                    with torch.no_grad():
+                        for name in names:
+                            for replica in hand.replicas:
+                                own = replica.model.get_parameter(name)
+                                own.copy_(mix * own + (1 - mix) * shared[name])
+                    seen[p] = [s * mix for s in seen[p]]
+                    on_the_way[p] = None
+                elif not receive and begun % every == 0:
+                    assert on_the_way[p] is None
+                    total = sum(seen[p])
+                    on_the_way[p] = {
+                        name: sum(
+                            (shared[name] - replica.model.get_parameter(name).detach()) * s / total
+                            for s, replica in zip(seen[p], hand.replicas, strict=True)
+                        )
+                        for name in names
+                    }  # type: ignore[assignment]
+        if step in looks:
+            look()
+    look()
+    return hand.model
+
+
 def train(
     make: Make,
     optimizer: Callable[[Any], torch.optim.Optimizer],
@@ -339,6 +395,108 @@ def test_diloco_in_fragments_is_the_algorithm_by_hand() -> None:
         trained = train(Net, adamw, both_heads, f"diloco:every=6,fragments={fragments}")
         same(trained, diloco_by_hand(ByHand(Net, adamw, both_heads), 6, 0.7, 0.9, names), 1e-12)
         one_everywhere(trained)
+
+
+RUNS = {
+    1: [["embed.weight", "trunk.0.weight", "trunk.0.bias", "trunk.3.weight", "trunk.3.bias", "head.weight",
+         "head.bias", "spare.weight", "spare.bias"]],
+    2: [["embed.weight", "trunk.0.weight", "trunk.0.bias"],
+        ["trunk.3.weight", "trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
+    3: [["embed.weight", "trunk.0.weight"], ["trunk.0.bias", "trunk.3.weight"],
+        ["trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2, conformance=3, campaign=4)
+def test_diloco_with_a_delay_is_the_algorithm_by_hand() -> None:
+    """15 steps. With delay=4, every=6 and 3 fragments two of these are on their way at once; with mix=0 the steps made
+    meanwhile are dropped. On 3 processes the last batch of an epoch has an empty shard."""
+    for every, fragments, delay, mix in ((4, 1, 1, 0.5), (5, 2, 2, 0.0), (6, 3, 4, 0.3), (4, 2, 3, 0.5)):
+        strategy = f"diloco:every={every},fragments={fragments},delay={delay},mix={mix}"
+        trained = train(Net, adamw, both_heads, strategy)
+        hand = streaming_by_hand(ByHand(Net, adamw, both_heads), every, delay, mix, RUNS[fragments])
+        same(trained, hand, 1e-12)
+        one_everywhere(trained)
+    prompt = train(Net, adamw, both_heads, "diloco:every=4,fragments=2")
+    other = streaming_by_hand(ByHand(Net, adamw, both_heads), 4, 3, 0.5, RUNS[2])
+    assert difference(prompt, other) > 1e-4, "the reference sees nothing"
+
+
+@pytest.mark.ranks(2, conformance=3, campaign=4)
+def test_a_late_mean_is_used_at_its_step_and_no_inner_step_waits_for_it() -> None:
+    """Rank 1 comes to its exchange a second late: rank 0 makes the inner steps up to the one at which it is due."""
+    with started(strategy="diloco:every=4,delay=3", progress="off") as run:
+        torch.manual_seed(0)
+        model = Net().double()
+        model, optimizer = run.prepare(model, adamw(model.parameters()))
+        starts, ends = [], []
+        for batch in run.loader(data(), global_batch=2):
+            if run.world.rank == 1 and run.steps == 3:
+                time.sleep(1.0)
+            starts.append(time.time())
+            run.forward_backward(both_heads, model, batch)
+            run.step(optimizer)
+            ends.append(time.time())
+            if run.steps == 7:
+                break
+        begun = max(collectives.gather_objects(starts[3]))
+        assert ends[6] >= begun, "nobody has the mean before all have sent"
+        if run.world.rank == 0:
+            assert ends[5] < begun - 0.5
+        _settled(run)
+
+
+@pytest.mark.ranks(2, conformance=3, campaign=4)
+def test_a_mean_on_its_way_stays_so_over_an_evaluation() -> None:
+    """At step 5, one step after the exchange began and two before it is due. The evaluation sees the mean."""
+    hand = ByHand(Net, adamw, one_head)
+    with started(strategy="diloco:every=4,delay=3", progress="off") as run:
+        torch.manual_seed(0)
+        model = Net().double()
+        model, optimizer = run.prepare(model, adamw(model.parameters()))
+        test = run.loader(data(), global_batch=7, train=False)
+        loader = run.loader(data(), global_batch=BATCH)
+        for _ in run.epochs(EPOCHS):
+            for batch in loader:
+                run.forward_backward(one_head, model, batch)
+                run.step(optimizer)
+                if run.steps == 5:
+                    assert not run._strategy.synchronized()
+                    for _ in test:
+                        one_everywhere(model)
+                    assert run._strategy.synchronized()
+        one_everywhere(model)
+        same(model, streaming_by_hand(hand, 4, 3, 0.5, RUNS[1], looks=(5,)), 1e-12)
+
+
+@pytest.mark.ranks(2, conformance=3, campaign=4)
+def test_with_a_delay_a_replica_may_skip_two_optimizers_may_train_and_parameters_may_be_added() -> None:
+    """A NaN on rank 1 while an exchange is on its way; then another head with an optimizer of its own; batch norm."""
+    for mix in (0.0, 0.5):
+        with started(strategy=f"diloco:every=3,delay=2,mix={mix}", progress="off", nonfinite="skip") as run:
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"net": layers(norm=True)}).double()
+            model, optimizer = run.prepare(model, adamw(model.parameters()))
+            optimizers = [optimizer]
+            loader = run.loader(data(), global_batch=11)
+            for _ in run.epochs(8):
+                for batch in loader:
+                    if run.steps == 7:
+                        model["more"] = nn.Linear(3, 3).double()
+                        _, more = run.prepare(model, momentum(model["more"].parameters()))
+                        optimizers.append(more)
+                    logits = model["net"](batch[0])
+                    logits = model["more"](logits) if "more" in model else logits
+                    loss = F.cross_entropy(logits, batch[2])
+                    run.backward(loss * float("nan") if run.world.rank == 1 and run.steps == 4 else loss)
+                    for own in optimizers:
+                        run.step(own)
+            assert run.skipped == int(run.world.rank == 1)
+            one_everywhere(model)
+            assert all(bool(t.isfinite().all()) for t in model.state_dict().values())
+            assert bool((model["net"][1].running_var >= 0).all())
+            found = {id(p) for one in run._strategy._exchanges for p in one.parameters}
+            assert found == {id(p) for p in model.parameters()}, "begun in step 15 of 16 and in step 9 of 9"
 
 
 # --- what does not travel
@@ -777,7 +935,8 @@ def _tensors(tree: Any, prefix: str = "") -> dict[str, Tensor]:
 @pytest.mark.ranks(conformance=3, campaign=(2, 4))
 def test_a_resumed_run_is_the_one_that_was_not_stopped() -> None:
     """With saves at the same places, in mid-round and mid-epoch: weights, optimizer, outer state, to the last bit."""
-    for strategy in ("local_sgd:every=5", "local_sgd:every=3,warmup=6", "diloco:every=5,fragments=2", "diloco:every=6"):
+    for strategy in ("local_sgd:every=5", "local_sgd:every=3,warmup=6", "diloco:every=5,fragments=2", "diloco:every=6",
+                     "diloco:every=5,fragments=2,delay=4", "diloco:every=6,delay=2,mix=0"):  # fmt: skip
         with shared_folder() as folder:
             straight = _tensors(_run(folder / "straight", strategy, 8))
             _run(folder / "stopped", strategy, 8, stop=5)  # after the save at 4: step 5 is lost
@@ -794,7 +953,9 @@ def test_checkpoints_go_to_ddp_and_come_from_it() -> None:
     with shared_folder() as folder:
         for number, (one, other) in enumerate(
             [("ddp", "local_sgd:every=3"), ("local_sgd:every=3", "ddp"), ("diloco:every=3", "ddp"),
-             ("ddp", "diloco:every=3"), ("diloco:every=5", "local_sgd:every=3"), ("local_sgd", "diloco:every=5")]
+             ("ddp", "diloco:every=3"), ("diloco:every=5", "local_sgd:every=3"), ("diloco:every=6,delay=3", "ddp"),
+             ("diloco:every=6,delay=3", "diloco:every=3"), ("diloco:every=4", "diloco:every=6,delay=3"),
+             ("local_sgd", "diloco:every=5")]
         ):  # fmt: skip
             where = folder / str(number)
             _run(where, one, 8, stop=7, batch_norm="shard")

@@ -60,6 +60,13 @@ def test_the_start_says_that_the_mathematics_is_another(capfd: pytest.CaptureFix
         ("diloco:outer_momentum=1", "outer_momentum=1.0: from 0 to below 1"),
         ("diloco:every=4,fragments=5", "fragments=5 with every=4"),
         ("diloco:fragments=0", "fragments=0: a whole number from 1 on"),
+        ("diloco:delay=-1", "delay=-1: a whole number from 0 on"),
+        ("diloco:every=4,delay=4", "delay=4 with every=4"),
+        ("diloco:every=1,delay=1", "delay=1 with every=1"),
+        ("diloco:delay=2,mix=1", "mix=1.0: from 0 to below 1"),
+        ("diloco:mix=nan,delay=2", "mix=nan: from 0 to below 1"),
+        ("diloco:mix=0.2", "mix=0.2 without delay"),
+        ("diloco:delay=2,average_state=true", "average_state=true with delay=2"),
     ],
 )
 def test_options_that_cannot_be(strategy: str, message: str) -> None:

@@ -190,6 +190,12 @@ class Mesh:
         if self.layers is self.gradient and self.gradient is not ALONE:
             self.layers = self._subgroup(tuple(name for name in self.sizes if name in DATA), "layers")
 
+    def background(self) -> Group:
+        """A group of all processes for sums that are under way while the training thread makes other collectives. They
+        do not queue behind each other. Collective over the world. A second call finds the same group, and so does a
+        later run."""
+        return self._subgroup(tuple(self.sizes), "background") if prod(self.sizes.values()) > 1 else ALONE
+
     def _over(self, names: tuple[str, ...]) -> Group:
         """The group of the processes that differ from this one along these dimensions only."""
         chosen = tuple(name for name in self.sizes if name in names)

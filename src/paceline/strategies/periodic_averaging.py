@@ -258,6 +258,25 @@ class PeriodicAveraging(LoopStrategy):
             found |= {(number, name): b for name, b in model.named_buffers() if name in persistent}
         return found
 
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Name -> buffer, of those that are averaged. Names of a second model begin with "1/"."""
+        found = self._all_buffers().items()
+        return {
+            f"{number}/{name}" if number else name: b for (number, name), b in found if (number, name) in self._buffers
+        }
+
+    def changed_buffers(self) -> dict[str, Item]:
+        """Name -> item, of the floating-point buffers; none where no step was made since they were one."""
+        if self._buffer_weight is None:
+            return {}
+        bases = {f"{number}/{name}" if number else name: base for (number, name), base in self._buffers.items()}
+        return {name: Item(buffer, self._buffer_weight, bases[name]) for name, buffer in self.named_buffers().items()}
+
+    def scale_buffer_weight(self, part: float) -> None:
+        """What counts for the mean of buffers: this part of the samples so far."""
+        if self._buffer_weight is not None:
+            self._buffer_weight = self._buffer_weight * part
+
     def _changed_buffers(self) -> tuple[list[Item], list[Tensor], list[Any]]:
         if self._buffer_weight is None:
             return [], [], []
