@@ -47,7 +47,7 @@ from paceline.strategies.replicated import parameter_names
 from paceline.world import World
 
 MIX = 0.5
-"""The paper's alpha."""
+"""The default. The paper calls it alpha."""
 
 
 def check(
