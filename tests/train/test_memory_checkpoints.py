@@ -295,6 +295,20 @@ def test_what_cannot_be_written_is_said_once_and_the_training_goes_on(
     assert kept.made == 6
 
 
+def test_a_machine_that_cannot_write_says_so_once(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError("can't start new thread")
+
+    monkeypatch.setattr(kept.kept._writer, "begin", refused)
+    kept.kept.begin()
+    for _ in range(6):
+        kept.step()
+    told = "paceline: on machine 0 no checkpoint is kept in memory: can't start new thread.\n"
+    assert capsys.readouterr().err == told
+
+
 def test_the_launchers_wish_is_read() -> None:
     assert asked_for({}) is None
     assert asked_for({"PACELINE_MEMORY_EVERY": "7"}) == 7

@@ -79,6 +79,7 @@ class MemoryCheckpoints:
         self._buffers = SnapshotBuffers()
         self._begun = False  # has the script restored? Without that the next start could not use what is kept
         self._last = -1  # the step of the last one
+        self._told = False  # that this machine cannot write
         self._holders: list[int] | None = None  # the ranks that write; None: not known yet
         self._pair: dist.ProcessGroup | None = None  # the two of them, where there are two
 
@@ -133,7 +134,9 @@ class MemoryCheckpoints:
             if encoded is not None:
                 self._begin_writing(encoded)
         except (CheckpointError, OSError) as error:  # of the second machine, or there is no thread: the other goes on
-            _say(f"on machine {self._node} no checkpoint is kept in memory: {error}")
+            if not self._told:
+                self._told = True
+                _say(f"on machine {self._node} no checkpoint is kept in memory: {error}")
 
     def _choose_holders(self) -> None:
         nodes = collectives.gather_objects(self._node)
