@@ -12,7 +12,10 @@ rate's course of the example. Two things are measured, each where it needs the l
   Bytes are those that the first host has sent over its cable, with all headers.
 
 The target is the baseline's final loss, the mean over its seeds, plus 1%. The time to the target is a product: the
-steps after which the loss was there, times the seconds of a step.
+steps after which the loss was there, times the seconds of a step. A step that is cheaper may be made more often: with
+`--beside FILE` the baseline's losses, and the cost of each way's step, are those of that file.
+
+    python benchmarks/lossy.py --steps 2000 --rounds 0 --beside benchmarks/results/lossy.json --only diloco:every=50 ...
 
 What stands in the file already is not measured again: what was interrupted goes on, and `--seeds 5` adds to what
 `--seeds 1` has measured. `--table` prints the table of docs/slow_links.md from the file.
@@ -116,8 +119,12 @@ def measure(way: str, seed: int, options: argparse.Namespace, timed: int = 0) ->
     return link | json.loads(next(x for x in first.splitlines() if MARK in x).partition(MARK)[2])
 
 
-def table(found: dict[str, Any]) -> dict[str, Any]:
-    """Way -> its figures: losses over all seeds, and the median of what its steps took and sent."""
+def table(found: dict[str, Any], beside: dict[str, Any] | None) -> dict[str, Any]:
+    """Way -> its figures: losses over all seeds, and the median of what its steps took and sent. beside: what a file
+    holds whose baseline and costs these are."""
+    if beside is not None:
+        baseline = {name: one for name, one in beside["losses"].items() if name.rpartition(" ")[0] == BASE}
+        found = {"losses": {**baseline, **found["losses"]}, "times": beside["times"]}
     by_way: dict[str, list[list[tuple[int, float]]]] = {}
     for name, one in found["losses"].items():
         by_way.setdefault(name.rpartition(" ")[0], []).append(one["curve"])
@@ -144,6 +151,9 @@ def table(found: dict[str, Any]) -> dict[str, Any]:
     base = rows[BASE]
     for row in rows.values():
         row["bytes_times_fewer"] = round(base["mb_a_step"] / row["mb_a_step"], 1)
+        row["mb_to_target"] = None
+        if row["steps_to_target"] is not None:
+            row["mb_to_target"] = round(row["steps_to_target"] * row["mb_a_step"], 2)
         row["loss_over_base"] = round(row["final_loss"][0] / base["final_loss"][0], 3)
         row["seconds_to_target"] = row["times_faster"] = None
         if row["steps_to_target"] is not None:
@@ -166,6 +176,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="how often each way's steps are timed")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--beside", type=Path, help="a file with the baseline and with the cost of steps")
     parser.add_argument("--load", default="", help="what else ran on the machine, for the file")
     parser.add_argument("--table", action="store_true", help="print what the file shows, and measure nothing")
     hidden = (("--way", str, ""), ("--seed", int, 0), ("--timed", int, 0))
@@ -186,6 +197,7 @@ def main() -> None:
     if options.json and options.json.exists():
         before = json.loads(options.json.read_text())
         about |= {kind: before[kind] for kind in ("losses", "times")}
+    beside = json.loads(options.beside.read_text()) if options.beside else None
     wanted = [(way, None) for _ in range(options.rounds) for way in options.only]
     wanted += [(way, seed) for seed in range(options.seeds) for way in options.only]
     for way, seed in [] if options.table else wanted:
@@ -201,12 +213,12 @@ def main() -> None:
             print(f"{way} {seed}: left out: {error}", file=sys.stderr, flush=True)
             continue
         about["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        about["table"] = table(about)
+        about["table"] = table(about, beside)
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(about, indent=1) + "\n")
         print(f"{way} {'timed' if seed is None else seed}: done {time.strftime('%H:%M:%S')}", flush=True)
-    for way, row in table(about).items():
+    for way, row in table(about, beside).items():
         print(f"{way}: {row}")
 
 
