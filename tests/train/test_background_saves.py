@@ -616,7 +616,9 @@ def test_a_run_that_is_asked_to_stop_ends_the_write_and_saves_once_more(
 @pytest.mark.timeout(300)
 def test_a_run_that_is_asked_to_stop_saves_though_the_write_before_has_failed(start: Any, tmp_path: Path) -> None:
     script = (tmp_path / "train.py").read_text()
-    (tmp_path / "train.py").write_text(script.replace('if how == "full":', "if run.steps == 3:"))
+    # The first write fails, wherever the training is by the time that the thread comes to it.
+    fails = 'first = not Path("failed").exists()\n    Path("failed").touch()\n    if first:'
+    (tmp_path / "train.py").write_text(script.replace('if how == "full":', fails))
     process = start(*TWO, "long", "0")
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=DEADLINE_SECONDS)
