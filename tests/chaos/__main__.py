@@ -309,12 +309,14 @@ def on_machines(folder: Folder, case: Case, draw: random.Random) -> str:
             victim = wait_and_choose(folder, machines, what, draw)
             if victim is None:
                 break
+            ranks = wait_for_ranks(folder, machines, victim) if what == "rank" else []
+            if what == "rank" and not ranks:
+                break
             case.kills.append(what)
             (folder.path / "began").unlink(missing_ok=True)
-            if what == "rank":
-                rank = draw.choice(folder.ranks(victim.pid))
+            if ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    rank.kill()
+                    draw.choice(ranks).kill()
                 continue
             machines.kill(victim)
             time.sleep(wait)
@@ -380,6 +382,16 @@ def wait_and_choose(folder: Folder, machines: Machines, what: str, draw: random.
     return draw.choice(others if others and what == "machine" else running)
 
 
+def wait_for_ranks(folder: Folder, machines: Machines, victim: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks there are; none where all machines have ended. Launchers that meet anew have none for a moment."""
+    began = time.monotonic()
+    while machines.running() and time.monotonic() - began < DEADLINE_SECONDS:
+        if ranks := folder.ranks(victim.pid):
+            return ranks
+        time.sleep(0.02)
+    return []
+
+
 def steps_lost(path: Path) -> list[int]:
     """What job.note_start has written, of all starts but the first."""
     lines = (path / "starts").read_text().splitlines() if (path / "starts").exists() else []
@@ -433,8 +445,8 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
     first = draw.choice([2, 4] if way == TORCHRUN else [size for size in sizes if size > 1])
     path = Path(tempfile.mkdtemp(prefix="chaos-"))
     began = time.monotonic()
+    folder = Folder(path, f"{way}-{number}", shown)
     try:
-        folder = Folder(path, f"{way}-{number}", shown)
         if way in OF_TORCHFT:
             on_torchft(folder, case, draw, undisturbed)
             return case
@@ -458,8 +470,8 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
             case.lost = steps_lost(path)
         judge(case, told(out), path, undisturbed, same_bits=not varies or WAYS[way][2])
         case.wrong += folder.left_over() if way != TORCHRUN else []
-        folder.end_all()
     finally:
+        folder.end_all()
         shutil.rmtree(path, ignore_errors=True)
         case.seconds = round(time.monotonic() - began, 1)
     return case
