@@ -35,6 +35,7 @@ class PendingMeans:
 
     def __init__(self, tensors: Sequence[Tensor], weights: Sequence[float | Tensor], group: Group = None) -> None:
         real = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
+        # Of each: its shape as real numbers, and whether these are the pairs of a complex tensor.
         self._forms = [(r.shape, t.is_complex()) for r, t in zip(real, tensors, strict=True)]
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, tensor in enumerate(real):
@@ -58,7 +59,7 @@ class PendingMeans:
             for place, total in zip(places, totals.unbind(), strict=True):
                 self._parts[place].div_(total)
         means = [part.view(shape) for part, (shape, _) in zip(self._parts, self._forms, strict=True)]
-        return [torch.view_as_complex(m) if whole else m for m, (_, whole) in zip(means, self._forms, strict=True)]
+        return [torch.view_as_complex(m) if paired else m for m, (_, paired) in zip(means, self._forms, strict=True)]
 
 
 def _weigh(parts: Sequence[Tensor], totals: Tensor, weights: Sequence[float | Tensor]) -> None:

@@ -29,7 +29,7 @@ _DTYPES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-# What ranks may give in different sizes to the same call, or not at all: a root's list, uneven splits.
+# Calls to which all ranks give tensors of the same sizes. To others they need not: a root's list, uneven splits.
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce")
 _TOLD = 3  # of the tensors of one call
 
