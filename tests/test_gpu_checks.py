@@ -20,7 +20,7 @@ import pytest
 import torch
 from benchmarks.gpu import __main__ as runner
 from benchmarks.gpu import everything, jobs, one, page, several, soak, steps
-from benchmarks.gpu.check import PARTS, Check, Place
+from benchmarks.gpu.check import PARTS, Check, CheckFault, Place
 from benchmarks.gpu.jobs import LIMIT, Way
 from benchmarks.gpu.overlap import ACCUMULATES, NODE, overlap
 from benchmarks.gpu.ranks import exchanged, over_ranks
@@ -313,3 +313,42 @@ def test_a_part_passes_on_a_cpu(part: str, tmp_path: Path) -> None:
     tables = list(figures.tables(tmp_path / "gpu.md", tmp_path))
     assert tables
     assert [figures.not_held(table, document) for table in tables] == [[] for _ in tables]
+
+
+def test_a_plain_loop_that_fails_or_does_not_repeat_itself_is_a_fault_of_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order = jobs.plain_order(jobs.MLP, epochs=1)
+    device = torch.device("cpu")
+    with pytest.raises(CheckFault, match="the plain loop: IndexError"):
+        jobs.plain(jobs.MLP, Way(), [[[10**6]]], device)
+    theirs = jobs.plain(jobs.MLP, Way(), order, device)
+    jobs.check_repeats(jobs.MLP, Way(), order, device, theirs)
+    with pytest.raises(CheckFault, match="differs from itself by"):
+        jobs.check_repeats(jobs.MLP, Way(), order[:-1], device, theirs)
+
+    def cannot_judge(place: Place) -> Any:
+        yield "a check"
+        raise CheckFault("plain PyTorch failed")
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Ended(tmp_path, Check("it", "right", 60, cannot_judge, 0)))
+    assert runner.run(Check("it", "right", 60, cannot_judge, 0), "cpu", 60)["status"] == "check at fault"
+
+
+class Ended:
+    """In place of a process: runs the check here, and has ended with an error."""
+
+    returncode = 1
+
+    def __init__(self, folder: Path, check: Check) -> None:
+        self._folder, self._check = folder, check
+
+    def __call__(self, words: list[str], **_: Any) -> Ended:
+        path = Path(words[words.index("--json") + 1])
+        place = Place(torch.device("cpu"), self._folder, self._folder)
+        with pytest.raises(SystemExit):
+            one.run(self._check, place, lambda result: path.write_text(json.dumps(result)) and None)
+        return self
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        return "", None

@@ -87,6 +87,8 @@ class Settings:
     noise: str = "shard"
     compile: bool = False
     nonfinite: str = "stop"
+    nonfinite_every: int = 10
+    fp32_outputs: bool = True
     device: str | None = None
     log_dir: str | None = None
     trackers: tuple[str, ...] = ("jsonl",)
@@ -99,6 +101,13 @@ class Settings:
     tf32: bool | None = None
     reproducible: int | None = None
 
+    @property
+    def deterministic_by(self) -> str:
+        """The setting that asks for deterministic kernels, as the user writes it; "": none does."""
+        if self.reproducible is not None:
+            return f"reproducible={self.reproducible}"
+        return "deterministic=True" if self.deterministic else ""
+
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
@@ -109,7 +118,8 @@ class Settings:
             _one_of("trackers", name, TRACKERS)
         _whole("seed", self.seed, 0, 2**63 - 1)
         _whole("log_every", self.log_every, 1, 2**31)
-        for setting in ("compile", "channels_last", "deterministic"):
+        _whole("nonfinite_every", self.nonfinite_every, 1, 1000)
+        for setting in ("compile", "channels_last", "deterministic", "fp32_outputs"):
             _true_or_false(setting, getattr(self, setting))
         for setting in ("cudnn_benchmark", "tf32"):
             if getattr(self, setting) is not None:

@@ -24,7 +24,7 @@ from paceline.strategies import make
 from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
-from paceline.train import backends, metrics, predict_files, randomness
+from paceline.train import backends, deterministic, metrics, predict_files, randomness
 from paceline.train.call_check import CallCheck
 from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
@@ -74,7 +74,7 @@ class Run:
         self.device = device
         self.seed = settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
-        self._precision = Precision(settings.precision, device)
+        self._precision = Precision(settings.precision, device, fp32_outputs=settings.fp32_outputs)
         self._noise = make_noise(settings, self._strategy)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
@@ -87,6 +87,8 @@ class Run:
             self._guards,
             device=device,
             skip=settings.nonfinite == "skip",
+            nonfinite_every=settings.nonfinite_every,
+            deterministic_by=settings.deterministic_by,
         )
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
         if self._precision.scaler is not None:
@@ -232,6 +234,8 @@ class Run:
                 self._precision.convert(model)
                 if self.settings.channels_last:
                     backends.channels_last(model)
+                if self.settings.deterministic_by:
+                    deterministic.convert(model)
                 if self.settings.compile:
                     compile_module(model)
                 self._models.append(model)
@@ -455,7 +459,7 @@ class Run:
         Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
         the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
         prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop"): on a CPU
-        before the update; on an accelerator for the global batch before this one, whose update was made.
+        before the update; on an accelerator up to 2 x nonfinite_every updates later.
 
         closure: for an optimizer that evaluates the loss itself, several times in a step (torch.optim.LBFGS): clears
         the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and returns the loss.
@@ -733,6 +737,10 @@ class Run:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The chosen precision, for a part of a loop that does not go through a prepared model's forward."""
         return self._precision.autocast()
+
+    def explanation(self, error: BaseException) -> Exception | None:
+        """A better error than this one of the user's forward; None: there is none."""
+        return self._stepper.explanation(error)
 
     def close(self) -> None:
         """Ends the run: hooks, threads and buffers. The process may start another one.

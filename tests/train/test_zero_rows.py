@@ -384,3 +384,26 @@ def test_a_model_that_needs_a_row_for_other_reasons_is_named() -> None:
         batch = next(batches)
         with pytest.raises(EmptyShardError, match=r"1 example.*max\(\).*len\(x\) == 0"):
             run.forward_backward(longest, model, batch)
+
+
+def test_attention_that_returns_nothing_for_no_rows_is_a_tensor_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's kernels of 16 bits do; torch's own layer goes by the same function."""
+    own = F.scaled_dot_product_attention
+
+    def as_on_cuda(query: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        return own(query, *args, **kwargs) if query.shape[0] else None
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", as_on_cuda)
+    model, optimizer = made(Reshaping)
+    with started() as run:
+        run.prepare(model, optimizer)
+        loader = object()
+        ZERO_ROWS.begin_yield(loader, empty=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            heads = torch.randn(0, 2, 5, 4, requires_grad=True)
+            attended = F.scaled_dot_product_attention(heads, heads, heads[..., :3])
+        assert (attended.shape, attended.dtype) == ((0, 2, 5, 3), torch.bfloat16)
+        (model(TOKENS[:0]).sum() + attended.sum()).backward()
+        ZERO_ROWS.end_yield(loader)
+    assert heads.grad is not None
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
