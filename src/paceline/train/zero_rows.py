@@ -94,8 +94,8 @@ def _has_no_elements(value: Any) -> bool:
 
 
 def _attending_to_nothing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """scaled_dot_product_attention over no rows: a tensor where CUDA's kernels of 16 bits return None, and a result that
-    depends on its mask too."""
+    """scaled_dot_product_attention over no rows: a tensor where CUDA's kernels of 16 bits return None, and a result
+    that depends on its mask too."""
 
     @functools.wraps(function)
     def called(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *a: Any, **k: Any) -> Tensor:
