@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives, link_cost
-from paceline.comm.codec_sums import DirectSums, SharedMemorySums
+from paceline.comm import codec_sums, collectives, link_cost
+from paceline.comm.codec_sums import DirectSums, NativeSums, SharedMemorySums
 from paceline.comm.direct import Direct
 from paceline.comm.endpoints import ProcessEndpoint
 from paceline.comm.link_cost import LinkCost
@@ -57,6 +57,12 @@ def test_where_the_processes_are_chooses_what_adds_up() -> None:
     with started(progress="off", strategy="ddp:reducer=native") as run:
         assert summing(run) is None
         assert run._strategy.carrier() == ""
+    with pytest.MonkeyPatch.context() as patch:  # as if two were more than share memory
+        patch.setattr(codec_sums, "SHARING", 1)
+        with started(progress="off", strategy="ddp") as run:
+            assert summing(run) is None
+        with started(progress="off", strategy="ddp:reducer=auto") as run:
+            assert isinstance(summing(run), NativeSums)
     with machines(2), started(progress="off") as run:
         assert summing(run) is None
     with machines(2), started(progress="off", strategy="ddp:reducer=auto") as run:

@@ -84,9 +84,9 @@ def _refuse_gloo_on_cuda(device: torch.device, sizes: Mapping[str, int]) -> None
     backend = str(dist.get_backend_config())
     if "cuda:gloo" in backend.split(","):
         raise SettingError(
-            f"the strategy shards tensors over processes that share a GPU ({device}), so that gloo would carry them, "
-            "and torch's collectives of sharded tensors crash there. Start one process for each GPU, set device='cpu', or "
-            "take a strategy that keeps whole tensors, such as --strategy ddp."
+            f"the strategy shards tensors over processes that share a GPU ({device}). Gloo would carry them there, and "
+            "torch's collectives of sharded tensors crash. Start one process for each GPU, set device='cpu', or take a "
+            "strategy that keeps whole tensors, such as --strategy ddp."
         )
 
 

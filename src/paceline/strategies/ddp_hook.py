@@ -83,8 +83,8 @@ def make(strategy: Strategy, reducer: str, codec: str, world: World, device: tor
     if chosen is None and (reducer == NATIVE or (reducer in (DEFAULT, AUTO) and not _on_cpus(world, device))):
         return None  # NCCL chooses by itself
     if chosen is None and reducer == DEFAULT:
-        # By where the processes are alone, so that a run that is done again adds in the same order.
-        shared = codec_sums.shared_memory_sums()
+        # By where and how many the processes are, so that a run that is done again adds in the same order.
+        shared = codec_sums.shared_memory_sums() if world.size <= codec_sums.SHARING else None
         return None if shared is None else Reduction(strategy, shared, None, world, device)
     if reducer == AUTO:
         choice = ddp_auto.Choice(world, device)
