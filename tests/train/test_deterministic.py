@@ -147,7 +147,8 @@ def test_the_error_of_a_backward_is_explained(form: str) -> None:
         def loss_fn(model: Any, x: Tensor) -> Tensor:
             return AsOnCuda.apply(model(x)).mean()  # type: ignore[no-any-return]
 
-        batch = next(iter(loader))
+        batches = iter(loader)
+        batch = next(batches)
 
         def backward() -> None:
             if form == "loop":
