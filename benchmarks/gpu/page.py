@@ -48,8 +48,8 @@ NOTES = {
     ),
     "What a step asks of the device": "Ours / by hand.\n\n",
     "What a loss of 16-bit logits is worth": (
-        "GPT-2's head and its cross-entropy, forward and backward, under autocast in bf16. Errors are relative, against "
-        "float64 on the same values; that of the gradient is of what reaches the layer before the head.\n\n"
+        "GPT-2's head and its cross-entropy, forward and backward, under autocast in bf16. Errors are relative, "
+        "against float64 on the same values; that of the gradient is of what reaches the layer before the head.\n\n"
     ),
     "What a step takes": (
         "Medians with quartiles; ours / by hand and, as the control, by hand / by hand (A' / A), with 95% intervals. "
