@@ -261,7 +261,7 @@ def test_a_function_that_runs_ranks_of_its_own_ends_the_session_of_a_module() ->
         ("ranks(2)", "monkeypatch", "the fixture 'monkeypatch' acts on pytest's process"),
         ("ranks()", "", "ranks needs different numbers of processes"),
         ("ranks(2, conformance=2)", "", "ranks needs different numbers of processes"),
-        ("ranks(2, nightly=3)", "", r"ranks\(nightly=...\): 'conformance' and 'campaign' are what there is"),
+        ("ranks(2, nightly=3)", "", r"ranks\(nightly=...\): give 'conformance', 'full' or 'campaign'"),
     ],
 )
 def test_a_marker_that_cannot_be_is_told(marker: str, arguments: str, told: str, pytester: pytest.Pytester) -> None:

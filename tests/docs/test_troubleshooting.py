@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.ports import free_port
 
 from paceline.doctor.findings import CAUSES, Finding
 from paceline.doctor.findings_text import text
@@ -92,9 +93,7 @@ def test_the_pointer_is_printed_and_in_the_json() -> None:
 @pytest.mark.timeout(600)
 @snippet("device_ordinal")
 def test_rank_and_local_rank_on_two_machines(script: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1", str(script)]
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

@@ -216,7 +216,8 @@ def test_ranks_never_disagree_about_when_to_exchange() -> None:
                 sent.append(send.call_count)
         everyone = collectives.gather_objects(sent)
         assert all(own == sent for own in everyone)
-        assert 3 <= sent[-1] <= 20, f"{sent[-1]} exchanges in some 0.5 seconds"
+        # It takes less than a second here; a step would have to take half of one for more exchanges.
+        assert 3 <= sent[-1] <= len(sent) // 2, f"{sent[-1]} exchanges in {len(sent)} steps"
 
 
 @pytest.mark.ranks(2, conformance=3)

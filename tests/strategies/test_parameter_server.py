@@ -159,10 +159,8 @@ def test_either_side_notices_that_the_other_has_gone() -> None:
     assert listening.receive(0.5) is None, "the end of its former connection is taken for its own"
     lines[1] = again
     listening.close()
-    began = time.monotonic()
     with pytest.raises(WorldError, match="parameter server of rank 9 has gone"):
-        lines[1].receive(20)
-    assert time.monotonic() - began < 5
+        lines[1].receive(600)  # longer than a test may take
     lines[1].close()
 
 
@@ -353,14 +351,12 @@ def test_one_that_comes_too_late_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path: Path, workers: int, servers: int, mode: str) -> None:
     victim = workers + servers - 1
     options = f"servers={servers},mode={mode}"
-    began = time.monotonic()
     code, text, left = launched(tmp_path, workers + servers, options, "server", victim, "net")
     assert code == 128 + 9
     assert not left
     assert f"rank {victim}, a parameter server, was killed by SIGKILL" in text, text
     assert "a script that calls run.restore goes on from its last checkpoint" in text
     assert "Traceback" not in text
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.timeout(120)

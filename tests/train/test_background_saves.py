@@ -567,14 +567,12 @@ def test_no_end_that_can_wait_breaks_a_write_off(
 @pytest.mark.conformance
 @pytest.mark.timeout(300)
 def test_a_second_signal_waits_for_nothing(start: Any, tmp_path: Path) -> None:
-    process = start(*TWO, "long", "60")
+    process = start(*TWO, "long", "600")
     process.send_signal(signal.SIGTERM)
-    time.sleep(2.0)
-    asked = time.monotonic()
+    assert any("waiting for the checkpoint of step 3, which is being written" in line for line in process.stderr)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - asked < 20.0
     assert not any(name.startswith("step") for name in names(tmp_path / "checkpoints"))
 
 

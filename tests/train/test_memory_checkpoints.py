@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ports import free_port
 from tests.train.test_newest_state import DEADLINE_SECONDS, SCRIPT, Job
 
 from paceline.train import checkpoint
@@ -119,9 +119,7 @@ def test_of_two_machines_the_one_that_lives_has_the_state_of_both(job: Job) -> N
     """The machine of rank 0 goes, its launcher and its memory with it, and another one comes."""
     script = NO_DISK.replace(KILL, KILL.replace("getpid", "getppid") + KILL)
     (job.folder / "train.py").write_text(script)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     line = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", place, "--max-restarts", "2", "--memory-every", "4"]
     line += ["train.py", "fsdp:stage=1", "0=13:forward:0"]
     two = [job.start(*line) for _ in range(2)]
