@@ -89,7 +89,7 @@ def test_the_pointer_is_printed_and_in_the_json() -> None:
     assert unseen.as_json()["see"] is None
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("device_ordinal")
 def test_rank_and_local_rank_on_two_machines(script: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_error_names_the_parameters(script: Path) -> None:
     assert started(*TWO, script).returncode == 0
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("unused_with_paceline")
 def test_unused_parameters_are_no_error_here(script: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_batch_more_on_one_rank(script: Path) -> None:
     assert "docs/troubleshooting.md#it-hangs-at-the-end-of-an-epoch" in doctor.stdout
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("spawn")
 def test_spawn(script: Path) -> None:
@@ -163,7 +163,7 @@ def test_spawn(script: Path) -> None:
     assert "rank 1 of 2: 3" in done.stdout
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("launch")
 def test_launch(script: Path) -> None:

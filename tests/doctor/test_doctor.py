@@ -103,7 +103,7 @@ def test_faults_are_found_and_twins_are_clean(tmp_path: Path) -> None:
     ("processes", "bf16"),
     [
         pytest.param(2, False, id="2-fp32"),
-        pytest.param(3, True, id="3-bf16"),
+        pytest.param(3, True, id="3-bf16", marks=pytest.mark.full),
         pytest.param(2, True, id="2-bf16", marks=pytest.mark.campaign),
         pytest.param(3, False, id="3-fp32", marks=pytest.mark.campaign),
     ],

@@ -153,7 +153,7 @@ def wait_at(batch, now):  # alone, for the other machine
 """
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_script_goes_on_from_its_last_commit_when_a_machine_comes(tmp_path: Path) -> None:
     """That takes up no restart, and none need be allowed."""
     script = textwrap.dedent(SCRIPT).replace("state.commit()\n", "state.commit(); wait_at(3, state.batch)\n", 1)

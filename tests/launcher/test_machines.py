@@ -168,7 +168,7 @@ def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_others(machines: Machines) -> None:
     """As Kubernetes starts a pod again. Its ranks die with it; those of the other are ended, and all start again."""
@@ -185,7 +185,7 @@ def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_othe
     assert told.splitlines()[-2:] == ["start 1 2 1", "end 1"], found
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_gone(machines: Machines) -> None:
     """Both are at the endpoint's machine, so that the other can keep it."""
@@ -347,8 +347,8 @@ print("ends", flush=True)
 @pytest.mark.parametrize(
     ("case", "code", "said"),
     [
-        pytest.param("done", 0, "", marks=pytest.mark.conformance),  # the training was over but for its last words
-        pytest.param("fails", 1, "rank 0 failed: ", marks=pytest.mark.conformance),  # it cannot save
+        pytest.param("done", 0, "", marks=pytest.mark.full),  # the training was over but for its last words
+        pytest.param("fails", 1, "rank 0 failed: ", marks=pytest.mark.full),  # it cannot save
         pytest.param("asked", 75, "paceline: stopped by SIGUSR1, after saving", marks=pytest.mark.conformance),
     ],
 )

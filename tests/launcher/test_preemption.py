@@ -153,7 +153,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("how", "strategy", "grace"),
-    [("step", "default", False), ("save", "default", True), ("start", "default", False)],
+    [
+        pytest.param("step", "default", False, marks=pytest.mark.full),
+        ("save", "default", True),
+        pytest.param("start", "default", False, marks=pytest.mark.full),
+    ],
 )
 def test_the_run_goes_on_to_the_same_bits(job: Job, whole: str, how: str, strategy: str, grace: bool) -> None:
     line = ["--nproc", "2", *(["--grace", "60"] if grace else [])]
@@ -171,7 +175,7 @@ def test_the_run_goes_on_to_the_same_bits(job: Job, whole: str, how: str, strate
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("grace", [False, True])
+@pytest.mark.parametrize("grace", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_signal_to_the_launcher_of_hosts_reaches_theirs(job: Job, whole: str, grace: bool) -> None:
     """--hosts, of which the only one is this machine: all but ssh itself."""
     line = ["--hosts", "localhost:2", *(["--grace", "60"] if grace else [])]
@@ -235,7 +239,7 @@ def test_a_fit_goes_on_to_the_same_losses_and_averages_of_sharded_weights(job: J
     assert job.run(*line, "0") == resumed
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_replicas_that_train_apart_stop_where_they_meet(job: Job) -> None:
     line = ["--nproc", "2", "train.py", "step", "local_sgd:every=4"]

@@ -253,7 +253,7 @@ KILLED = [("step", 0, 1), ("backward", 0, 1), ("forward", 1, 1), ("step", 1, 2),
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("where", "victim", "servers"),
-    KILLED,
+    [pytest.param(*case, marks=[pytest.mark.full] * (number > 1)) for number, case in enumerate(KILLED)],
 )
 @pytest.mark.conformance
 def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: str, victim: int, servers: int) -> None:
@@ -286,7 +286,10 @@ COME_BACK = [("forward", 1, 2, 1), ("step", 1, 3, 1), ("backward", 0, 3, 2), ("s
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("where", "victim", "workers", "servers"),
-    [pytest.param(*case, marks=[pytest.mark.conformance]) for case in COME_BACK],
+    [
+        pytest.param(*case, marks=pytest.mark.full if number else pytest.mark.conformance)
+        for number, case in enumerate(COME_BACK)
+    ],
 )
 def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
     tmp_path: Path, where: str, victim: int, workers: int, servers: int
@@ -324,7 +327,7 @@ def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_one_that_cannot_join_harms_nobody(tmp_path: Path) -> None:
     """The script has all workers sum something between run.epochs and the loader, where the others have been."""
     code, text, left = launched(tmp_path, 3, "", "forward", 1, "net", "refused", restarts=1)
@@ -335,7 +338,7 @@ def test_one_that_cannot_join_harms_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_one_that_comes_too_late_is_not_waited_for(tmp_path: Path) -> None:
     code, text, left = launched(tmp_path, 3, "", "forward", 1, "net", "late", restarts=1)
     assert code == 0, text
@@ -346,7 +349,7 @@ def test_one_that_comes_too_late_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("workers", "servers", "mode"),
-    [(1, 1, "sync"), pytest.param(2, 2, "sync", marks=pytest.mark.conformance)],
+    [(1, 1, "sync"), pytest.param(2, 2, "sync", marks=pytest.mark.full)],
 )
 def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path: Path, workers: int, servers: int, mode: str) -> None:
     victim = workers + servers - 1
@@ -382,7 +385,7 @@ def test_a_function_returns_nothing_on_a_server() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_worker_that_dies_in_an_evaluation_is_named_and_the_run_ends(tmp_path: Path) -> None:
     code, text, left = launched(tmp_path, 4, "servers=1", "evaluation", 1, "net")
     assert code != 0
@@ -406,9 +409,9 @@ def once(workers: int) -> torch.Tensor:
 NOT_IN_STEP = [
     ("after", 1, 1, -1),  # killed after its push, before it has said so: not applied twice
     ("step", 1, 2, -1),  # before it: its part is computed by another
-    ("slow", -1, 1, -1),
+    pytest.param("slow", -1, 1, -1, marks=pytest.mark.full),
     ("slow", -1, 2, 0),
-    ("step", 0, 1, 2),
+    pytest.param("step", 0, 1, 2, marks=pytest.mark.full),
 ]
 
 
@@ -441,7 +444,7 @@ def test_not_in_step_each_example_is_used_once(
 NEXT_EPOCH = [("after", 1, 2, 1), ("step", 0, 3, 2)]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("where", "victim", "workers", "servers"), NEXT_EPOCH)
 def test_not_in_step_a_worker_that_was_killed_comes_back_in_the_next_epoch(

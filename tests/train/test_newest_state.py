@@ -155,12 +155,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ("kills", "starts"),
     [
         (["0=5:forward:1"], [0, 5]),  # before the first checkpoint
-        (["0=5:begin:0"], [0, 5]),  # rank 0 itself
+        # rank 0 itself
+        pytest.param(["0=5:begin:0"], [0, 5], marks=pytest.mark.full),
         (["0=13:forward:1", "1=21:forward:0"], [0, 13, 21]),
         (["0=16:schedule:1"], [0, 16]),  # the rest of an epoch, in which the learning rate had been changed already
-        (["0=16:average:1"], [0, 16]),  # other weights are in the model
-        (["0=13:step:1"], [0, 12]),  # the others have made their update, and not the rest of the loop's body
-        (["0=0:forward:1"], [0, 0]),
+        # other weights are in the model
+        pytest.param(["0=16:average:1"], [0, 16], marks=pytest.mark.full),
+        # the others have made their update, and not the rest of the loop's body
+        pytest.param(["0=13:step:1"], [0, 12], marks=pytest.mark.full),
+        pytest.param(["0=0:forward:1"], [0, 0], marks=pytest.mark.full),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -185,7 +188,7 @@ def test_a_checkpoint_that_is_being_written_in_the_background_does_not_get_in_th
     assert all(damage == [] for damage in checkpoint.examine(job.folder / "checkpoints").values())
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_reproducible_run_goes_on_with_the_same_bits(job: Job) -> None:
     """Each process computes several shards, in a loop of several yields."""
@@ -199,7 +202,7 @@ def test_a_reproducible_run_goes_on_with_the_same_bits(job: Job) -> None:
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["ddp:codec=bf16", "shared", "fsdp:stage=1"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp:codec=bf16", marks=pytest.mark.full), "shared", "fsdp:stage=1"])
 def test_where_no_rank_has_the_whole_state_the_checkpoint_is_taken(job: Job, strategy: str) -> None:
     """The codec's residuals, and slices of the optimizer's state, died with the rank."""
     starts, end, err = job.run("--nproc", "2", "--max-restarts", "1", "train.py", strategy, "0=13:forward:1")
@@ -212,7 +215,7 @@ def test_where_no_rank_has_the_whole_state_the_checkpoint_is_taken(job: Job, str
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_of_two_machines_the_one_that_lives_hands_on(job: Job, whole: str, victim: int) -> None:
     place = f"127.0.0.1:{free_port()}"
     line = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", place, "--max-restarts", "2", "train.py", "ddp"]
@@ -224,7 +227,7 @@ def test_of_two_machines_the_one_that_lives_hands_on(job: Job, whole: str, victi
     assert whole in out
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_full_disk_costs_the_newest_state_and_nothing_else(job: Job, whole: str) -> None:
     """The launcher's folder for temporary files takes no more: what is written there fails."""
@@ -257,7 +260,7 @@ def test_a_rank_of_fsdp_that_an_error_ends_says_that_and_nothing_of_its_exit(job
     assert "Exception ignored" not in out + err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_run_that_fails_in_the_end_leaves_what_its_ranks_printed_and_nothing_else(job: Job) -> None:
     (job.folder / "train.py").write_text(SCRIPT.replace('die("begin")', 'die("begin"); print("a batch", flush=True)'))
     process = job.start("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=2:forward:0", "1=4:forward:0")
@@ -289,7 +292,7 @@ def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
     assert process.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_launcher_waits_for_a_state_that_takes_its_time(job: Job, whole: str) -> None:
     """Longer than for a rank that has yet to notice: here 30 s and a disk that needs 35."""
