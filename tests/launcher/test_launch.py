@@ -293,10 +293,11 @@ def test_a_rank_that_leaves_early_is_named(launches: Launches, capfd: pytest.Cap
 
 VICTIM_FIRST = """
     import os, sys, time
+    there = __file__ + ".there"
     if os.environ["RANK"] == "0":
-        while not os.path.exists("there"): time.sleep(0.01)
+        while not os.path.exists(there): time.sleep(0.01)
         raise RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:1")
-    open("there", "w").close()
+    open(there, "w").close()
     time.sleep(0.5)
     {end}
 """
