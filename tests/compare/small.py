@@ -1,6 +1,6 @@
 """A script for trials: everything that a script writes through Paceline, and data that take 1 ms an example.
 
-small.py [hang]
+small.py [hang | dropout]
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def main() -> None:
     run = paceline.start(log_dir="logs", progress="lines")
-    model = network()
+    model = nn.Sequential(network(), nn.Dropout()) if sys.argv[1:] == ["dropout"] else network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     model, optimizer = run.prepare(model, optimizer)
     loader = run.loader(Slow(), global_batch=GLOBAL_BATCH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,8 +18,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from tests.compare import small
+from tests.compare.test_compare_figures import row as row_of
 
 from paceline.cli import main
+from paceline.compare import compare_command
+from paceline.compare.figures import Row
+from paceline.launcher.interrupts import Interrupts
+from paceline.strategies import STRATEGIES
 
 SCRIPT = str(Path(small.__file__))
 STEPS = 8
@@ -37,13 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> Result:
-    """single, ddp and one that cannot work, from an empty folder, with an empty folder for temporary files."""
+    """single, ddp, one that fails and one whose library is missing: from an empty folder, which has another empty one
+    for temporary files."""
     (folder / "tmp").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TMPDIR", str(folder / "tmp"))
         patch.setattr("tempfile.tempdir", None)
-        options = ["--nproc", "2", "--strategies", f"{DDP},pipeline:cut=9,single", "--steps", str(STEPS)]
+        patch.setitem(sys.modules, "deepspeed", None)  # not installed, as far as importlib can see
+        options = ["--nproc", "2", "--strategies", f"{DDP},pipeline:cut=9,deepspeed,single", "--steps", str(STEPS)]
         options += ["--rounds", "1", "--device", "cpu", "--json", "out.json", "--html", "out.html"]
         result = compare(*options, SCRIPT)
     assert result.exit_code == 0, result.output
@@ -72,8 +80,11 @@ def test_the_table_and_the_sentence(compared: Result, document: Any) -> None:
     reason = "SettingError: strategy pipeline: cut='9': 2 stages need 1 places"
     assert f"  pipeline:cut=9: {reason}" in compared.stdout
     assert rows(document)["pipeline:cut=9"]["failed"].startswith(reason)
-    assert lines[-1] == document["verdict"]["sentence"]
-    assert lines[-1].startswith(f"Take {document['verdict']['row']}: ")
+    assert "  deepspeed: strategy deepspeed needs the library DeepSpeed, which is not installed" in compared.stdout
+    assert document["verdict"] is None  # from one round
+    assert lines[-1] == document["no_verdict"]
+    assert lines[-1].startswith("No recommendation: one round does not show")
+    assert "Why losses differ" not in compared.stdout
     assert compared.stderr.splitlines()[0].startswith("round 1 of 1: single ... ")
 
 
@@ -118,6 +129,82 @@ def test_times_and_bytes(document: Any) -> None:
     # 2 (n - 1) / n of the gradients' bytes, sent by each of n = 2.
     assert ddp["wire_bytes_per_step"] == pytest.approx(2 * parameter_bytes, rel=0.03)
     assert ddp["mean_step"]["communicating_seconds"] > 0
+
+
+def test_the_page_says_the_same_as_the_terminal(folder: Path, compared: Result, document: Any) -> None:
+    page = (folder / "out.html").read_text(encoding="utf-8")
+    assert f"1 round of {STEPS} steps each" in page
+    assert document["no_verdict"] in page
+    assert "<td>deepspeed</td>" in page
+
+
+@pytest.mark.conformance
+def test_every_strategy_is_a_row_where_a_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    result = compare("--nproc", "2", "--steps", "3", "--rounds", "1", "--device", "cpu", "--json", "out.json", SCRIPT)
+    assert result.exit_code == 0, result.output
+    found = rows(json.loads((tmp_path / "out.json").read_text()))
+    assert {row["strategy"].partition(":")[0] for row in found.values()} >= set(STRATEGIES) - {"fsdp+tensor"}
+    assert "DeepSpeed, which is not installed" in found["deepspeed"]["failed"]
+    assert sum("examples_per_second" in row for row in found.values()) >= 8
+
+
+@pytest.mark.conformance
+def test_the_losses_of_a_model_with_dropout_differ_for_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--nproc", "2", "--strategies", "ddp", "--steps", "4", "--rounds", "1", "--device", "cpu"]
+    result = compare(*options, "--json", "out.json", SCRIPT, "dropout")
+    assert result.exit_code == 0, result.output
+    found = rows(json.loads((tmp_path / "out.json").read_text()))
+    assert found["ddp"]["loss_difference_cause"].startswith("the model or the loss draws random numbers (dropout, say)")
+    assert found["single"]["loss_difference_cause"] is None
+    assert "Why losses differ:\n  ddp: the model or the loss draws" in result.stdout
+
+
+def test_a_file_that_cannot_be_written_takes_nothing_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full when the JSON is written: the table and the page are there, and the exit code is 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare_command, "run_rounds", lambda *_: [row_of("single", 100.0, 0.0)])
+    monkeypatch.setattr(compare_command, "write_json", full)
+    result = compare(
+        "--nproc", "1", "--strategies", "single", "--device", "cpu", "--json", "out.json", "--html", "out.html", SCRIPT
+    )
+    assert result.exit_code == 1, result.output
+    assert "out.json could not be written: OSError: [Errno 28] No space left on device" in result.stderr
+    assert "\nsingle  " in result.stdout
+    assert (tmp_path / "out.html").exists()
+
+
+def test_what_was_measured_before_ctrl_c_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(options: Any, asked: Any, length: Any, interrupts: Interrupts) -> list[Row]:
+        interrupts.received.append(signal.SIGINT)
+        return [row_of("single", 100.0, 0.0, made=2), row_of("ddp", 190.0, made=1)]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare_command, "run_rounds", stopped)
+    result = compare("--nproc", "1", "--strategies", "ddp", "--json", "out.json", SCRIPT)
+    assert result.exit_code == 130
+    assert "\nddp  " in result.stdout
+    assert "interrupted; all ranks have ended" in result.stderr
+    assert list(rows(json.loads((tmp_path / "out.json").read_text()))) == ["single", "ddp"]
+
+
+def full(path: str, document: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("missing", ["plotly", "plotly.io"])
+def test_a_page_that_cannot_be_made_is_refused_before_anything_is_measured(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    result = compare("--html", "out.html", SCRIPT)
+    assert result.exit_code == 2
+    assert "pip install" in result.stderr
+    assert "round 1" not in result.stderr
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (apt install chromium)")

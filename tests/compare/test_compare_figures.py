@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ from paceline.compare.figures import (
     wire_bytes,
 )
 from paceline.compare.html_page import render_page
-from paceline.compare.recommendation import recommend
+from paceline.compare.loss_causes import cause_of_difference
+from paceline.compare.recommendation import recommend, why_none
 from paceline.compare.table import render_table
 from paceline.config import StrategySpec
 from paceline.errors import SettingError
-from paceline.launcher.interrupts import Interrupts
+from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.strategies import STRATEGIES
 from paceline.trials.start import Length, Script
 from paceline.trials.trial import one_line_reason
@@ -201,6 +203,106 @@ def test_rounds_begin_with_another_case_and_leave_out_what_failed(monkeypatch: p
     assert [(row.case.name, row.failed) for row in rows] == [("a", None), ("b", "it broke"), ("c", None)]
 
 
+def tried(trial: Any, patch: pytest.MonkeyPatch, interrupts: Interrupts | None = None) -> list[Row]:
+    """The rows of three rounds of a, b and c. trial: the case and the number of the trial -> what the trial gives."""
+    asked = [Case(name, StrategySpec("single"), 1) for name in "abc"]
+    count = iter(range(99))
+    patch.setattr(rounds, "run_trial", lambda script, case, *_: trial(case.name, next(count)))
+    options = CompareOptions(Script("x.py", (), False, {}), 1, rounds=3)
+    return rounds.run_rounds(options, asked, Length(3, 1, 9.0), interrupts or Interrupts())
+
+
+def measured(seconds: float = 0.5) -> Any:
+    return [record([step(n, [(0, 0, 8)], seconds=seconds) for n in range(3)])]
+
+
+def test_what_was_measured_before_a_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tried(lambda name, number: "it broke" if (name, number) == ("b", 3) else measured(), monkeypatch)
+    assert [row.figures is not None and len(row.figures.rounds) for row in rows] == [3, 1, 3]
+    assert [row.failed for row in rows] == [None, "in round 2: it broke", None]
+    assert "Failed after the rounds that the figures are of:\n  b: in round 2: it broke\n" in render_table(rows)
+    entry = make_document(CompareOptions(Script("x.py", (), False, {}), 1), 1, Length(3, 1, 9.0), rows)["rows"][1]
+    assert entry["failed"] == "in round 2: it broke"
+    assert entry["examples_per_second_by_round"] == [16.0]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [SettingError("no such library"), ModuleNotFoundError("No module named 'zmq'"), OSError(28, "No space left"), {}],
+)
+def test_no_failure_of_one_case_ends_the_others(failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a trial raises, and records that hold no timed step."""
+
+    def trial(name: str, number: int) -> Any:
+        if name != "b":
+            return measured()
+        if isinstance(failure, Exception):
+            raise failure
+        return [record([step(0, [(0, 0, 8)])])]
+
+    rows = tried(trial, monkeypatch)
+    assert [row.figures is not None for row in rows] == [True, False, True]
+    assert str(failure) in (rows[1].failed or "") or not isinstance(failure, Exception)
+    assert rows[1].failed
+
+
+def test_a_signal_ends_the_rounds_and_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(name: str, number: int) -> Any:
+        if number == 4:
+            raise Stopped(2)
+        return measured()
+
+    rows = tried(trial, monkeypatch)
+    assert [row.figures is not None and len(row.figures.rounds) for row in rows] == [1, 2, 1]
+    assert [row.failed for row in rows] == [None, None, None]
+    rows = tried(lambda name, number: measured() if not number else tried_to_stop(), monkeypatch)
+    assert [row.failed for row in rows] == [None, *["not tried: the command was stopped before"] * 2]
+
+
+def tried_to_stop() -> Any:
+    raise Stopped(2)
+
+
+def refuse(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> int:
+    """A machine that has no DeepSpeed and no pyzmq, and where fsdp has one option."""
+    assert spec is not None
+    if spec.name == "deepspeed":
+        raise SettingError("strategy deepspeed needs the library DeepSpeed, which is not installed")
+    if spec.name == "parameter_server":
+        raise ModuleNotFoundError("No module named 'zmq'", name="zmq")
+    if spec.name == "fsdp" and spec.options:
+        raise SettingError("strategy fsdp has no option 'no_such'")
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (None, None),
+        ("ddp,deepspeed,deepspeed:stage=3,parameter_server", None),
+        ("deepspeed", "DeepSpeed, which is not installed"),
+        ("deepspeed,parameter_server", "DeepSpeed, which is not installed"),
+        ("parameter_server", "the package 'zmq' cannot be imported here"),
+        ("ddp,fsdp:no_such=1", "no option 'no_such'"),
+    ],
+)
+def test_what_cannot_run_here_is_a_row(asked: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless nothing else was named, or an option is wrong."""
+    monkeypatch.setattr("paceline.strategies.check", refuse)
+    script, length = Script(__file__, (), False, {}), Length(3, 1, 9.0)
+    cases = make_cases(read_strategies(asked, 2), [None], [None], 2, ["cpu"] * 2)
+    if message is not None:
+        with pytest.raises(SettingError, match=message):
+            rounds.check_cases(script, cases, length, named=asked is not None)
+        return
+    rounds.check_cases(script, cases, length, named=asked is not None)
+    for case in cases:
+        if case.spec.name in ("deepspeed", "parameter_server"):
+            found = rounds.run_trial(script, case, length, Interrupts())  # starts no process
+            assert isinstance(found, str)
+            assert "not installed" in found or "'zmq' cannot be imported here" in found
+
+
 @pytest.mark.parametrize(
     ("story", "line"),
     [
@@ -220,11 +322,19 @@ def test_a_failure_in_one_line(story: str, line: str) -> None:
 # --- which one
 
 
-def row(name: str, speed: float, difference: float | None = 1e-7, memory: int = 100, rounds: float = 0.01) -> Row:
-    speeds = (speed * (1 - rounds), speed, speed * (1 + rounds))
-    losses = {(0, 0): 2.0}
-    made = Figures(speed, speeds, 1.0, 1.0, 1.0, 0.5, 0.3, 0.2, 0.1, (memory,), "resident", 0.0, 2.0, 40, losses)
-    return Row(Case(name, StrategySpec(name), 2), made, difference=difference)
+def row(
+    name: str, speed: float, difference: float | None = 1e-7, memory: int = 100, rounds: float = 0.01, **known: Any
+) -> Row:
+    speeds = (speed * (1 - rounds), speed, speed * (1 + rounds))[: known.get("made", 3)]
+    losses, traits = {(0, 0): 2.0}, frozenset(known.get("traits", ()))
+    made = Figures(
+        speed, speeds, 1.0, 1.0, 1.0, 0.5, 0.3, 0.2, 0.1, (memory,), "resident", 0.0, 2.0, 40, losses, traits
+    )
+    case = Case(name, StrategySpec(name), 2, known.get("precision"))
+    single = Case("single", StrategySpec("single"), 1, "fp32" if "precision" in known else None)
+    found = Row(case, made, known.get("failed"), difference)
+    base = replace(made, traits=frozenset(known.get("base", ())))
+    return replace(found, cause=None if name == "single" else cause_of_difference(found, single, base))
 
 
 @pytest.mark.parametrize(
@@ -234,12 +344,16 @@ def row(name: str, speed: float, difference: float | None = 1e-7, memory: int = 
         ([row("single", 100, 0.0), row("ddp", 60)], "single", "none that trains the same model is faster"),
         ([row("single", 100, 0.0), row("ddp", 190), row("mirrored", 192)], "ddp", "(mirrored is as fast within"),
         ([row("single", 100, 0.0), row("ddp", 150), row("mirrored", 192)], "mirrored", "192 examples/s"),
-        ([row("single", 100, 0.0), row("ddp", 190), row("local_sgd", 300, 0.5)], "ddp",
-         "local_sgd is 1.58 times as fast, but its losses differ by 5.0e-01"),
+        ([row("single", 100, 0.0), row("ddp", 190), row("local_sgd", 300, 0.5, traits=["not-in-step"])], "ddp",
+         "local_sgd is 1.58 times as fast, but its losses differ by 5.0e-01 (it changes the training by design"),
         ([row("single", 100, 0.0), row("ddp", 190, memory=100), row("fsdp", 120, memory=40)], "ddp",
          "fsdp needs 0.40 of it at 0.63 of the speed"),
-        ([row("single", 100, 0.0), row("ddp", 190, 0.3), row("fsdp", 210, 0.4)], "fsdp",
-         "single to 4.0e-01"),  # dropout
+        ([row("single", 100, 0.0, traits=["draws"]), row("ddp", 190, 0.3), row("fsdp", 210, 0.4, base=["draws"])],
+         "fsdp", "differ from those of single by 4.0e-01 (the model or the loss draws random numbers (dropout"),
+        ([row("single", 100, 0.0), row("ddp", 190, 0.3), row("fsdp", 210, 0.4)], "single",
+         "fsdp is 2.10 times as fast, but its losses differ by 4.0e-01 (unknown; paceline verify --strategy fsdp"),
+        ([row("single", 100, 0.0), row("ddp", 190, failed="in round 2: no"), row("fsdp", 150)], "fsdp", "1.50 times"),
+        ([row("single", 100, 0.0, failed="in round 3: no"), row("ddp", 190)], "ddp", "1.90 times as many as single"),
         ([row("single", 100, 0.0), row("ddp", 190, math.nan)], "single", "could not be compared"),
         ([row("single", 100, 0.0), row("ddp", 150, rounds=0.3), row("mirrored", 170)], "ddp", "within the noise"),
         ([row("single", 100, 0.0, rounds=0.6), row("ddp", 190, rounds=0.6)], "ddp", "1.90 times"),  # a noisy machine
@@ -252,6 +366,62 @@ def test_which_one(rows: list[Row], chosen: str, words: str) -> None:
     assert found[0].case.name == chosen
     assert words in found[1]
     assert found[1].count(". ") == 0  # one sentence
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("single", 100, 0.0, made=1), row("ddp", 375, made=1)],
+        [row("single", 100, 0.0, made=2), row("ddp", 375, made=1)],  # Ctrl-C in the second round
+    ],
+)
+def test_one_round_is_no_recommendation(rows: list[Row]) -> None:
+    assert recommend(rows) is None
+    assert "one round does not show" in (why_none(rows) or "")
+    options = CompareOptions(Script("x.py", (), False, {}), 1, rounds=1)
+    document = make_document(options, 1, Length(30, 5, 9.0), rows)
+    assert document["verdict"] is None
+    page = render_page(document)
+    assert "times as many" not in page
+    assert why_none(rows) in page
+
+
+def test_nothing_trains_the_same_model_and_single_failed_later() -> None:
+    rows = [row("single", 100, 0.0, failed="in round 2: x"), row("local_sgd", 300, 0.5, traits=["not-in-step"])]
+    assert recommend(rows) is None
+    assert why_none(rows) == "No recommendation: no strategy ran in every round and trained the same model as single."
+    assert why_none([Row(Case("single", StrategySpec("single"), 1), failed="x")]) is None
+
+
+@pytest.mark.parametrize(("rounds", "shown"), [(1, "1 round of 1 step each"), (2, "2 rounds of 30 steps each")])
+def test_the_page_counts_rounds_in_words(rounds: int, shown: str) -> None:
+    options = CompareOptions(Script("x.py", (), False, {}), 1, rounds=rounds)
+    rows = [row("single", 100, 0.0, made=rounds), row("ddp", 190, 0.5, made=rounds, failed="in round 2: <no>")]
+    page = render_page(make_document(options, 1, Length(1 if rounds == 1 else 30, 5, 9.0), rows))
+    assert shown in page
+    assert "1 replica;" in page
+    assert 'What failed in a later round</h2><table><tr><td>ddp</td><td class="why">in round 2: &lt;no&gt;' in page
+    assert 'Why losses differ</h2><table><tr><td>ddp</td><td class="why">unknown' in page
+
+
+@pytest.mark.parametrize(
+    ("known", "cause"),
+    [
+        ({"base": ["draws"]}, "the model or the loss draws random numbers"),
+        ({"base": ["draws"], "traits": ["not-in-step"]}, "it changes the training by design"),
+        ({"precision": "bf16"}, "it computes in bf16, and single in fp32"),
+        ({"traits": ["batch-norm-per-shard"]}, "batch_norm=shard: each shard is normalised by its own statistics"),
+        ({}, "unknown; paceline verify --strategy ddp names the cause"),
+    ],
+)
+def test_why_losses_differ(known: dict[str, Any], cause: str) -> None:
+    differs, alike = row("ddp", 190, 0.4, **known), row("ddp", 190, 1e-7, **known)
+    assert (differs.cause or "").startswith(cause)
+    assert alike.cause is None
+    assert (row("ddp", 190, math.nan, **known).cause or "").startswith(cause)
+    table = " ".join(render_table([row("single", 100, 0.0), differs]).split())
+    assert f"Why losses differ: ddp: {cause}" in table
+    assert "Why losses differ" not in render_table([row("single", 100, 0.0), alike])
 
 
 def test_the_report_says_by_which_command_and_on_what_it_was_measured() -> None:

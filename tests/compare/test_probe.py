@@ -132,6 +132,48 @@ def test_a_script_that_ends_first_leaves_what_there_is(spec: dict[str, Any]) -> 
     assert record["bytes_sent"] == 0
 
 
+@pytest.mark.parametrize("closure", [True, False])
+@pytest.mark.parametrize(
+    ("rate", "options", "draws"),
+    [
+        (0.5, {}, True),
+        (0.0, {}, False),
+        (0.5, {"strategy": "single:shards=2"}, True),
+        (0.5, {"noise": "example"}, False),
+    ],
+)
+def test_what_the_model_draws_is_noted(
+    closure: bool, rate: float, options: dict[str, Any], draws: bool, spec: dict[str, Any]
+) -> None:
+    """What the loader draws, to shuffle and for each example, is not the model's."""
+    run = paceline.start(device="cpu", progress="off", **options)
+    model = nn.Sequential(nn.Linear(2, 4), *([nn.Dropout(rate)] if rate else []), nn.Linear(4, 1))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = run.loader(Drawn(), global_batch=8, shuffle=True)
+    with pytest.raises(TrialEnded):
+        train(run, model, optimizer, loader, closure)
+    run.close()
+    assert written(spec)["traits"] == (["draws"] if draws else [])
+
+
+def train(run: paceline.Run, model: Any, optimizer: Any, loader: Any, closure: bool) -> None:
+    for _ in run.epochs(100):
+        for x in loader:
+            if closure:
+                run.forward_backward(lambda model, x: model(x).square().mean(), model, x)
+            else:
+                run.backward(model(x).square().mean())
+            run.step(optimizer)
+
+
+class Drawn(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(2)
+
+
 def test_another_global_batch(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRIAL, json.dumps({**spec, "global_batch": 12}))
     with pytest.raises(TrialEnded):

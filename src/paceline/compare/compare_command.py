@@ -1,22 +1,27 @@
 """paceline compare: the same script under each strategy for a few steps, in one table.
 
 1. Whatever can be checked beforehand is checked: the script, the names, the numbers.
-2. Trials run in rounds (rounds.py). A case that fails is not tried again.
+2. Trials run in rounds (rounds.py). A case that fails is not tried again, and the others go on. A signal ends the
+   rounds; what was measured until then is shown.
 3. The command prints the table, why cases failed, and a sentence: which strategy to take.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from paceline.compare import cases as of
 from paceline.compare.cases import Case, CompareOptions
 from paceline.compare.document import make_document
+from paceline.compare.figures import Row
 from paceline.compare.rounds import check_cases, run_rounds
 from paceline.compare.table import render_table
 from paceline.errors import SettingError
 from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
+from paceline.launcher.output import say
 from paceline.launcher.plan import available_cores, count_processes
 from paceline.trials.json_file import check_writable, write_json
 from paceline.trials.start import Length, replica_devices
@@ -28,7 +33,7 @@ LEAST_STEPS = 3
 def compare(options: CompareOptions) -> int:
     """Print the table and write the files.
 
-    Returns the exit code: 0, 1 where nothing ran, 128 + n for signal n.
+    Returns the exit code: 0; 1 where nothing ran or a file could not be written; 128 + n for signal n.
 
     Raises:
         LaunchError, SettingError: what cannot work.
@@ -49,19 +54,39 @@ def compare(options: CompareOptions) -> int:
             rows = run_rounds(options, asked, length, interrupts)
         except Stopped as stopped:
             return stopped.report()
-    document = make_document(options, nproc, length, rows)
-    sys.stdout.write("\n" + render_table(rows))
-    if document["verdict"] is not None:
-        sys.stdout.write(f"\n{document['verdict']['sentence']}\n")
-    sys.stdout.flush()
-    if options.json_file is not None:
-        write_json(options.json_file, document)
-    if options.html_file is not None:
-        from paceline.compare.html_page import render_page
+    measured = any(row.figures is not None for row in rows)
+    stopped_by = interrupts.due
+    written = not (measured or stopped_by is None) or _show(options, make_document(options, nproc, length, rows), rows)
+    if stopped_by is not None:
+        return Stopped(stopped_by).report()
+    return 0 if measured and written else 1
 
-        with open(options.html_file, "w", encoding="utf-8") as file:
-            file.write(render_page(document))
-    return 0 if any(row.figures is not None for row in rows) else 1
+
+def _show(options: CompareOptions, document: dict[str, Any], rows: Sequence[Row]) -> bool:
+    """Print the table and write the files. A file that cannot be written is reported; return whether all were."""
+    sys.stdout.write("\n" + render_table(rows))
+    sentence = document["verdict"]["sentence"] if document["verdict"] is not None else document["no_verdict"]
+    if sentence is not None:
+        sys.stdout.write(f"\n{sentence}\n")
+    sys.stdout.flush()
+    written = True
+    for path, write in ((options.json_file, write_json), (options.html_file, _write_page)):
+        if path is None:
+            continue
+        try:
+            write(path, document)
+        except Exception as error:  # the table has been printed, and the other file is written all the same
+            written = False
+            say(f"paceline compare: {path} could not be written: {type(error).__name__}: {error}\n")
+    return written
+
+
+def _write_page(path: str, document: Any) -> None:
+    from paceline.compare.html_page import render_page
+
+    page = render_page(document)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(page)
 
 
 def _length(options: CompareOptions) -> Length:

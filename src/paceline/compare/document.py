@@ -12,7 +12,7 @@ from typing import Any
 from paceline import __version__
 from paceline.compare.cases import Case, CompareOptions, baseline_case
 from paceline.compare.figures import Row
-from paceline.compare.recommendation import recommend
+from paceline.compare.recommendation import recommend, why_none
 from paceline.launcher.plan import available_cores
 from paceline.trials.start import Length
 from paceline.world import processor
@@ -37,6 +37,7 @@ def make_document(options: CompareOptions, nproc: int, length: Length, rows: Seq
         "warmup": length.warmup,
         "rounds": options.rounds,
         "rows": [_row(row, baseline_case(row.case, [r.case for r in rows])) for row in rows],
+        "no_verdict": why_none(rows) if chosen is None else None,
         "verdict": None if chosen is None else {"row": chosen[0].case.name, "sentence": chosen[1]},
     }
 
@@ -99,5 +100,6 @@ def _row(row: Row, reference: Case) -> dict[str, Any]:
         "start_up_seconds": f.start_up,
         "loss_difference": row.difference,
         "loss_difference_from": reference.name,
+        "loss_difference_cause": row.cause,
         "losses": [{"epoch": epoch, "step": step, "loss": loss} for (epoch, step), loss in f.losses.items()],
     }

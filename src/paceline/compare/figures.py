@@ -43,6 +43,8 @@ class Figures:
     start_up: float  # seconds from the launch to the end of the first step
     parameter_bytes: int  # bytes of the parameters that a rank holds, the largest over the ranks
     losses: Losses  # of the first round
+    # What makes its losses differ from those of `single`, or those of all others from its own (worker/probe.py).
+    traits: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ class Row:
     """One line of the table: figures, or why there are none."""
 
     case: Case  # what was tried
-    figures: Figures | None = None  # None where it failed
-    failed: str | None = None  # why, in one line; None where it ran
+    figures: Figures | None = None  # of the rounds before it failed; None where there was none
+    failed: str | None = None  # why, in one line; None where it ran in every round
     difference: float | None = None  # the largest difference of its loss from that of `single`
+    cause: str | None = None  # why its losses are not those of `single`; None where they are
 
 
 def compute_figures(rounds: Sequence[Sequence[Record]]) -> Figures:
@@ -83,6 +86,7 @@ def compute_figures(rounds: Sequence[Sequence[Record]]) -> Figures:
         start_up=statistics.median(max(_start_ups(records)) for records in rounds),
         parameter_bytes=max(record["parameter_bytes"] for record in ranks),
         losses=mean_losses(rounds[0]),
+        traits=frozenset(trait for record in rounds[0] for trait in record.get("traits", ())),
     )
 
 

@@ -10,7 +10,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 from paceline.compare import table
@@ -56,17 +56,24 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
 
 
 def check_plotly() -> None:
-    """Raises SettingError where plotly is not installed."""
-    if find_spec("plotly") is None:
-        raise SettingError("--html needs plotly, which is not installed: pip install 'paceline[compare]'")
+    """Raises SettingError where plotly cannot be imported."""
+    try:
+        for name in ("plotly", "plotly.graph_objects", "plotly.io", "plotly.offline"):
+            import_module(name)
+    except ImportError as error:
+        if error.name == "plotly":
+            raise SettingError("--html needs plotly, which is not installed: pip install 'paceline[compare]'") from None
+        raise SettingError(
+            f"--html needs plotly, and it cannot be imported here ({error}): pip install --upgrade 'paceline[compare]'"
+        ) from error
 
 
 def render_page(document: Document) -> str:
     """The whole file."""
     from plotly.offline import get_plotlyjs
 
-    ran = [row for row in document["rows"] if row["failed"] is None]
-    failed = [row for row in document["rows"] if row["failed"] is not None]
+    ran = [row for row in document["rows"] if "examples_per_second" in row]
+    failed = [row for row in document["rows"] if "examples_per_second" not in row]
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -77,15 +84,27 @@ def render_page(document: Document) -> str:
     ]
     if document["verdict"] is not None:
         parts.append(f'<p class="verdict">{_text(document["verdict"]["sentence"])}</p>')
+    elif document["no_verdict"] is not None:
+        parts.append(f'<p class="verdict">{_text(document["no_verdict"])}</p>')
     if ran:
         chosen = document["verdict"]["row"] if document["verdict"] is not None else None
         parts.append(f"<h2>Figures</h2>{_table(ran, chosen)}")
         parts.append(f'<h2>Charts</h2><div class="charts">{_charts(ran)}</div>')
-    if failed:
-        lines = (f'<tr><td>{_name(r)}</td><td class="why">{_text(r["failed"])}</td></tr>' for r in failed)
-        parts.append(f"<h2>What did not run</h2><table>{''.join(lines)}</table>")
+    parts.append(_reasons("Why losses differ", [(r, r["loss_difference_cause"]) for r in ran]))
+    parts.append(_reasons("What failed in a later round", [(r, r["failed"]) for r in ran]))
+    parts.append(_reasons("What did not run", [(r, r["failed"]) for r in failed]))
     parts.append("</body></html>\n")
     return "\n".join(parts)
+
+
+def _reasons(heading: str, reasons: Sequence[tuple[Mapping[str, Any], str | None]]) -> str:
+    """A table of the rows that have a reason; nothing where none has."""
+    lines = [
+        f'<tr><td>{_name(row)}</td><td class="why">{_text(reason)}</td></tr>'
+        for row, reason in reasons
+        if reason is not None
+    ]
+    return f"<h2>{heading}</h2><table>{''.join(lines)}</table>" if lines else ""
 
 
 def _text(value: object) -> str:
@@ -107,11 +126,16 @@ def _facts(document: Document) -> str:
         f"{machine['accelerators']} × {machine['accelerator']}" if machine["accelerators"] else "no accelerator"
     )
     facts = (
-        f"{document['rounds']} rounds of {document['steps']} steps each, the first {document['warmup']} not timed; "
-        f"{document['nproc']} replicas; {machine['system']}, {machine['cores']} cores, {accelerators}; torch "
+        f"{_count(document['rounds'], 'round')} of {_count(document['steps'], 'step')} each, the first "
+        f"{document['warmup']} not timed; {_count(document['nproc'], 'replica')}; {machine['system']}, "
+        f"{_count(machine['cores'], 'core')}, {accelerators}; torch "
         f"{machine['torch']}, Paceline {document['paceline']}; {document['time']}"
     )
     return _text(facts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _table(rows: Rows, chosen: str | None) -> str:

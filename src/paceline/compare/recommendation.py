@@ -1,9 +1,11 @@
 """Which strategy to take, and why: one sentence from the figures. Pure.
 
-1. Only rows that ran count, with the first precision and the first global batch that were asked for.
+1. Only rows that ran in every round count, with the first precision and the first global batch that were asked for.
+   From a single round there is no recommendation: another program that runs meanwhile can make a trial much slower.
 2. Of these, only rows that train the same model: their losses differ from those of `single` by at most SAME times its
-   largest loss, or by at most three times the smallest difference of any row. (Dropout draws other masks on other
-   shards, so that every strategy differs somewhat. A strategy that changes the mathematics differs more.)
+   largest loss (loss_causes.py). Where the model draws random numbers, by at most three times the smallest difference
+   of any row too. (Dropout draws other masks on other shards, so that every strategy differs somewhat. A strategy that
+   changes the mathematics differs more.)
 3. Of these, the fastest row, and every row that is as fast: within NOISE, or within LOOSE and faster in some round.
    (Cases take turns in a round, so that rounds can be compared in pairs.)
 4. Of these, the first: `single`, then `ddp`, then the order of the table, since what is simpler has less to go wrong.
@@ -16,8 +18,10 @@ from collections.abc import Sequence
 
 from paceline.compare.cases import BASELINE
 from paceline.compare.figures import Row
+from paceline.compare.loss_causes import is_same
+from paceline.trials.spec import DRAWS
 
-SAME = 1e-3
+LEAST_ROUNDS = 2
 NOISE = 0.03
 LOOSE = 0.2
 LESS_MEMORY = 0.8
@@ -25,19 +29,34 @@ _PLAIN = (BASELINE, "ddp")
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, str] | None:
-    """(the row to take, the sentence); None where no row has figures."""
-    ran = [row for row in rows if row.figures is not None]
-    if not ran:
+    """(the row to take, the sentence); None where no row has figures of two rounds."""
+    measured = [row for row in rows if row.figures is not None]
+    if not measured:
         return None
-    first = ran[0].case
-    ran = [r for r in ran if (r.case.precision, r.case.global_batch) == (first.precision, first.global_batch)]
-    single = next((row for row in ran if row.case.spec.name == BASELINE), None)
+    first = measured[0].case
+    measured = [r for r in measured if (r.case.precision, r.case.global_batch) == (first.precision, first.global_batch)]
+    single = next((row for row in measured if row.case.spec.name == BASELINE), None)
+    ran = [row for row in measured if row.failed is None]
+    if not ran or any(row.figures is not None and len(row.figures.rounds) < LEAST_ROUNDS for row in ran):
+        return None
     same = _same(ran, single)
+    if not same:
+        return None
     fastest = max(same, key=_speed)
     near = [row for row in same if _near(row, fastest)]
     chosen = min(near, key=lambda row: (_plainness(row), rows.index(row)))
     parts = [_speed_of(chosen, single, near), _fidelity(chosen, single), *_others(chosen, ran, same)]
     return chosen, f"Take {chosen.case.name}: " + "; ".join(filter(None, parts)) + "."
+
+
+def why_none(rows: Sequence[Row]) -> str | None:
+    """Why there is no recommendation, although some rows have figures. None where no row has any."""
+    rounds = [len(row.figures.rounds) for row in rows if row.figures is not None]
+    if not rounds:
+        return None
+    if min(rounds) < LEAST_ROUNDS:
+        return "No recommendation: one round does not show how far the figures vary. Measure with --rounds 3."
+    return "No recommendation: no strategy ran in every round and trained the same model as single."
 
 
 def _speed(row: Row) -> float:
@@ -53,10 +72,14 @@ def _plainness(row: Row) -> int:
 def _same(ran: Sequence[Row], single: Row | None) -> list[Row]:
     if single is None or single.figures is None or not single.figures.losses:
         return list(ran)
-    scale = max(map(abs, single.figures.losses.values()))
+    base = single.figures
     others = [r.difference for r in ran if r is not single and r.difference is not None and r.difference > 0]
-    bound = max(SAME * scale, 3 * min(others, default=0.0))
-    return [row for row in ran if row is single or (row.difference is not None and row.difference <= bound)]
+    by_draws = 3 * min(others, default=0.0) if DRAWS in base.traits else 0.0
+    return [
+        row
+        for row in ran
+        if row is single or is_same(row.difference, base) or (row.difference is not None and row.difference <= by_draws)
+    ]
 
 
 def _near(row: Row, fastest: Row) -> bool:
@@ -66,7 +89,7 @@ def _near(row: Row, fastest: Row) -> bool:
         return True
     if _speed(row) < (1 - LOOSE) * _speed(fastest):
         return False
-    return any(own > other for own, other in zip(row.figures.rounds, fastest.figures.rounds, strict=True))
+    return any(own > other for own, other in zip(row.figures.rounds, fastest.figures.rounds, strict=False))
 
 
 def _speed_of(chosen: Row, single: Row | None, near: Sequence[Row]) -> str:
@@ -88,6 +111,8 @@ def _fidelity(chosen: Row, single: Row | None) -> str:
         return ""
     if math.isnan(chosen.difference):
         return "its losses are not finite"
+    if chosen.cause is not None:
+        return f"its losses differ from those of single by {chosen.difference:.1e} ({chosen.cause})"
     return f"its losses are those of single to {chosen.difference:.1e}"
 
 
@@ -101,7 +126,7 @@ def _others(chosen: Row, ran: Sequence[Row], same: Sequence[Row]) -> list[str]:
         if best.difference is None or math.isnan(best.difference):
             how = "could not be compared"
         else:
-            how = f"differ by {best.difference:.1e}, which is another training"
+            how = f"differ by {best.difference:.1e} ({best.cause or 'which is another training'})"
         found.append(f"{best.case.name} is {_speed(best) / _speed(chosen):.2f} times as fast, but its losses {how}")
     memory = max(chosen.figures.memory)
     smaller = [r for r in same if r.figures is not None and max(r.figures.memory) < LESS_MEMORY * memory]

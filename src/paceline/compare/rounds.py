@@ -11,41 +11,82 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from paceline.compare.cases import Case, CompareOptions, baseline_case
-from paceline.compare.figures import Record, Row, compute_figures, examples_per_second, loss_difference
+from paceline.compare.cases import BASELINE, Case, CompareOptions, baseline_case
+from paceline.compare.figures import Record, Row, compute_figures, loss_difference
+from paceline.compare.loss_causes import cause_of_difference
 from paceline.compare.table import number
-from paceline.launcher.interrupts import Interrupts
+from paceline.config import StrategySpec
+from paceline.errors import PacelineError
+from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Length, Script, Start
-from paceline.trials.trial import launch_trial, plan_trial, quiet_output
+from paceline.trials.trial import launch_trial, one_line_reason, plan_trial, quiet_output
 
 
 def check_cases(script: Script, cases: Sequence[Case], length: Length, named: bool) -> None:
-    """Raises LaunchError or SettingError where a setting cannot work.
+    """Raises LaunchError or SettingError where the command cannot work.
 
-    named: the user named these strategies. Else a strategy that cannot work here becomes a row that says so.
+    named: the user named these strategies. A wrong option of one of them is an error. A strategy that cannot run here
+    with any option (a library is missing, or there are too few processes) becomes a row that says so. It is an error
+    only where no named strategy is left beside `single`.
     """
     for case in cases:
-        plan_trial(script, _start_of(case), length, check_strategy=named)
+        plan_trial(script, _start_of(case), length, check_strategy=False)
+    if not named:
+        return
+    refused: list[PacelineError] = []
+    asked = [case for case in cases if case.spec.name != BASELINE]
+    for case in asked:
+        try:
+            plan_trial(script, _start_of(case), length)
+        except PacelineError as error:
+            if _can_run(script, case, length):
+                raise
+            refused.append(error)
+    if refused and len(refused) == len(asked):
+        raise refused[0]
+
+
+def _can_run(script: Script, case: Case, length: Length) -> bool:
+    """Whether the case's strategy can run here with no options."""
+    try:
+        plan_trial(script, Start(StrategySpec(case.spec.name), case.processes, case.precision), length)
+    except PacelineError:
+        return False
+    return True
 
 
 def run_rounds(options: CompareOptions, asked: Sequence[Case], length: Length, interrupts: Interrupts) -> list[Row]:
-    """Run all rounds. Return a row for each case."""
+    """Run all rounds. Return a row for each case.
+
+    A signal ends the rounds, and `interrupts.due` then names it. The rows have what was measured until then.
+    """
     rounds: dict[str, list[list[Record]]] = {case.name: [] for case in asked}
     failed: dict[str, str] = {}
-    for turn in range(options.rounds):
-        for case in _rotated(asked, turn):
-            if case.name in failed:
-                continue
-            _say(f"round {turn + 1} of {options.rounds}: {case.name} ... ")
-            found = run_trial(options.script, case, length, interrupts)
-            if isinstance(found, str):
-                failed[case.name] = found
-                _say("failed\n")
-            else:
-                rounds[case.name].append(found)
-                _say(f"{number(examples_per_second(found))} examples/s\n")
+    try:
+        for turn in range(options.rounds):
+            for case in _rotated(asked, turn):
+                if case.name in failed:
+                    continue
+                _say(f"round {turn + 1} of {options.rounds}: {case.name} ... ")
+                try:
+                    found = run_trial(options.script, case, length, interrupts)
+                    speed = number(compute_figures([found]).examples_per_second) if not isinstance(found, str) else ""
+                except Exception as error:  # it concerns this case; the others go on (Stopped is no Exception)
+                    found = one_line_reason(f"{type(error).__name__}: {error}")
+                if isinstance(found, str):
+                    failed[case.name] = f"in round {turn + 1}: {found}" if rounds[case.name] else found
+                    _say("failed\n")
+                else:
+                    rounds[case.name].append(found)
+                    _say(f"{speed} examples/s\n")
+    except Stopped:
+        _say("\n")
+        for case in asked:
+            if not rounds[case.name]:
+                failed.setdefault(case.name, "not tried: the command was stopped before")
     return _rows(asked, rounds, failed)
 
 
@@ -56,15 +97,14 @@ def _rotated(asked: Sequence[Case], turn: int) -> Iterator[Case]:
 
 
 def _rows(asked: Sequence[Case], rounds: Mapping[str, list[list[Record]]], failed: Mapping[str, str]) -> list[Row]:
-    measured = {case.name: compute_figures(rounds[case.name]) for case in asked if case.name not in failed}
+    measured = {name: compute_figures(records) for name, records in rounds.items() if records}
     rows = []
     for case in asked:
-        if case.name in failed:
-            rows.append(Row(case, failed=failed[case.name]))
-            continue
-        own, base = measured[case.name], measured.get(baseline_case(case, asked).name)
-        difference = None if base is None else loss_difference(own.losses, base.losses)
-        rows.append(Row(case, own, difference=difference))
+        own, reference = measured.get(case.name), baseline_case(case, asked)
+        base = measured.get(reference.name)
+        difference = loss_difference(own.losses, base.losses) if own is not None and base is not None else None
+        row = Row(case, own, failed.get(case.name), difference)
+        rows.append(row if base is None else replace(row, cause=cause_of_difference(row, reference, base)))
     return rows
 
 

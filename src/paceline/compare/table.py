@@ -35,19 +35,23 @@ def render_table(rows: Sequence[Row]) -> str:
     for case in served:
         replicas, servers = case.processes - case.servers, case.servers
         lines.append(f"{case.name}: {servers} server{'s' * (servers > 1)} beside the {replicas} replicas.")
-    failed = [row for row in rows if row.figures is None]
-    if failed:
-        lines.append("")
-        lines.append("Did not run:")
-    for row in failed:
-        lines += textwrap.wrap(
-            f"{row.case.name}: {row.failed}",
-            WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-        )
+    lines += _section("Did not run:", [f"{r.case.name}: {r.failed}" for r in rows if r.figures is None])
+    later = [f"{r.case.name}: {r.failed}" for r in rows if r.figures is not None and r.failed is not None]
+    lines += _section("Failed after the rounds that the figures are of:", later)
+    causes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.cause is not None:
+            causes.setdefault(row.cause, []).append(row.case.name)
+    lines += _section("Why losses differ:", [f"{', '.join(names)}: {cause}." for cause, names in causes.items()])
     return "\n".join(lines) + "\n"
+
+
+def _section(heading: str, entries: Sequence[str]) -> list[str]:
+    """A heading and its entries, each indented; nothing where there are none."""
+    lines = ["", heading] if entries else []
+    for entry in entries:
+        lines += textwrap.wrap(entry, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
 
 
 def _cells(row: Row) -> tuple[str, ...]:

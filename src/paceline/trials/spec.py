@@ -11,6 +11,11 @@ from paceline.world import TRIAL
 
 PROFILED_STEPS = 6  # under torch's profiler, after the timed steps; the first one lets the ranks come together
 
+# Traits of a run, which a trial of `paceline compare` records.
+DRAWS = "draws"  # the model or the loss draws random numbers
+NOT_IN_STEP = "not-in-step"  # replicas do not combine all gradients before each update
+BATCH_NORM_PER_SHARD = "batch-norm-per-shard"  # several shards, and each is normalised by its own statistics
+
 
 @dataclass(frozen=True)
 class TrialSpec:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from paceline import strategies
-from paceline.errors import PacelineError
+from paceline.config import StrategySpec
+from paceline.errors import PacelineError, SettingError
 from paceline.launcher import checks
 from paceline.launcher.interrupts import Interrupts
 from paceline.launcher.output import Output
@@ -30,13 +31,25 @@ def plan_trial(script: Script, start: Start, length: Length, check_strategy: boo
         check_strategy: whether the strategy is checked too.
 
     Raises:
-        LaunchError, SettingError: what cannot work.
+        LaunchError, SettingError: what cannot work, a library that is not installed among it.
     """
     own = {"strategy": None if start.strategy is None else str(start.strategy), "precision": start.precision}
     settings = {**script.settings, **{key: value for key, value in own.items() if value is not None}}
     rest: dict[str, Any] = {"kind": "module" if script.module else "script", "timeout_seconds": length.seconds}
     check = strategies.check if check_strategy else None
-    return make_plan(script.path, script.args, start.processes, settings, check, **rest)
+    try:
+        return make_plan(script.path, script.args, start.processes, settings, check, **rest)
+    except ImportError as error:  # of the strategy's module
+        raise SettingError(missing_library(start.strategy, error)) from error
+
+
+def missing_library(strategy: StrategySpec | None, error: ImportError) -> str:
+    """What to say of a strategy whose module cannot be imported."""
+    package = f"the package {error.name!r}" if error.name else "a package"
+    return (
+        f"strategy {strategy}: {package} cannot be imported here ({error}). Install it into this Python, or leave the "
+        "strategy out."
+    )
 
 
 def launch_trial(
@@ -60,8 +73,8 @@ def launch_trial(
     from paceline.launcher.supervise import supervise
 
     own = {TRIAL: spec.to_json()} | ({"PYTHONDONTWRITEBYTECODE": "1"} if tidy else {})
-    planned = replace(plan_trial(script, start, length), variables=own)
     try:
+        planned = replace(plan_trial(script, start, length), variables=own)
         outcome = supervise(planned, interrupts, output)
     except PacelineError as error:
         return _one_line(str(error))

@@ -27,14 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from paceline.comm import generators
 from paceline.compare.worker.communication_profile import CommunicationProfile, CommunicationTime
 from paceline.compare.worker.resources import Traffic, peak_memory, traffic
 from paceline.errors import SettingError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
 from paceline.train.loader import Loader
-from paceline.trials.spec import PROFILED_STEPS, TrialEnded, TrialSpec
+from paceline.trials.spec import BATCH_NORM_PER_SHARD, DRAWS, NOT_IN_STEP, PROFILED_STEPS, TrialEnded, TrialSpec
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass
@@ -69,11 +73,18 @@ class Probe:
         self._profile: CommunicationProfile | None = None
         self._start_up: float | None = None
         self._written = False
+        # Draws are looked for in one process that computes one piece at a time, and before any step is timed.
+        plan = run._strategy.plan
+        self._sees_draws = run.world.size == 1 and run._noise is None and not (plan.bundled or plan.whole_shards)
+        self._draws = False  # whether the model or the loss has drawn random numbers
+        self._generators: list[torch.Tensor] = []  # the states of torch's generators after the last yield
         run._stepper.losses = []  # the monitor is told to be quiet, and leaves them
         own: dict[str, Callable[..., Any]] = {
             "loader": self._loader,
             "_on_yield": self._on_yield,
             "step": self._step,
+            "backward": self._backward,
+            "forward_backward": self._forward_backward,
             "save": self._save,
             "restore": self._restore,
             "export": self._do_nothing,
@@ -111,6 +122,8 @@ class Probe:
         self._originals["_on_yield"](loader)
         if self._current is not None and loader.train and loader is self._counted_loader:
             self._current.parts += [(part.shard, part.micro, len(part.indices)) for part in request.parts]
+        if loader.train and self._looks_for_draws():
+            self._generators = _generator_states(self._run.device)
 
     def _step(self, *args: Any, **options: Any) -> bool:
         acted: bool = self._originals["step"](*args, **options)
@@ -126,6 +139,26 @@ class Probe:
                     torch.accelerator.synchronize()
                 self._start_up = time.time() - self._spec.launched_at
         return acted
+
+    def _backward(self, *args: Any, **options: Any) -> None:
+        if self._looks_for_draws() and self._generators:
+            self._draws |= not _alike(self._generators, _generator_states(self._run.device))
+            self._generators = []  # the backward may seed them anew
+        self._originals["backward"](*args, **options)
+
+    def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Any:
+        def seen(model: Any, batch: Any) -> Any:
+            before = _generator_states(self._run.device)
+            loss = loss_fn(model, batch)
+            self._draws |= not _alike(before, _generator_states(self._run.device))
+            return loss
+
+        self._generators = []  # a closure's draws are seen around the closure
+        looks = self._looks_for_draws()
+        return self._originals["forward_backward"](seen if looks else loss_fn, *args, **options)
+
+    def _looks_for_draws(self) -> bool:
+        return self._sees_draws and not self._draws and len(self._steps) < self._spec.warmup
 
     def _save(self, directory: str | Path, **_: Any) -> Path:
         self._disturbed = True
@@ -233,12 +266,23 @@ class Probe:
             "profiled_seconds": sum(self._step_seconds(step) for step in counted),
             "dealt": 0 if plan.in_step else plan.shards,
             "parameter_bytes": sum(p.nbytes for model in self._run._models for p in model.parameters()),
+            "traits": self._traits(),
             "steps": [self._step_record(step, number >= self._spec.warmup) for number, step in enumerate(steps)],
         }
         path = os.path.join(self._spec.directory, f"rank-{self._run.world.rank}.json")
         with open(path + ".part", "w") as file:
             json.dump(record, file)
         os.replace(path + ".part", path)
+
+    def _traits(self) -> list[str]:
+        run, strategy = self._run, self._run._strategy
+        normalised = any(isinstance(layer, _BATCH_NORMS) for model in run._models for layer in model.modules())
+        found = {
+            DRAWS: self._draws,
+            NOT_IN_STEP: strategy.mesh.independent or not strategy.plan.in_step,
+            BATCH_NORM_PER_SHARD: normalised and run.settings.batch_norm == "shard" and strategy.plan.shards > 1,
+        }
+        return [trait for trait, has in found.items() if has]
 
     def _step_record(self, step: _Step, timed: bool) -> dict[str, Any]:
         return {
@@ -251,3 +295,13 @@ class Probe:
             "waited": step.waited - step.waited_before,
             "losses": {key.removeprefix(LOSS): list(pair) for key, pair in step.window.totals().items()},
         }
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's generators, of the CPU and of the device."""
+    state = generators.get_state(device)
+    return [state[key] for key in ("torch", "device") if key in state]
+
+
+def _alike(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(states, others, strict=True))
