@@ -164,6 +164,20 @@ MARKED = {
     "grad/assigned": _of("control-by-rank", after="if rank == 1:\n"
                          "            model.a.weight.grad = model.a.weight.grad.clamp(-0.01, 0.01)  # <-"),
     "weights": _of("changed-outside", stepped="if run.main:\n            model.a.weight.data.clamp_(-0.1, 0.1)  # <-"),
+    "state/clear": _of("changed-outside", stepped="if run.main and run.steps == 2:\n            optimizer.state.clear()  # <-"),
+    "state/one": _of(
+        "changed-outside", stepped="if rank == 0:\n            optimizer.state[model.a.weight]['momentum_buffer'] = None  # <-"
+    ),
+    "state/before": _of("changed-outside", after="if run.main and run.steps == 1:\n            optimizer.state.clear()  # <-"),
+    "state/load": _of(
+        "changed-outside",
+        prepared="import copy\nfresh = copy.deepcopy(optimizer.state_dict())",
+        stepped="if rank == 0:\n            optimizer.load_state_dict(fresh)  # <-",
+    ),
+    "state/zero": _of(
+        "changed-outside",
+        stepped="if rank == 0:\n            optimizer.state[model.a.weight]['momentum_buffer'].zero_()  # <-",
+    ),
     "weights/load": _of(
         "changed-outside",
         stepped="if rank == 0:\n            model.load_state_dict({k: v * 0.9 for k, v in model.state_dict().items()})  # <-",

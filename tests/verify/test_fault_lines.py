@@ -8,10 +8,10 @@ import pytest
 from tests.verify.marked import MARKED, marked_lines, script
 from tests.verify.prepared import Prepared
 
-from paceline.verify.answer import SAME, Answer
+from paceline.verify.answer import DIFFERENT, SAME, Answer
 from paceline.verify.decision import decide
 
-QUICK = ["times-size"]
+QUICK = ["times-size", "state/clear"]
 
 
 def asked(folder: Path, name: str, processes: int = 2, steps: int = 3) -> tuple[Answer, str]:
@@ -43,3 +43,11 @@ CASES = [pytest.param(name, marks=marks(number, name)) for number, name in enume
 @pytest.mark.parametrize("name", CASES)
 def test_the_line_of_a_fault(name: str, tmp_path: Path) -> None:
     assert missed(*asked(tmp_path, name), name) is None
+
+
+def test_an_optimizer_state_that_one_rank_clears_is_named_with_its_remedy(tmp_path: Path) -> None:
+    answer, _ = asked(tmp_path, "state/one")
+    assert (answer.code, answer.quantity, answer.parameter) == (DIFFERENT, "optimizer state", "a.weight")
+    assert "the optimizer's momentum_buffer of a.weight is missing on rank 0: it was cleared there" in answer.text
+    assert (answer.remedy or "").startswith("Clear or change the optimizer's state on every rank alike")
+    assert "Build the model" not in answer.text

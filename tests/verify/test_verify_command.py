@@ -57,10 +57,20 @@ def test_a_fault(folder: Path) -> None:
 
 
 def test_a_script_without_steps(folder: Path) -> None:
-    (folder / "other.py").write_text("print('hello')\n")
+    (folder / "other.py").write_text("import paceline\n\npaceline.start()\n")
     done, found = verify(folder, "other.py")
     assert (done.returncode, found["verdict"]) == (2, "could not tell")
-    assert "Does it call paceline.start" in done.stdout
+    assert "Does it iterate over a loader of the run" in done.stdout
+
+
+@pytest.mark.parametrize("ends", ["print('hello')", "raise KeyError('no such column')"])
+def test_a_script_of_plain_pytorch_is_sent_to_doctor(folder: Path, ends: str) -> None:
+    (folder / "other.py").write_text(f"import sys\n\n{ends}\n")
+    done, found = verify(folder, "other.py", "--lr", "0.1")
+    assert (done.returncode, found["verdict"]) == (2, "could not tell")
+    assert "The script never called paceline.start" in done.stdout
+    assert "doctor watches any PyTorch script: paceline doctor --nproc 2 other.py --lr 0.1" in done.stdout
+    assert ("KeyError: 'no such column'" in done.stdout) == ("KeyError" in ends)
 
 
 @pytest.mark.conformance

@@ -19,7 +19,7 @@ from paceline.verify.comparison import COMPUTED, NOISE, Comparison
 from paceline.verify.differences import differences_before
 from paceline.verify.evidence_runs import gather_evidence
 from paceline.verify.rank_disagreement import cause_from_ranks
-from paceline.verify.run_level_answers import answer_for_failed_run, answer_for_independent_replicas
+from paceline.verify.run_level_answers import answer_for_failed_run, answer_for_independent_replicas, no_run
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import Runs
 from paceline.verify.tolerances import Difference, norm
@@ -54,10 +54,12 @@ def _decided(runs: Runs) -> Answer:
             "batch in loader:`) to have it verified: that changes nothing in what is trained."
         )
         return Answer(UNKNOWN, [Claim(text)])
-    if ours is None or not ours.steps:
+    if ours is None:
+        return Answer(UNKNOWN, [claim_without(f"could not tell: {no_run(runs)}", "A")])
+    if not ours.steps:
         text = (
-            "could not tell: the script made no step that could be seen. Does it call paceline.start, iterate over a "
-            "loader of the run, and call run.step?"
+            "could not tell: the script made no step that could be seen. Does it iterate over a loader of the run, and "
+            "call run.step?"
         )
         return Answer(UNKNOWN, [claim_without(text, "A")])
     if ours.ranks[0]["local"]:

@@ -56,8 +56,52 @@ def cause_from_ranks(run: RunRecord) -> tuple[int, str, Cause] | None:
             return step, *met
     unmade = next((step for step in range(run.steps) if not run.updates(step)), None)
     if unmade is not None:  # the strategy would not say what the state is, and the weights are alike
-        return unmade, "optimizer state", _changed("the optimizer's state was", "on some ranks")
+        return _unlike_tensors(run, unmade) or (unmade, "optimizer state", _changed_state(run, unmade))
     return None
+
+
+def _unlike_tensors(run: RunRecord, step: int) -> tuple[int, str, Cause] | None:
+    """(the step, the quantity, the cause) where some ranks' models have a tensor that others have not."""
+    held = {r["rank"]: at["start"] for r, at in zip(run.ranks, run.step_records(step), strict=False) if at["start"]}
+    names = dict.fromkeys(name for own in held.values() for name in own)
+    name = next((name for name in names if any(name not in own for own in held.values())), None)
+    if name is None:
+        return None
+    ranks = ", ".join(str(rank) for rank, own in held.items() if name in own)
+    cause = Cause(
+        "control-by-rank",
+        f"when step {step + 1} begins, only rank {ranks} has {name} in the model",
+        "Build and change the model in the same way on every rank.",
+        name,
+    )
+    return step, _quantity_of(run, name), cause
+
+
+def _changed_state(run: RunRecord, step: int) -> Cause:
+    """The cause where weights and buffers are alike when the step begins, and the optimizers' state is not."""
+    kept = [(record["rank"], at["optimizer"]) for record, at in zip(run.ranks, run.step_records(step), strict=False)]
+    digests = {rank: own for rank, own in kept if own is not None}
+    entries = dict.fromkeys(entry for own in digests.values() for entry in own)
+    differs = next((e for e in entries if len({own.get(e) for own in digests.values()}) > 1), None)
+    if differs is None:
+        return _changed_optimizer("the optimizer's state was changed between two updates on some ranks", None)
+    name, _, key = differs.rpartition(" ")
+    without = [str(rank) for rank, own in digests.items() if differs not in own]
+    if without:
+        ranks = f"rank {without[0]}" if len(without) == 1 else f"ranks {', '.join(without)}"
+        what = f"the optimizer's {key} of {name} is missing on {ranks}: it was cleared there between two updates"
+    else:
+        what = f"the optimizer's {key} of {name} was changed between two updates on some ranks"
+    return _changed_optimizer(what, name)
+
+
+def _changed_optimizer(what: str, name: str | None) -> Cause:
+    return Cause(
+        "changed-outside",
+        f"{what}, outside the optimizer, so the next update would differ between the ranks",
+        "Clear or change the optimizer's state on every rank alike: take the change out of the branch on the rank.",
+        name,
+    )
 
 
 def _out_of_step(run: RunRecord, step: int) -> Cause | None:

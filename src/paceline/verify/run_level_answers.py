@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 
 from paceline.verify.answer import DIFFERENT, UNKNOWN, Answer, answer_different
 from paceline.verify.cause_rules import overflow
@@ -36,8 +37,20 @@ def answer_for_failed_run(runs: Runs, why: str) -> Answer:
         return answer
     if "NonFiniteError" in why and (overflown := _of_an_overflow(runs, why)) is not None:
         return overflown
+    if not records:
+        why += f". {no_run(runs)}"
     key = next((key for words, key in _ERRORS.items() if words in why), None)
     return Answer(UNKNOWN, [Claim(f"could not tell: the run in question failed: {why}")], cause=key)
+
+
+def no_run(runs: Runs) -> str:
+    """What to say of a script that has left no record."""
+    script = runs.options.script
+    called = shlex.join([*(["-m"] if script.module else []), script.path, *script.args])
+    return (
+        "The script never called paceline.start, or ended before it. verify compares runs of scripts that train with "
+        f"Paceline; doctor watches any PyTorch script: paceline doctor --nproc {runs.nproc} {called}"
+    )
 
 
 def _of_an_overflow(runs: Runs, why: str) -> Answer | None:

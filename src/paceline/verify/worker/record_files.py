@@ -106,6 +106,9 @@ def new_step_record(epoch: int, number: int) -> dict[str, Any]:
         "start": {},  # digests of weights and buffers when the step began
         "after": {},  # digests of weights and buffers after the last update
         "strangers": {},  # digests of tensors with gradients that are in no model
+        # Digests of the optimizers' tensors when the step began, where the ranks' states are not alike; None where they
+        # are, or where the strategy does not say.
+        "optimizer": None,
         "updates": 0,
         "yields": 0,
         "clipped_early": 0,  # how often gradients were changed before the last micro-batch
@@ -125,6 +128,17 @@ def optimizer_options(optimizer: Any) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if key != "params" and isinstance(value, (bool, int, float, tuple))}
         for group in optimizer.param_groups
     ]
+
+
+def optimizer_digests(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> dict[str, str]:
+    """Digests of the tensors that the optimizers keep: "PARAMETER KEY" -> digest."""
+    return {
+        f"{names[parameter]} {key}": digest(value)
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if parameter in names and isinstance(value, Tensor)
+    }
 
 
 def keep_own_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:

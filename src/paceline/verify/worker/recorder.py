@@ -66,6 +66,7 @@ from paceline.verify.worker.record_files import (
     load_state,
     named_tensors,
     new_step_record,
+    optimizer_digests,
     optimizer_options,
     rank_record,
     save_state,
@@ -74,6 +75,8 @@ from paceline.verify.worker.record_files import (
 from paceline.verify.worker.rng_draws import RandomDraws
 from paceline.verify.worker.script_tracer import BACKWARD_HOOKS, ScriptTracer
 from paceline.verify.worker.sketches import sketched
+
+DIFFERENT_TENSORS = "do not hold the same tensors"  # of the error on all ranks where a tensor is missing on some
 
 
 class Recorder:
@@ -443,7 +446,9 @@ class Recorder:
         current["outside"] = [name for name, made in current["start"].items() if last and last.get(name, made) != made]
         if not step or not (strategy.mesh.independent or self._trains_apart()):
             state = self._state()
-            if state is None:  # the ranks' weights differ; this step's record says which, and on which ranks
+            if state is None:  # the ranks' states differ; this step's record says where, and on which ranks
+                if self._replicated:
+                    current["optimizer"] = optimizer_digests(self._run._optimizers, self._run._stepper.names)
                 self._steps.append(current)
                 self._end_trial()
             self._share_start_state(state, current["outside"])
@@ -501,10 +506,15 @@ class Recorder:
         raise TrialEnded(0)
 
     def _state(self) -> dict[str, Any] | None:
-        """The whole state. None where the strategy refuses, on all ranks alike, because their weights differ."""
+        """The whole state. None where the strategy refuses, on all ranks alike, because they hold different values or
+        different tensors."""
         try:
             return self._run._strategy.state_dict()
         except ModelError:
+            return None
+        except UsageError as error:
+            if DIFFERENT_TENSORS not in str(error):
+                raise
             return None
 
     def _complete_step(self) -> None:

@@ -5,7 +5,8 @@ are replaced. What they do is kept as events, in order. Each event has the inner
 run:
 
 op         a call that gives a tensor: its name, its inputs, the numbers among its arguments, and its values
-write      an op in place, or an assignment, writes a parameter, a buffer, a gradient or an optimizer's state
+write      an op in place, or an assignment, writes a parameter, a buffer, a gradient or an optimizer's state; or the
+           script removes or replaces what an optimizer keeps for a parameter
 root       a loss is handed to a backward call: which op made it
 hook       a hook is put on a gradient or a module
 seed       a generator is seeded, and with what
@@ -75,6 +76,7 @@ class ScriptTracer:
         # other gets its id.
         self._made_by: dict[int, tuple[int, Tensor]] = {}
         self._options: dict[tuple[int, int, str], Any] = {}  # (optimizer, group, option) -> its last value
+        self._states: dict[str, tuple[int, ...]] = {}  # parameter -> the ids of what its optimizer keeps for it
         self._optimizers: list[Any] = []  # all that the script has made
         self._prepared_tensors: dict[int, str] = {}  # the addresses that tensors had before run.prepare -> their names
         self._weights: dict[int, Tensor] = {}  # the number of columns -> the fixed weights of a scalar product
@@ -363,6 +365,7 @@ class ScriptTracer:
             before = self._last_lines.get(id(frame))
             if self._optimizers and before is not None:
                 self._record_changed_options((frame.f_code.co_filename, before))
+                self._record_replaced_states((frame.f_code.co_filename, before))
             self._last_lines[id(frame)] = frame.f_lineno
             if event == "return":
                 self._last_lines.pop(id(frame), None)
@@ -370,7 +373,24 @@ class ScriptTracer:
 
     def accept_options(self) -> None:
         """Take the options as they are now. What Paceline itself has changed or loaded is not the script's doing."""
-        self._options = dict(self._read_options())
+        self._options, self._states = dict(self._read_options()), self._read_states()
+
+    def _read_states(self) -> dict[str, tuple[int, ...]]:
+        """What the optimizers keep for each parameter, by identity: the keys, and the objects of the values."""
+        names = self._run._stepper.names
+        return {
+            names[parameter]: tuple(id(one) for pair in state.items() for one in pair)
+            for optimizer in self._run._optimizers
+            for parameter, state in optimizer.state.items()
+            if parameter in names and state
+        }
+
+    def _record_replaced_states(self, at: Place | None) -> None:
+        """Record that the script has removed or replaced what an optimizer keeps. Ops in place are recorded as such."""
+        found = self._read_states()
+        for name in [name for name in (*self._states, *found) if self._states.get(name) != found.get(name)]:
+            self._record("write", at, "state", target=f"state:{name}", values=[float(name in found)])
+        self._states = found
 
     def _read_options(self) -> Iterator[tuple[tuple[int, int, str], Any]]:
         for number, optimizer in enumerate(self._optimizers):
