@@ -150,6 +150,21 @@ MARKED = {
     ),
     "hook": _of("control-by-rank clipped-early", prepared="model.a.weight.register_hook(lambda g: g * (1 + rank))  # <-"),
     "hook/clamp": _of("clipped-early", prepared="model.a.weight.register_hook(lambda g: g.clamp(-0.02, 0.02))  # <-"),
+    "hook/library": _of(
+        "control-by-rank clipped-early",
+        before="from functools import partial",
+        prepared="model.a.weight.register_hook(partial(torch.mul, 1.0 + rank))  # <-",
+    ),
+    "hook/library-clamp": _of(
+        "clipped-early",
+        before="from functools import partial",
+        prepared="model.a.weight.register_hook(partial(torch.clamp, min=-0.02, max=0.02))  # <-",
+    ),
+    "hook/after": _of(
+        "clipped-early",
+        helper="def bound(p):\n    p.grad.clamp_(-0.01, 0.01)  # <-\n",
+        prepared="model.a.weight.register_post_accumulate_grad_hook(bound)  # <-",
+    ),
     "hook/activation": _of(
         "clipped-early", hidden="h.register_hook(lambda g: g * (1e-3 / (g.norm() + 1e-8)).clamp(max=1.0))  # <-"
     ),

@@ -10,6 +10,8 @@ from tests.verify.prepared import Prepared
 
 from paceline.verify.answer import DIFFERENT, SAME, Answer
 from paceline.verify.decision import decide
+from paceline.verify.fault_location import Fault, find_line
+from paceline.verify.trace_diff import ScriptTrace
 
 QUICK = ["times-size", "state/clear"]
 
@@ -51,3 +53,29 @@ def test_an_optimizer_state_that_one_rank_clears_is_named_with_its_remedy(tmp_pa
     assert "the optimizer's momentum_buffer of a.weight is missing on rank 0: it was cleared there" in answer.text
     assert (answer.remedy or "").startswith("Clear or change the optimizer's state on every rank alike")
     assert "Build the model" not in answer.text
+
+
+def traced(numbers: float, hooked: bool) -> ScriptTrace:
+    """The script asks for its rank (line 2), puts a hook on a gradient (3), and calls the backward (5), where an op of
+    the hook runs."""
+    here = {"file": __file__, "step": 0, "yield": 0}
+    op = {"kind": "op", "name": "mul", "line": 5, "backward": True, "inputs": [], "outer": [], "shape": "scalar"}
+    events = [
+        {**here, "kind": "ask", "name": "", "line": 2},
+        {**here, "kind": "hook", "name": "register_hook", "line": 3, "values": [None]},
+        {**here, "kind": "root", "name": "loss", "line": 5, "of": None, "values": [1.0]},
+        {**here, **op, "numbers": [numbers], "values": [numbers]},
+    ]
+    return ScriptTrace([e for e in events if hooked or e["kind"] != "hook"])
+
+
+def test_an_op_of_a_hook_without_lines_has_the_line_that_put_the_hook() -> None:
+    told = [traced(1.0, True)]
+    found = find_line(Fault("control-by-rank", "gradient", "weight", 0), [traced(2.0, True)], told, [])
+    assert found is not None
+    assert (found.found and found.found.place) == (__file__, 3)
+    alone = find_line(Fault("unknown", "gradient", "weight", 0), [traced(2.0, True)], [], [])
+    assert alone is not None
+    assert alone.place == (__file__, 3)
+    without = find_line(Fault("unknown", "gradient", "weight", 0), [traced(2.0, False)], [], [])
+    assert without is None or without.place != (__file__, 5)

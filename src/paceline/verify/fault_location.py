@@ -43,6 +43,10 @@ _WORDS = {  # the key of a cause -> the words of a script that sets it
     "scheduler-steps": r"sched\w*\.step\(|scheduler\.step\(",
     "learning-rate-scaled": r"\blr\b",
 }
+HOOKS_ON_GRADIENTS = {
+    "register_hook", "register_full_backward_hook", "register_full_backward_pre_hook",
+    "register_post_accumulate_grad_hook",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,8 @@ def _rules(fault: Fault) -> list[Rule]:
         return found
 
     def backward(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
-        return first_unmatched(_ops(a, step, True), _ops(b, step, True), "op")
+        found = first_unmatched(_ops(a, step, True), _ops(b, step, True), "op")
+        return None if found is None else _at_hook(found, a)
 
     def fetched(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
         found = first_unmatched(_ops(a, step, False), _ops(b, step, False), "op")
@@ -183,6 +188,18 @@ def _writes_to(trace: ScriptTrace, kind: str, name: str | None) -> ScriptTrace:
     """The writes to this tensor; where there is none, to any tensor of its kind."""
     exact = [e for e in trace.events if e.get("target") == f"{kind}:{name}"]
     return ScriptTrace(exact or [e for e in trace.events if str(e.get("target", "")).startswith(f"{kind}:")])
+
+
+def _at_hook(found: Divergence, trace: ScriptTrace) -> Divergence | None:
+    """An op in a backward, at the line that it belongs to.
+
+    A hook that is no function of the script's (torch.clamp in a functools.partial, say) has no line of its own, so its
+    ops have the line of the backward call. They belong to the line that put the hook there. None where there is none.
+    """
+    if found.place not in {_place(root) for root in trace.events_of("root")}:
+        return found
+    hooks = [event for event in trace.events_of("hook") if event["name"] in HOOKS_ON_GRADIENTS]
+    return Divergence(hooks[-1], found.how) if hooks else None
 
 
 def _ops(trace: ScriptTrace, step: int, backward: bool) -> ScriptTrace:
@@ -219,10 +236,14 @@ def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
             lambda e: e["kind"] == "write" and str(e.get("target")).startswith(f"{kind}:") and e["step"] >= 0
         )
 
+    def backward() -> Divergence | None:
+        found = first(lambda e: e.get("backward") is True)
+        return None if found is None else _at_hook(found, ScriptTrace(events))
+
     if fault.cause == "buffer-not-synchronised" or fault.quantity == "buffers":
         return writes("buffers")
     if fault.cause == "clipped-early":
-        return writes("gradient") or first(lambda e: e["kind"] == "hook") or first(lambda e: e.get("backward") is True)
+        return writes("gradient") or first(lambda e: e["kind"] == "hook") or backward()
     if fault.cause == "overflow-on-some-ranks":
         return _first_overflow(ours)
     if fault.cause == "registered-late":
@@ -237,7 +258,7 @@ def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
     if fault.quantity == "examples":
         return first(lambda e: e["kind"] == "loader")
     if fault.quantity == "gradient":
-        return writes("gradient") or first(lambda e: e.get("backward") is True)
+        return writes("gradient") or backward()
     return None
 
 

@@ -17,7 +17,7 @@ from paceline.verify.cause_rules import STATE, STATE_REMEDY
 from paceline.verify.claims import Claim, claim_without, run_names
 from paceline.verify.differences import differences
 from paceline.verify.evidence import Evidence
-from paceline.verify.fault_location import Fault, FaultLine, chance_line, find_line, state_line
+from paceline.verify.fault_location import HOOKS_ON_GRADIENTS, Fault, FaultLine, chance_line, find_line, state_line
 from paceline.verify.rank_disagreement import cause_from_ranks
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
@@ -34,7 +34,6 @@ _CAUSES_BY_PARTS = {
     "depends-on-shard-size",
     "unknown",
 }
-_HOOKS_ON_GRADIENTS = {"register_hook", "register_full_backward_hook", "register_full_backward_pre_hook"}
 # Causes without a line.
 _WITHOUT_LINE = {"by-design", "unused-parameters", "not-finite"}
 
@@ -137,7 +136,7 @@ class FaultLocator:
             return None
         if self._depends_on_rank or answer.line is not None:
             return None
-        hooks = [e for trace in load_traces(lines) for e in trace.events_of("hook") if e["name"] in _HOOKS_ON_GRADIENTS]
+        hooks = [e for trace in load_traces(lines) for e in trace.events_of("hook") if e["name"] in HOOKS_ON_GRADIENTS]
         hooks = [e for e in hooks if e["step"] <= found[0].step]
         if not hooks:
             return None

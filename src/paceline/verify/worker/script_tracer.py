@@ -50,11 +50,10 @@ _SEEDS: tuple[tuple[Any, str], ...] = (
 )  # fmt: skip
 BACKWARD_HOOKS = (  # functions whose hooks see gradients on their way
     (torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook"),
-    (nn.Module, "register_full_backward_pre_hook"),
+    (nn.Module, "register_full_backward_pre_hook"), (torch.Tensor, "register_post_accumulate_grad_hook"),
 )  # fmt: skip
 _HOOKS = (
-    *BACKWARD_HOOKS, (torch.Tensor, "register_post_accumulate_grad_hook"), (nn.Module, "register_forward_hook"),
-    (nn.Module, "register_forward_pre_hook"),
+    *BACKWARD_HOOKS, (nn.Module, "register_forward_hook"), (nn.Module, "register_forward_pre_hook"),
 )  # fmt: skip
 
 
