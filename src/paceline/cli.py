@@ -78,7 +78,8 @@ _processes = _options(
         help="Between two looks at the processes.",
     ),
     click.option(
-        "--grace", type=float, metavar="SECONDS", help="At SIGTERM, save a checkpoint and end, within so long."
+        "--grace", type=float, metavar="SECONDS",
+        help="Time to save a checkpoint at SIGTERM; 0: save none. Otherwise 25, if the script saves or restores."
     ),
     click.option(
         "--stall-timeout", "stall_seconds", type=float, metavar="SECONDS",

@@ -117,15 +117,10 @@ class Run:
         path = os.environ.get(STOP_FILE)
         if not path:
             return None
-
-        return Preemption(
-            path,
-            self._strategy,
-            self.device,
-            ready=self._between_steps,
-            steps=lambda: self.steps,
-            save=self._save_last,
-        )
+        own = self._strategy, self.device
+        with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full
+            return Preemption(path, *own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
+        return None
 
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
@@ -678,7 +673,10 @@ class Run:
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+            path = self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+        if self._preemption is not None:
+            self._preemption.saves(Path(directory).absolute())
+        return path
 
     def wait_for_save(self) -> Path | None:
         """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
@@ -775,6 +773,8 @@ class Run:
         if self._memory is not None:
             self._memory.close()
         self._heartbeat.close()
+        if self._preemption is not None:
+            self._preemption.close()
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)

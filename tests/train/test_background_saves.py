@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
 from paceline.errors import CheckpointError, SettingError
-from paceline.launcher.stop_request import RESUMABLE
 from paceline.train import checkpoint
 from paceline.train.background_write import BackgroundWrite
 from paceline.train.helper_threads import HelperThreads
+from paceline.world import RESUMABLE
 
 DEADLINE_SECONDS = 120.0  # for what takes some seconds on an idle machine
 

@@ -93,29 +93,33 @@ def run(
         monitor_seconds: between two polls of the workers.
         output: directory for what the ranks other than the first print; None: a temporary one.
         tee: ranks whose output is shown too, such as "1,3" or "all".
-        grace: at SIGTERM, seconds in which the run may save a checkpoint and end; None: it is ended.
+        grace: at SIGTERM, seconds in which the run may save a checkpoint and end; 0: it is ended at once. None: 25 s
+            where the script has called run.save or run.restore, and otherwise it is ended at once.
         stall_seconds: how long a rank may wait for others before it is said; None: by the usual time of a batch.
         stall_action: "say" it, "end" the run too, or "restart" all ranks, as `max_restarts` allows.
         check_strategy: see plan.StrategyCheck.
 
     Returns:
         The launcher's exit code: 0, that of the rank that failed first, 128 + n for a signal n, 75 where the run was
-        asked to stop and has saved a checkpoint (SIGUSR1, or SIGTERM with `grace`), or 124 where a stall ended it.
+        asked to stop and has saved a checkpoint (SIGUSR1, or SIGTERM and `grace`), or 124 where a stall ended it.
 
     Raises:
         LaunchError: something that was asked for cannot be run, or a process could not be started.
         SettingError: a setting that cannot work.
     """
     from paceline.launcher import early_start
-    from paceline.launcher.interrupts import Interrupts, Stopped
+    from paceline.launcher.interrupts import NOTICE_SECONDS, Interrupts, Stopped
     from paceline.launcher.output import Output, say
     from paceline.launcher.plan import make_plan
     from paceline.launcher.stalls import check_options
 
     check_options(stall_seconds, stall_action, max_restarts)
-    if grace is not None and grace <= 0:
-        raise LaunchError(f"--grace {grace:g}: give seconds, above 0, in which a checkpoint can be saved, such as 25.")
-    with Interrupts(stoppable=True, grace=grace) as interrupts:
+    if grace is not None and not 0 <= grace < float("inf"):
+        raise LaunchError(
+            f"--grace {grace:g}: give the seconds for a checkpoint at SIGTERM, such as 25, or 0 to save none."
+        )
+    seconds = NOTICE_SECONDS if grace is None else grace or None
+    with Interrupts(stoppable=True, grace=seconds, if_able=grace is None) as interrupts:
         ranks: Output | None = None
         early: early_start.EarlyWorkers | None = None
         try:
@@ -146,7 +150,7 @@ def run(
             ranks = Output(plan.output, plan.tee)
             if early_start.possible(plan):
                 interrupts.deferred = True  # a process that is being started must not be lost
-                early = early_start.start(plan, ranks, early_start.stop_file(ranks, 0))
+                early = early_start.start(plan, ranks, early_start.stop_file(ranks, 0), interrupts.notices)
                 interrupts.deferred = False
                 interrupts.check()
             with _quietly(), faster():

@@ -17,8 +17,8 @@ from typing import IO
 
 from paceline.errors import LaunchError
 from paceline.notebook import Relay
+from paceline.world import SHARED_MEMORY, is_private
 
-SHARED_MEMORY = "/dev/shm"  # where Linux has memory as files
 LAST_LINES = 20  # of a rank that died without an exception
 
 
@@ -69,7 +69,9 @@ class Output:
             raise LaunchError(
                 f"--output {directory}: the directory cannot be made: {error.strerror}. Name one that you may write to."
             ) from None
-        self._memory: str | None = None  # a folder in memory; None: nobody has asked for it
+        # A folder in memory, for `memory` and for what the disk of the private one has no room for (world.py).
+        self._spare = os.path.join(SHARED_MEMORY, os.path.basename(self.private))
+        self._memory: str | None = None  # what `memory` returns, once it has been asked
         self._remover = _start_remover(self.private)
         self._written: set[int] = set()  # ranks that have had a file in this run
         self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
@@ -79,12 +81,10 @@ class Output:
     def memory(self) -> str:
         """A folder in the memory of this machine, removed with the private one; that itself where none can be made."""
         if self._memory is None:
-            path = os.path.join(SHARED_MEMORY, os.path.basename(self.private))
-            try:
-                os.mkdir(path, mode=0o700)  # fails where another user has one of that name
-            except OSError:
-                path = os.path.join(self.private, "memory")
-            self._memory = path
+            path = self._spare
+            with contextlib.suppress(OSError):
+                os.mkdir(path, mode=0o700)
+            self._memory = path if is_private(path) else os.path.join(self.private, "memory")
         return self._memory
 
     def path(self, rank: int) -> str:
@@ -142,8 +142,8 @@ class Output:
         self.show(final=True)
         with contextlib.suppress(BrokenPipeError):  # it has been killed
             self._remover.communicate(b"done\n")
-        if self._memory is not None:
-            shutil.rmtree(self._memory, ignore_errors=True)
+        if is_private(self._spare):
+            shutil.rmtree(self._spare, ignore_errors=True)
         kept = [rank for rank in sorted(self._written) if os.path.getsize(self.path(rank))]
         if self.directory != self.private or not failed or not kept:
             shutil.rmtree(self.private, ignore_errors=True)

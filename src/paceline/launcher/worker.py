@@ -53,6 +53,7 @@ from paceline.world import (
     Served,
     ends_if_failed,
     tell_launcher,
+    was_told,
 )
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -143,8 +144,7 @@ def _register_stack_dump() -> None:
 def _note_exit(pid: int, where: str) -> None:
     """This process ends with exit code 0. Should the others still need it, the launcher says where it did."""
     if os.getpid() == pid:  # not in a child that the script has forked
-        with contextlib.suppress(OSError):
-            tell_launcher(os.environ, LEFT, where)
+        tell_launcher(os.environ, LEFT, where)
 
 
 def _note_failing(pid: int, code: int, error: BaseException | None) -> None:
@@ -154,17 +154,15 @@ def _note_failing(pid: int, code: int, error: BaseException | None) -> None:
     """
     if os.getpid() == pid:
         lost = error is not None and only_tells_of_a_lost_peer(map(in_words, chain_of(error)))
-        with contextlib.suppress(OSError):
-            tell_launcher(os.environ, FAILING, f"{code}\n{LOST_PEER if lost else ''}")
+        tell_launcher(os.environ, FAILING, f"{code}\n{LOST_PEER if lost else ''}")
 
 
 def _note_done(pid: int) -> None:
     """Nothing of Python's is left to do but to write out what was printed. Only where LEFT says that the exit code will
     be 0."""
     path = os.environ.get(ERROR_FILE)
-    if os.getpid() == pid and path and os.path.exists(path + LEFT):
-        with contextlib.suppress(OSError):
-            tell_launcher(os.environ, DONE)
+    if os.getpid() == pid and path and was_told(path, LEFT):
+        tell_launcher(os.environ, DONE)
 
 
 def _note_hard_exits(pid: int) -> None:
@@ -306,15 +304,8 @@ def report(error: BaseException, hook: _ExceptHook) -> None:
         record["shown"] = not hook.reached
     for note in getattr(error, "__notes__", ())[before:]:  # a hook's, such as ours
         record["traceback"] = f"{record['traceback']}{note}\n"
-    path = os.environ.get(ERROR_FILE)
-    try:
-        if not path:
-            raise OSError("there is no launcher")
-        with open(path + ".part", "w") as file:
-            json.dump(record, file)
-        os.replace(path + ".part", path)  # whole or not at all
-    except OSError:
-        if not record["shown"]:
+    if not tell_launcher(os.environ, "", json.dumps(record)) and not record["shown"]:
+        with contextlib.suppress(OSError, ValueError):  # closed, or on a disk that is full
             sys.stderr.write(str(record["traceback"]))
 
 
