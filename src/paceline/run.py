@@ -379,6 +379,7 @@ class Run:
         self._heartbeat()
         self.latest = loader
         if loader.train:
+            self._state.locks.before_batch()
             self._epochs.on_training_yield()
             self._normalisation.on_yield(loader)
         self._stepper.on_yield(loader)

@@ -9,6 +9,7 @@ worker.py              what each worker runs: the user's script, as plain python
 processes.py           starting and ending operating-system processes
 early_start.py         the first workers on one machine, before the launcher has loaded torch
 output.py              what the ranks print
+streams.py             standard streams that are closed, full, or not read
 rendezvous.py          where the workers meet, on one machine and on several
 key_values.py          the store, and the requests of torch's client (pure)
 doors.py               who may come to it, and by which door
@@ -37,7 +38,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from paceline.config import StrategySpec
@@ -141,11 +141,9 @@ def run(
                     stall_action=stall_action,
                 )
             if nodes.unused:
-                print(
+                say(
                     f"paceline: {', '.join(nodes.unused)}: not used, since there is one machine, whose processes meet "
-                    "on loopback. For several give --nnodes too.",
-                    file=sys.stderr,
-                    flush=True,
+                    "on loopback. For several give --nnodes too.\n"
                 )
             ranks = Output(plan.output, plan.tee)
             if early_start.possible(plan):
@@ -168,5 +166,6 @@ def run(
             raise
         where = ranks.close(failed=outcome.exit_code != 0 and not outcome.refused and not outcome.saved)
         if outcome.exit_code != 0:
-            say(outcome.story + where)
+            interrupts.deferred = False  # a reader that does not come keeps nobody from ending this
+            say(outcome.story + where, last=True)
         return outcome.exit_code

@@ -13,6 +13,8 @@ differs from plain python in these things:
   crashes, the stack is written into a file.
 - Where it ends with exit code 0, it writes down at which line of the script (world.LEFT), and when all exit functions
   have run (world.DONE): a crash of native code after that, in a library's destructors, loses nothing.
+- A standard stream that is closed becomes os.devnull. Where the disk is full, what is printed into a file of the
+  launcher's own is lost, and the script goes on.
 - `import torch` and the end of the interpreter take less time (torch_import.py).
 """
 
@@ -38,7 +40,7 @@ import typing
 from collections.abc import Sequence
 
 from paceline.errors import LaunchError, PacelineError, chain_of, in_words, only_tells_of_a_lost_peer
-from paceline.launcher import stack_thread
+from paceline.launcher import stack_thread, streams
 from paceline.launcher.store_redirect import Redirect
 from paceline.launcher.torch_import import FasterTorch
 from paceline.world import (
@@ -72,6 +74,7 @@ def main() -> None:
     if os.environ.get(STOP_FILE) and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         # It asks the launcher to stop the run. Slurm, where it tracks trees of processes, sends it to all in a task's.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    streams.reopen_closed()
     kind, script, *args = sys.argv[1:]
     sys.meta_path.insert(0, FasterTorch())
     if os.environ.get(STORE_DOOR):
@@ -79,6 +82,8 @@ def main() -> None:
     _register_stack_dump()
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
+    if os.environ.get(ERROR_FILE):
+        streams.drop_what_has_no_room(os.path.dirname(os.environ[ERROR_FILE]))
     pid = os.getpid()
     # The first to be registered are the last to be called. After this one only the thread ends that tells the stack.
     atexit.register(_note_done, pid)
