@@ -11,9 +11,9 @@ run that was killed leaves the file. The next run finds out whether the owner li
 4. Otherwise the owner was on another machine, whose locks may not be seen here: it lives if it counts on within
    WATCH_SECONDS.
 
-A start of the same launch (`--max-restarts`) takes the lock over. Reading needs no lock: several runs may start from one
-folder. A run takes the lock before its first save, and of a folder in which it resumes (`missing_ok=True`) before its
-first training batch.
+A start of the same launch (`--max-restarts`) takes the lock over. Reading needs no lock: several runs may start from
+one folder. A run takes the lock before its first save, and of a folder in which it resumes (`missing_ok=True`) before
+its first training batch.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ def _lives(path: Path, former: dict[str, Any], own: dict[str, Any], locked: bool
         if time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
             return False
     say(
-        f"paceline: {path.parent} was last used by {_owner(former)}. Looking for {WATCH_SECONDS:.0f} s whether that run "
-        "lives."
+        f"paceline: {path.parent} was last used by {_owner(former)}. Watching for {WATCH_SECONDS:.0f} s whether that "
+        "run lives."
     )
     deadline = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < deadline:
@@ -292,9 +292,8 @@ def _is_alive(former: dict[str, Any]) -> bool:
     pid = former.get("pid")
     if not isinstance(pid, int):
         return False
-    born = _born(pid)
-    if sys.platform == "linux":
-        return bool(born) and born == former.get("born")
+    if former.get("born"):
+        return _born(pid) == str(former["born"])
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
