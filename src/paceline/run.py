@@ -55,7 +55,7 @@ from paceline.train.sources import LoaderArguments, make_sources
 from paceline.train.state import State, fits, model_number
 from paceline.train.step import Stepper
 from paceline.train.zero_rows import ZERO_ROWS
-from paceline.world import HANDOVER, STOP_FILE, World
+from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
 
 
 class Run:
@@ -113,9 +113,11 @@ class Run:
         self._state.begin()
 
     def _follow_launcher(self) -> Preemption | None:
-        """What looks after each step whether the launcher asks the run to stop; None: this launcher never does."""
+        """What looks after each step whether the launcher, or a signal to a process without one, asks the run to stop;
+        None: nothing does."""
         path = os.environ.get(STOP_FILE)
-        if not path:
+        alone = self.world.size == 1 and LAUNCHER_PID not in os.environ
+        if not path and not alone:
             return None
         own = self._strategy, self.device
         with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full

@@ -68,6 +68,7 @@ STORE_DOOR = "PACELINE_STORE_DOOR"
 # Set where SIGTERM to a rank asks the whole run to save and end, as SIGTERM to the launcher does. The rank then passes
 # it on to the launcher. Not set: SIGTERM ends the rank.
 NOTICE = "PACELINE_NOTICE"
+NOTICE_SECONDS = 25.0  # from SIGTERM to SIGKILL, at least: Slurm and Kubernetes give 30 s, systemd 90 s
 # The byte of STOP_FILE; 0: nobody has asked the run to stop. END: the launcher ends the ranks, by SIGTERM.
 LOOK, DECIDE, END = 1, 2, 3
 LOST_PEER = "lost peer"

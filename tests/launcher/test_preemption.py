@@ -103,6 +103,13 @@ class Job:
         self.started.append(process)
         return process
 
+    def start_alone(self, *line: str) -> subprocess.Popen[str]:
+        """By plain python."""
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, *line], cwd=self.folder, text=True, **pipes)
+        self.started.append(process)
+        return process
+
     def run(self, *line: str) -> str:
         """The last line of a whole run."""
         out, err = self.start(*line).communicate(timeout=DEADLINE_SECONDS)
@@ -534,8 +541,11 @@ for batch in loader:
     run.step(optimizer)
     if run.steps == 1 and how == "only saves":
         run.save("checkpoints")
+    if how == "evaluates":
+        paceline.train.preemption.NOTICE_SECONDS = 0.2
     if run.steps == 2 and run.main:
         Path("held").touch()
+        time.sleep(300 if how == "evaluates" else 0)
     time.sleep(0.05)
 """
 
@@ -550,15 +560,20 @@ for batch in loader:
         pytest.param("restores", ["--grace", "0"], "all", 143, marks=pytest.mark.conformance),
         pytest.param("nothing", [], "all", 143, marks=pytest.mark.conformance),
         pytest.param("nothing", [], "launcher", 143, marks=pytest.mark.conformance),
+        ("alone", ["python"], "launcher", RESUMABLE),
+        pytest.param("evaluates", ["python"], "launcher", -signal.SIGTERM, marks=pytest.mark.conformance),
         pytest.param("own handler", [], "launcher", RESUMABLE, marks=pytest.mark.conformance),
     ],
 )
 def test_sigterm_to_whomever_a_system_sends_it(job: Job, how: str, grace: list[str], to: str, code: int) -> None:
     """systemd and Slurm's process tracking send it to all processes, Kubernetes to the launcher."""
     (job.folder / "train.py").write_text(TERMINATED)
-    process = job.start("--nproc", "2", *grace, "train.py", how)
+    if grace == ["python"]:
+        process = job.start_alone("train.py", how)
+    else:
+        process = job.start("--nproc", "2", *grace, "train.py", how)
     job.wait()
-    ranks = [int((job.folder / f"pid-{rank}").read_text()) for rank in range(2)]
+    ranks = [int((job.folder / f"pid-{rank}").read_text()) for rank in range(1 if grace == ["python"] else 2)]
     targets = {"all": ranks, "ranks": ranks, "rank 1": ranks[1:], "launcher": []}[to]
     os.kill(process.pid, signal.SIGSTOP)  # the launcher hears of it last: the harder order
     for pid in targets:
@@ -570,9 +585,10 @@ def test_sigterm_to_whomever_a_system_sends_it(job: Job, how: str, grace: list[s
     assert process.returncode == code, err
     saved = list((job.folder / "checkpoints").glob("step-*"))
     if code == RESUMABLE:
-        assert re.search(r"paceline: stopped by SIGTERM, after saving \S+/step-0*\d+\.", err), err
+        why = "asked to stop, and saved" if how == "alone" else "stopped by SIGTERM, after saving"
+        assert re.search(rf"paceline: {why} \S+/step-0*\d+\.", err), err
         assert len(saved) == (2 if how == "only saves" else 1)
         assert ("The script restores nothing" in err) == (how == "only saves")
     else:
-        assert "paceline: stopped by SIGTERM; all ranks have ended.\n" in err
+        assert code == -signal.SIGTERM or "paceline: stopped by SIGTERM; all ranks have ended.\n" in err
         assert not saved

@@ -44,6 +44,7 @@ from paceline.config import StrategySpec
 from paceline.errors import LaunchError
 from paceline.launcher.nodes import ALONE, Nodes
 from paceline.launcher.torch_import import faster
+from paceline.world import NOTICE_SECONDS
 
 
 @contextlib.contextmanager
@@ -108,7 +109,7 @@ def run(
         SettingError: a setting that cannot work.
     """
     from paceline.launcher import early_start
-    from paceline.launcher.interrupts import NOTICE_SECONDS, Interrupts, Stopped
+    from paceline.launcher.interrupts import Interrupts, Stopped
     from paceline.launcher.output import Output, say
     from paceline.launcher.plan import make_plan
     from paceline.launcher.stalls import check_options

@@ -13,9 +13,6 @@ from typing import Any
 from paceline.launcher.output import say
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-NOTICE_SECONDS = 25.0
-"""From SIGTERM to SIGKILL, where the user has not said: Slurm and Kubernetes give 30 s, systemd 90 s."""
-
 _final = False  # does the next signal end the run, whatever it means otherwise?
 
 

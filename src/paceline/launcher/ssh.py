@@ -46,9 +46,9 @@ from paceline.launcher.hosts import (
     refusal,
     ssh_command,
 )
-from paceline.launcher.interrupts import NOTICE_SECONDS, Interrupts, Stopped
+from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import say
-from paceline.world import RESUMABLE
+from paceline.world import NOTICE_SECONDS, RESUMABLE
 
 ANSWER_SECONDS = 60.0  # for a host to be asked: a Python from a slow network disk takes its time
 OTHERS_SECONDS = 10.0  # between the failure of one host and an order to the others to end

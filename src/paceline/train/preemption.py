@@ -14,6 +14,8 @@ SIGTERM to a rank is the same notice: systemd and Slurm's process tracking send 
 and ranks, in any order. Once the script has saved or restored, a rank passes SIGTERM on to the launcher and goes on to
 the step above. When the launcher itself sends SIGTERM, to end the rank, it has written END into the file before.
 
+A process without a launcher, alone in its world, needs no agreement: SIGTERM asks it to save after its next step.
+
 The launcher asks too where machines have come, and all ranks are to start again with them: then no step is lost.
 
 Before anybody asks, a step costs one read of a byte in memory.
@@ -27,6 +29,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +49,7 @@ from paceline.world import (
     LAUNCHER_PID,
     LOOK,
     NOTICE,
+    NOTICE_SECONDS,
     SAVED,
     SAVES,
     Preempted,
@@ -55,6 +59,7 @@ from paceline.world import (
 )
 
 _STORE_SECONDS = 60.0
+_REACT_SECONDS = 3.0
 _LAG = 2
 """An accelerator's host may be ahead of the device by this many steps (finite.py reads flags a step late)."""
 
@@ -72,11 +77,32 @@ def _put_back() -> None:
 os.register_at_fork(after_in_child=_put_back)
 
 
+class _End:
+    """Ends this process by SIGTERM after so many seconds, or by SIGKILL if it does not react to that."""
+
+    def __init__(self, seconds: float) -> None:
+        self.came = False
+        self._cancelled = threading.Event()
+        self._seconds = seconds
+        threading.Thread(target=self._wait, name="paceline-end", daemon=True).start()
+
+    def _wait(self) -> None:
+        if not self._cancelled.wait(self._seconds):
+            self.came = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            if not self._cancelled.wait(_REACT_SECONDS):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
 class Preemption:
     """Looks after every step whether the run is asked to stop.
 
     Args:
-        path: of the launcher's file. Raises OSError or ValueError where it cannot be read.
+        path: of the launcher's file. Raises OSError or ValueError where it cannot be read. None: there is no launcher,
+            and no other process.
         ready: whether a checkpoint may be written now, as after `run.step` and before the next batch.
         steps: how many steps were made.
         save: writes a checkpoint into this directory, and returns its path. Collective.
@@ -84,7 +110,7 @@ class Preemption:
 
     def __init__(
         self,
-        path: str,
+        path: str | None,
         strategy: Strategy,
         device: torch.device,
         *,
@@ -92,8 +118,12 @@ class Preemption:
         steps: Callable[[], int],
         save: Callable[[Path], Path],
     ) -> None:
-        with open(path, "rb") as file:
-            self._asked = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
+        self._asked: mmap.mmap | bytearray = bytearray(1)
+        if path is not None:
+            with open(path, "rb") as file:
+                self._asked = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
+        self._alone = path is None
+        self._end: _End | None = None  # of a process alone, since SIGTERM has come
         self._strategy, self._ready, self._steps, self._save = strategy, ready, steps, save
         self._lag = 0 if device.type == "cpu" else _LAG
         self._restores: Path | None = None  # where the script looked for the newest checkpoint
@@ -122,16 +152,21 @@ class Preemption:
             return
         self._announced = True
         tell_launcher(os.environ, SAVES)
-        # A script's own handler stays, and so does SIG_IGN.
-        if os.environ.get(NOTICE) and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # A script's own handler stays, and so does SIG_IGN. In a session of Python's, SIGTERM ends the session.
+        notice = not hasattr(sys, "ps1") if self._alone else os.environ.get(NOTICE)
+        if notice and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             with contextlib.suppress(ValueError):  # not in the main thread
                 signal.signal(signal.SIGTERM, self._on_sigterm)
                 _open.append(self)
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        if self._asked[0] == END:
+        if self._asked[0] == END or (self._end is not None and self._end.came):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
+        elif self._alone:
+            if self._end is None:  # schedulers send it more than once
+                self._asked[0] = DECIDE  # a bytearray
+                self._end = _End(NOTICE_SECONDS)
         else:
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int(os.environ[LAUNCHER_PID]), signal.SIGTERM)
@@ -140,6 +175,8 @@ class Preemption:
         """The run has ended: this rank saves no more."""
         if self._announced:
             take_back(os.environ, SAVES)
+        if self._end is not None:
+            self._end.cancel()
         _put_back()
 
     def after_batch(self, loader: Loader) -> None:
@@ -162,6 +199,8 @@ class Preemption:
             directory = self._restores or self._saves
             assert directory is not None
             path = self._save(directory).absolute()
+            if self._end is not None:
+                self._end.cancel()
             if self._restores is not None:
                 then = "The same command goes on from there"
             else:
