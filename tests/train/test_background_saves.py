@@ -546,7 +546,7 @@ ALONE, TWO = ["train.py"], ["-m", "paceline", "run", "--nproc", "2", "train.py"]
         (TWO, "error", None, 1),
         (ALONE, "long", signal.SIGINT, 130),
         (TWO, "long", signal.SIGINT, 130),
-        (TWO, "long", signal.SIGTERM, 143),
+        ([*TWO[:3], "--grace", "0", *TWO[3:]], "long", signal.SIGTERM, 143),
     ],
     ids=lambda value: getattr(value, "name", None) or (str(len(value)) if isinstance(value, list) else str(value)),
 )
@@ -567,7 +567,7 @@ def test_no_end_that_can_wait_breaks_a_write_off(
 @pytest.mark.conformance
 @pytest.mark.timeout(300)
 def test_a_second_signal_waits_for_nothing(start: Any, tmp_path: Path) -> None:
-    process = start(*TWO, "long", "60")
+    process = start(*TWO[:3], "--grace", "0", *TWO[3:], "long", "60")
     process.send_signal(signal.SIGTERM)
     time.sleep(2.0)
     asked = time.monotonic()

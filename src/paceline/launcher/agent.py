@@ -567,7 +567,7 @@ class Agent(SimpleElasticAgent):
         if self._stop_request is not None:
             self._stop_request.end()
         signum = signal.SIGINT if interrupted else signal.SIGTERM
-        busy = lambda: not self._interrupts.overdue and bool(self._writes())  # noqa: E731
+        busy = lambda: not self._interrupts.breaks_writes_off and bool(self._writes())  # noqa: E731
         self._processes.stop(signum, lambda: self._interrupts.impatient, busy)
         self._output.show()
         # The files to which the ranks' runs are traced. Rank 0 has written its own, unless it was killed.
@@ -581,7 +581,11 @@ class Agent(SimpleElasticAgent):
         said = False
         while any(self._writes().get(rank) == step for rank, step in first.items()):
             waited = time.monotonic() - began
-            if len(self._interrupts.received) > before or self._interrupts.overdue or waited > processes.BUSY_SECONDS:
+            if (
+                len(self._interrupts.received) > before
+                or self._interrupts.breaks_writes_off
+                or waited > processes.BUSY_SECONDS
+            ):
                 return
             if not said and waited > 1.0:
                 said = True

@@ -75,6 +75,12 @@ class Interrupts:
         return self._grace_ends is not None and time.monotonic() > self._grace_ends
 
     @property
+    def breaks_writes_off(self) -> bool:
+        """Is the time up that the user gave? Where the user gave none, a checkpoint that is being written may take
+        longer: the scheduler knows when it ends that."""
+        return self.overdue and not self._if_able
+
+    @property
     def due(self) -> int | None:
         """The signal by which the run must end now: one that has come, if the time that it gave is up."""
         if self.overdue and not self.received:
@@ -100,7 +106,7 @@ class Interrupts:
         """Does this SIGTERM ask the run to save, as opposed to ending it?"""
         if self._grace is None or not self.deferred or _final:
             return False
-        return self._grace_ends is not None or self._able()
+        return self._able() if self._grace_ends is None else not self.overdue
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
