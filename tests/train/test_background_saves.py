@@ -27,6 +27,7 @@ import paceline
 from paceline.errors import CheckpointError, SettingError
 from paceline.train import checkpoint
 from paceline.train.background_write import BackgroundWrite
+from paceline.train.folder_lock import FILE
 from paceline.train.helper_threads import HelperThreads
 from paceline.world import RESUMABLE
 
@@ -156,7 +157,7 @@ def files_of(directory: Path) -> dict[str, Any]:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(os.listdir(directory))
+    return sorted(name for name in os.listdir(directory) if name != FILE)  # which a killed run leaves
 
 
 # What is in the files

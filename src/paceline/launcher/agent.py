@@ -318,15 +318,11 @@ class Agent(SimpleElasticAgent):
         while True:
             ended = self._processes.exits()
             left = [rank for local_rank, rank in enumerate(self._ranks) if local_rank not in ended]
-            kept = [text for text in map(self._kept_by, left) if text is not None]
+            kept = [text for rank in left if (text := told(self._error_file(rank), KEEPS)) is not None]
             if not kept or time.monotonic() - began > (WRITING_SECONDS if WRITING in kept else HANDOVER_SECONDS):
                 return
             self._interrupts.check()
             time.sleep(self._plan.monitor_seconds)
-
-    def _kept_by(self, rank: int) -> str | None:
-        """What the rank says of the state that it would hand on; None: it hands nothing on."""
-        return told(self._error_file(rank), KEEPS)
 
     def _wait_for_cause(self) -> Failure | None:
         """If only secondary failures have been reported, wait briefly for the root cause, also of other machines. If
@@ -366,19 +362,18 @@ class Agent(SimpleElasticAgent):
         for local_rank, rank in enumerate(self._ranks):
             if local_rank in self._endings:
                 continue
-            code = exits.get(local_rank)
+            code, path = exits.get(local_rank), self._error_file(rank)
             if code is None and patience == 0.0:
-                code = told_exit_code(self._error_file(rank))
-            if ended_when_saved(self._error_file(rank), code):
+                code = told_exit_code(path)
+            if ended_when_saved(path, code):
                 code = 0
-            if crashed_when_done(self._error_file(rank), code):
+            if crashed_when_done(path, code):
                 crash = report.headline(make_ending(rank, code, now, None, False, "", "", self._output))
                 say(f"paceline: {crash} when its script and all exit functions had ended: it counts as ended well.\n")
                 code = 0
-            error = report.read_error(self._error_file(rank)) if code != 0 else None
+            error = report.read_error(path) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
                 expendable = self._is_expendable(local_rank, rank, code)
-                path = self._error_file(rank)
                 role = told(path, ROLE) or ""  # "" where all ranks are alike
                 ending = make_ending(rank, code, now, error, expendable, role, path, self._output)
                 self._endings[local_rank] = ending
