@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,8 +14,10 @@ from click.core import ParameterSource
 from paceline import __version__, launcher
 from paceline.config import StrategySpec, resolve
 from paceline.errors import PacelineError, SettingError
+from paceline.launcher import streams
 from paceline.launcher.hosts import HostOptions, Meeting
 from paceline.launcher.nodes import read_nodes
+from paceline.launcher.report import UNWRITTEN
 from paceline.launcher.secret import make_secret, read_secret, write_secret
 
 _NODES = (
@@ -78,7 +83,8 @@ _processes = _options(
         help="Between two looks at the processes.",
     ),
     click.option(
-        "--grace", type=float, metavar="SECONDS", help="At SIGTERM, save a checkpoint and end, within so long."
+        "--grace", type=float, metavar="SECONDS",
+        help="Time to save a checkpoint at SIGTERM; 0: save none. Otherwise 25, if the script saves or restores."
     ),
     click.option(
         "--stall-timeout", "stall_seconds", type=float, metavar="SECONDS",
@@ -136,7 +142,23 @@ _settings = _options(
 )  # fmt: skip
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _hyphens})
+class _Commands(click.Group):
+    """All commands, whatever has become of the standard streams."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        streams.reopen_closed()
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in streams.FULL:
+                raise
+            streams.write(sys.stderr, f"paceline: the output cannot be written: {error.strerror}.\n")
+            with contextlib.suppress(OSError):  # else Python tries it once more at its exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(UNWRITTEN)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _hyphens})
 @click.version_option(__version__, prog_name="paceline")
 def main() -> None:
     """One training script. Any number of devices. The same model."""

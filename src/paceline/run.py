@@ -55,7 +55,7 @@ from paceline.train.sources import LoaderArguments, make_sources
 from paceline.train.state import State, fits, model_number
 from paceline.train.step import Stepper
 from paceline.train.zero_rows import ZERO_ROWS
-from paceline.world import HANDOVER, STOP_FILE, World
+from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
 
 
 class Run:
@@ -113,19 +113,16 @@ class Run:
         self._state.begin()
 
     def _follow_launcher(self) -> Preemption | None:
-        """What looks after each step whether the launcher asks the run to stop; None: this launcher never does."""
+        """What looks after each step whether the launcher, or a signal to a process without one, asks the run to stop;
+        None: nothing does."""
         path = os.environ.get(STOP_FILE)
-        if not path:
+        alone = self.world.size == 1 and LAUNCHER_PID not in os.environ
+        if not path and not alone:
             return None
-
-        return Preemption(
-            path,
-            self._strategy,
-            self.device,
-            ready=self._between_steps,
-            steps=lambda: self.steps,
-            save=self._save_last,
-        )
+        own = self._strategy, self.device
+        with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full
+            return Preemption(path, *own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
+        return None
 
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
@@ -384,6 +381,7 @@ class Run:
         self._heartbeat()
         self.latest = loader
         if loader.train:
+            self._state.locks.before_batch()
             self._epochs.on_training_yield()
             self._normalisation.on_yield(loader)
         self._stepper.on_yield(loader)
@@ -678,7 +676,10 @@ class Run:
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+            path = self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+        if self._preemption is not None:
+            self._preemption.saves(Path(directory).absolute())
+        return path
 
     def wait_for_save(self) -> Path | None:
         """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
@@ -775,6 +776,8 @@ class Run:
         if self._memory is not None:
             self._memory.close()
         self._heartbeat.close()
+        if self._preemption is not None:
+            self._preemption.close()
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)

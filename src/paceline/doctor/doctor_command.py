@@ -24,6 +24,7 @@ from paceline.doctor.rules import DIVERGENCE, find_faults
 from paceline.doctor.rules.collective_rules import CollectiveChecker, divergence_line, refused_call
 from paceline.doctor.rules.recorded_run import RecordedRun, read_run
 from paceline.errors import PacelineError, SettingError
+from paceline.launcher import streams
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output
 from paceline.launcher.plan import Plan, make_plan
@@ -151,8 +152,7 @@ def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: I
 def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], story: str, failed: bool) -> int:
     sys.stdout.flush()
     if story:
-        sys.stderr.write(story)
-        sys.stderr.flush()
+        streams.write(sys.stderr, story)
     grave = any(f.about.kind == MODEL for f in found)
     why = _unwatched(run, failed)
     code = FOUND if grave else UNWATCHED if why else CLEAN
@@ -165,9 +165,10 @@ def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], stor
     trouble = Counter(e["text"] for e in run.all_events("trouble"))
     if trouble:
         what, times = trouble.most_common(1)[0]
-        sys.stderr.write(
+        streams.write(
+            sys.stderr,
             f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {what}); what it "
-            "would have seen there is missing.\n"
+            "would have seen there is missing.\n",
         )
     if options.json_file is not None:
         document = {

@@ -17,8 +17,8 @@ from typing import IO, NamedTuple
 
 from paceline.errors import LaunchError
 from paceline.launcher import process_state
-from paceline.launcher.output import SHARED_MEMORY, say
-from paceline.world import ERROR_FILE
+from paceline.launcher.output import say
+from paceline.world import ERROR_FILE, SHARED_MEMORY
 
 GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
 BUSY_SECONDS = 300.0  # the same for those that write a checkpoint

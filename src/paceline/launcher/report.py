@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import only_tells_of_a_lost_peer
+from paceline.world import told
 
 # What gloo says, before it aborts, when two ranks have come to different operations.
 _UNLIKE_CALLS = re.compile(r"gloo::EnforceNotMet|op\.preamble\.length|preamble\.nbytes")
@@ -111,8 +112,7 @@ class Ending:
 def read_error(path: str) -> Error | None:
     """The error that a worker recorded; None where there is none, or the file is no record of ours."""
     try:
-        with open(path) as file:
-            record = json.load(file)
+        record = json.loads(told(path, "") or "")
         return Error(
             float(record["time"]),
             str(record["summary"]),
@@ -120,7 +120,7 @@ def read_error(path: str) -> Error | None:
             tuple(map(str, record["chain"])),
             bool(record["shown"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

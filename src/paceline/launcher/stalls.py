@@ -19,7 +19,6 @@ and none uses a core or has a thread that does something.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from paceline.launcher.stacks import (
     sample_stacks,
 )
 from paceline.torch_private.flight_recorder import Call, GroupCalls
-from paceline.world import BEAT, MAY_DIE, read_beat
+from paceline.world import BEAT, MAY_DIE, read_beat, was_told
 
 STALL_SECONDS = 60.0
 USUAL_TIMES = 20
@@ -221,7 +220,7 @@ class Stalls:
 
     def _spared(self, rank: int) -> bool:
         """Can the others go on without this rank? Then no stall of its own ends the run."""
-        return self.action != "say" and os.path.exists(self._error_files[rank] + MAY_DIE)
+        return self.action != "say" and was_told(self._error_files[rank], MAY_DIE)
 
     def _interval(self, now: float) -> float:
         """Seconds between two looks: few where the limit is near, so that it is said soon after."""

@@ -25,7 +25,7 @@ from paceline.launcher.output import Output, say
 from paceline.launcher.peers import RendezvousLost
 from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import make_rendezvous
-from paceline.launcher.stop_request import RESUMABLE
+from paceline.world import RESUMABLE
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
         former, early = agent, None
     if agent.exit_code == 0 and agent.saved is not None:
         asked = "a signal on another machine" if interrupts.asked is None else signal.Signals(interrupts.asked).name
-        text = f"paceline: stopped by {asked}, after saving {agent.saved}. The same command goes on from there.\n"
+        text = f"paceline: stopped by {asked}, after saving {agent.saved}.\n"
         return Outcome(RESUMABLE, text if agent.leads else "", saved=True)
     return Outcome(agent.exit_code, agent.story, agent.refused, agent.expendable)
 

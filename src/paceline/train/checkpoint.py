@@ -15,7 +15,7 @@
     3. Replace the pointer `latest`. Remove checkpoints that are neither among the newest nor among the best.
 `find` trusts no name and no pointer: it returns the newest checkpoint whose hashes all fit, and reports the others.
 
-Only rank 0 calls this module. Several runs may write into one directory at a time.
+Only rank 0 calls this module. Several runs may write into one directory (folder_lock.py keeps them from it).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 from paceline.errors import SettingError
+from paceline.launcher import streams
 from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.plan import available_cores, count_processes
@@ -65,6 +66,6 @@ class LaunchedRuns(Runs):
 
     def launch_run(self, name: str, start: Start, spec: TrialSpec) -> str | None:
         strategy = f" ({start.strategy})" if start.strategy is not None else ""
-        sys.stderr.write(f"{name}: {describe_run(name)}{strategy} ...\n")
+        streams.write(sys.stderr, f"{name}: {describe_run(name)}{strategy} ...\n")
         with quiet_output() as output:
             return launch_trial(self.options.script, start, self.length, spec, self._interrupts, output, tidy=True)
