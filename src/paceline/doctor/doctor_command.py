@@ -196,6 +196,11 @@ def _unwatched(run: RecordedRun, failed: bool) -> str:
         return "the run was ended before the script made a step of a torch optimizer."
     if failed:
         return "the script failed (above) before it could be watched to its end."
+    if any(run.all_events("unseen")):
+        return (
+            "the script loaded torch in a way that doctor does not see, so that nothing was watched. Import torch at "
+            "the script's top, before any code that changes how Python finds modules (sys.meta_path, import hooks)."
+        )
     if not any(run.ranks):
         return "the script never imported torch. Name one that trains with PyTorch, as for torchrun."
     if run.processes > 1 and run.world_size == 1:

@@ -42,6 +42,7 @@ or [], are in all of them. The others, by kind:
     said          how, text, path: output; wrote: path: a file that was opened; save: path, bytes, seconds, wrapped
     wait          kind, seconds: a call that waits for the device
     trouble       text: of an error inside a recorder
+    unseen        torch was loaded in a way that the recorders do not see: the only event of its rank
     end           failed: the script has ended
 """
 
