@@ -384,18 +384,24 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
 
 
 def _cycled(run: RecordedRun) -> list[Finding]:
-    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle."""
+    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle. Not where their order is
+    one that another pass would have too, for all that is known."""
     for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader]
-        inputs = [e["digest"] for e in run.events(0, "forward")]
-        n = len(passes[0].yields)
-        if len(passes) != 1 or not passes[0].complete or n < MIN_SAME or len(inputs) < 2 * n:
+        if len(passes) != 1 or not passes[0].complete:
             continue
-        again = inputs[n:]
-        if all(one == inputs[i % n] for i, one in enumerate(again)) and len({str(one) for one in inputs[:n]}) > 1:
+        about, since = run.loaders[0].get(loader, {}), run.ranks[0][passes[0].begin :]
+        unshuffled = about.get("iterable") or about.get("sampler") == "sequential" or not about.get("shuffles", True)
+        others = any(e["k"] == "yield" and e["loader"] in run.training_loaders - {loader} for e in since)
+        inputs = [e["digest"] for e in since if e["k"] == "forward"]
+        n = len(passes[0].yields)
+        if unshuffled or others or n < MIN_SAME or len(inputs) < 2 * n:
+            continue
+        later = inputs[n:]
+        if all(one == inputs[i % n] for i, one in enumerate(later)) and len({str(one) for one in inputs[:n]}) > 1:
             evidence = (
                 f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
-                f"again, {len(again)} times that were looked at"
+                f"again, {len(later)} times that were looked at"
             )
             return [finding_at("no_set_epoch", script_lines.cycle_call(run) or passes[0].at, evidence)]
     return []
