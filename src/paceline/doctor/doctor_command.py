@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from paceline.doctor.findings import MODEL, Finding
 from paceline.doctor.findings_text import text
 from paceline.doctor.rules import DIVERGENCE, find_faults
-from paceline.doctor.rules.collective_rules import CollectiveChecker, divergence_line, refused_call
+from paceline.doctor.rules.collective_rules import CollectiveChecker, refused_call, uneven_loop
 from paceline.doctor.rules.recorded_run import RecordedRun, read_run
 from paceline.errors import PacelineError, SettingError
 from paceline.launcher.interrupts import Interrupts, Stopped
@@ -113,7 +113,8 @@ def diagnose(
     mismatch = checker.finding(cut) or refused_call(run)
     found = find_faults(run)
     if mismatch is not None:
-        mismatch = replace(mismatch, beside=divergence_line(run, checker.lines))
+        uneven = uneven_loop(run)
+        mismatch = replace(mismatch, beside=uneven) if uneven else checker.with_exit(mismatch)
         # what may follow from it is no finding of its own
         found = [mismatch, *(f for f in found if f.cause not in (*DIVERGENCE, "lr_differs"))]
     return run, found

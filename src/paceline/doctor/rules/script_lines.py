@@ -204,18 +204,39 @@ def unsynced_log(run: RecordedRun) -> Line:
     return None
 
 
-def loop_exit(inside: Any, outside: Any) -> Line:
-    """The `break` or `return` by which a loop that holds the one line is left for the other one, which it does not."""
-    if not inside or not outside or inside[0] != outside[0]:
-        return None
-    loops = [n for n in nodes_of(inside[0]) if isinstance(n, (ast.For, ast.While)) and holds(n, inside[1])]
-    loops = [n for n in loops if not holds(n, outside[1])]
-    for loop in sorted(loops, key=lambda n: n.lineno):
-        own = [n for n in loops if n is not loop and n.lineno > loop.lineno]
-        for n in ast.walk(loop):
-            if isinstance(n, (ast.Break, ast.Return)) and not any(holds(i, n.lineno) for i in own):
-                return [inside[0], n.lineno]
-    return None
+def loop_exit(inside: list[list[Any]], outside: list[list[Any]]) -> tuple[Line, bool]:
+    """The line by which a loop around one call is left for another call that it is not around: a `break`, `return` or
+    exit, or else what a `while` tests is set. Of several loops the outermost. And is there no loop around both calls?
+    In one, they may belong to different iterations.
+
+    Args:
+        inside: [file, line] of the frames of the one call, the innermost first.
+        outside: those of the other call. []: the script has ended.
+    """
+    apart = True
+    for file, line in reversed(inside):
+        loops = [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While)) and holds(n, line)]
+        others = [number for name, number in outside if name == file]
+        for loop in sorted(loops, key=lambda n: n.lineno):
+            if any(holds(loop, number) for number in others):
+                apart = False
+            elif found := _exits(loop):
+                return [file, found[0]], apart
+    return None, apart
+
+
+def _exits(loop: ast.For | ast.While) -> list[int]:
+    """The lines that leave a loop, or else those that set what it tests."""
+    inner = [n for n in ast.walk(loop) if isinstance(n, (ast.For, ast.While)) and n is not loop]
+    hidden = [n for n in ast.walk(loop) if isinstance(n, (ast.FunctionDef, ast.Lambda, ast.ClassDef))]
+    body = [n for n in ast.walk(loop) if not any(holds(f, getattr(n, "lineno", -1)) for f in hidden)]
+    lines = [n.lineno for n in body if isinstance(n, ast.Break) and not any(holds(i, n.lineno) for i in inner)]
+    lines += [n.lineno for n in body if isinstance(n, ast.Return)]
+    lines += [n.lineno for n in body if isinstance(n, ast.Call) and called(n) in ("exit", "_exit", "quit")]
+    if lines or not isinstance(loop, ast.While):
+        return sorted(lines)
+    tested = {ast.unparse(n) for n in ast.walk(loop.test) if isinstance(n, (ast.Name, ast.Attribute))}
+    return sorted(n.lineno for n in body if isinstance(n, ast.Assign) and tested & set(map(ast.unparse, n.targets)))
 
 
 def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
