@@ -34,6 +34,7 @@ _SAMPLER = (
     "ranks the same seed, and the same data set in the same order."
 )
 _READ_ANEW = "Iterate over the DataLoader anew in each epoch, after sampler.set_epoch(epoch) where it has a sampler."
+_SPLIT = "Split the data alike on all ranks (generator=torch.Generator().manual_seed(0)), or seed with the rank later."
 _CUT = "Cut the data without overlap, by one order on all ranks: indices[rank::world_size]."
 _SEED = "Seed the generator that draws the batches with the rank too (seed + rank), or cut the data by the rank."
 
@@ -68,6 +69,9 @@ def _same_examples(run: RecordedRun) -> list[Finding]:
                     made, cut = about.get("at") or used, _sharding_line(run, loader, (one, two))
                     if cut is None and about.get("sampler") != "distributed" and script_lines.prepares(run):
                         return [finding_at("same_examples", used, evidence, made, _PREPARED)]
+                    seed = script_lines.rank_seed(run) if script_lines.is_drawn_split(cut) else None
+                    if seed is not None:
+                        return [finding_at("same_examples", seed, evidence, cut, _SPLIT)]
                     return [finding_at("same_examples", made, evidence, cut, _deal(about))]
     return _same_inputs(run) or _same_gradients(run)
 

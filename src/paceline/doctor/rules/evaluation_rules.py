@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding
 from paceline.doctor.script_ast import divided_by_world
 
 MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
+_GATHER_FOR_METRICS = "Gather with accelerator.gather_for_metrics, which leaves the duplicates out; gather does not."
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
 # In a line of output: file names, counts of things, rates, times, epochs, steps, bytes.
@@ -152,7 +154,9 @@ def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    return [finding_at("padded_evaluation", exchanged[0]["at"], evidence + counted)]
+    by = exchanged[0].get("path") or []
+    fitting = _GATHER_FOR_METRICS if any("accelerate" in file.split(os.sep) for file, _ in by) else ""
+    return [finding_at("padded_evaluation", exchanged[0]["at"], evidence + counted, None, fitting)]
 
 
 def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:

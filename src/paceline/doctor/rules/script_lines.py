@@ -164,6 +164,12 @@ def prepares(run: RecordedRun) -> bool:
     return any(isinstance(n, ast.Call) and called(n) in _PREPARES for file in _files(run) for n in nodes_of(file))
 
 
+def is_drawn_split(at: Any) -> bool:
+    """Does a line split a data set at random, by the common generator?"""
+    splits = (n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) == "random_split") if at else ()
+    return any(holds(n, at[1]) and all(k.arg != "generator" for k in n.keywords) for n in splits)
+
+
 def _seed_calls(file: str) -> list[tuple[ast.Call, bool]]:
     """(call, is it a generator's of its own and not the common one's?) of the lines that seed. Where a function of the
     script's seeds with what it is given, its calls count in place of the lines in it."""
