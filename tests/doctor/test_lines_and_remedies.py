@@ -169,14 +169,15 @@ STOPS = (
     MODEL
     + SAMPLER
     + """
-def one_epoch():
+def one_epoch(epoch):
+    sampler.set_epoch(epoch)
     for x, y in loader:
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
 def fit():
     for epoch in range(6):
-        one_epoch()
+        one_epoch(epoch)
         if rank == 1 and epoch == 1:
             return
 fit()
