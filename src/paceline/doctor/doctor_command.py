@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from paceline.doctor.findings import MODEL, Finding
 from paceline.doctor.findings_text import text
 from paceline.doctor.rules import DIVERGENCE, find_faults
-from paceline.doctor.rules.collective_rules import CollectiveChecker, divergence_line, refused_call
+from paceline.doctor.rules.collective_rules import CollectiveChecker, refused_call, uneven_loop
 from paceline.doctor.rules.recorded_run import RecordedRun, read_run
 from paceline.errors import PacelineError, SettingError
 from paceline.launcher import streams
@@ -114,7 +114,8 @@ def diagnose(
     mismatch = checker.finding(cut) or refused_call(run)
     found = find_faults(run)
     if mismatch is not None:
-        mismatch = replace(mismatch, beside=divergence_line(run, checker.lines))
+        uneven = uneven_loop(run)
+        mismatch = replace(mismatch, beside=uneven) if uneven else checker.with_exit(mismatch)
         # what may follow from it is no finding of its own
         found = [mismatch, *(f for f in found if f.cause not in (*DIVERGENCE, "lr_differs"))]
     return run, found
@@ -197,6 +198,11 @@ def _unwatched(run: RecordedRun, failed: bool) -> str:
         return "the run was ended before the script made a step of a torch optimizer."
     if failed:
         return "the script failed (above) before it could be watched to its end."
+    if any(run.all_events("unseen")):
+        return (
+            "the script loaded torch in a way that doctor does not see, so that nothing was watched. Import torch at "
+            "the script's top, before any code that changes how Python finds modules (sys.meta_path, import hooks)."
+        )
     if not any(run.ranks):
         return "the script never imported torch. Name one that trains with PyTorch, as for torchrun."
     if run.processes > 1 and run.world_size == 1:

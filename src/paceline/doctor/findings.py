@@ -41,10 +41,15 @@ class Finding:
     at: str  # "file:line", or ""
     evidence: str  # what was recorded, with numbers
     beside: str = ""  # a second line, where what is at fault was made, or of a call that matters; or ""
+    fitting: str = ""  # what to do in this run, where the cause's own remedy does not fit; or ""
 
     @property
     def about(self) -> Cause:
         return CAUSES[self.cause]
+
+    @property
+    def remedy(self) -> str:
+        return self.fitting or self.about.remedy
 
     def as_json(self) -> dict[str, Any]:
         """The finding as `--json` writes it."""
@@ -60,7 +65,7 @@ class Finding:
             "beside": self.beside if self.beside != self.at and self.beside else None,
             "evidence": self.evidence,
             "consequence": about.consequence,
-            "remedy": about.remedy,
+            "remedy": self.remedy,
             "see": about.page,
         }
 

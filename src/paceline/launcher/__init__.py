@@ -27,6 +27,7 @@ endings.py             what can be found out of how a rank ended
 stop_request.py        a signal that asks the run to save a checkpoint and end
 report.py              which rank is the cause of a failure, and how to say it (pure)
 interrupts.py          Ctrl-C and SIGTERM
+import_hook.py         code around the execution of a module that a script imports
 torch_import.py        loading torch faster, and the interpreter's end after it
 supervise.py           a run, from the rendezvous to the last message
 function.py            paceline.launch: a function in place of a script

@@ -40,9 +40,8 @@ import typing
 from collections.abc import Sequence
 
 from paceline.errors import LaunchError, PacelineError, chain_of, in_words, only_tells_of_a_lost_peer
-from paceline.launcher import stack_thread, streams
-from paceline.launcher.store_redirect import Redirect
-from paceline.launcher.torch_import import FasterTorch
+from paceline.launcher import stack_thread, store_redirect, streams, torch_import
+from paceline.launcher.import_hook import after_import, around_import
 from paceline.world import (
     DONE,
     ERROR_FILE,
@@ -76,9 +75,9 @@ def main() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     streams.reopen_closed()
     kind, script, *args = sys.argv[1:]
-    sys.meta_path.insert(0, FasterTorch())
+    around_import("torch", lambda _: torch_import.paused())
     if os.environ.get(STORE_DOOR):
-        sys.meta_path.insert(0, Redirect())
+        after_import(store_redirect.MODULE, store_redirect.redirect)
     _register_stack_dump()
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper

@@ -4,6 +4,7 @@ A recorder patches functions of torch. A patched function passes its arguments a
 no communication. Each rank records its events in order in a file of its own (event_log.py); rules/ interprets them.
 
 event_log.py            the file of one rank; the script's line that makes a call
+code_owner.py           is code the script's, a library's, or of what both stand on?
 statements.py           the statement at that line
 patching.py             replace a function, now or when its module is imported
 tensor_digests.py       numbers that stand for a tensor's values
@@ -23,6 +24,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from paceline.doctor.recorders.code_owner import module_files
 from paceline.doctor.recorders.event_log import EventLog
 
 
@@ -44,8 +46,8 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
         step_recorder,
     )
 
-    folder = os.path.dirname(os.path.realpath(script)) if kind == "script" else os.getcwd()
-    log = EventLog(order["directory"], int(os.environ.get("RANK", "0")), folder, order.get("steps"))
+    roots = [os.path.realpath(script)] if kind == "script" else [*module_files(script), os.getcwd()]
+    log = EventLog(order["directory"], int(os.environ.get("RANK", "0")), roots, order.get("steps"))
     recorders = (loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
     for recorder in (*recorders, output_recorder, host_sync_recorder):
         recorder.install(log)

@@ -226,6 +226,10 @@ class _StepRecorder:
     def after_load_state_dict(self, optimizer: Any, /, *_: Any, **__: Any) -> None:
         self.log.record("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
 
+    def after_scheduler_load(self, scheduler: Any, /, *_: Any, **__: Any) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        self.log.record("restored", opt=getattr(optimizer, "__dict__", {}).get("_paceline_doctor"))
+
     # --- schedulers
 
     def patch_scheduler(self, cls: Any) -> None:
@@ -273,6 +277,8 @@ class _StepRecorder:
 
         if "__init__" in vars(cls):
             patch(cls, "__init__", make_init)
+        if "load_state_dict" in vars(cls):
+            call_after(self.log, cls, "load_state_dict", self.after_scheduler_load)
         if "step" in vars(cls):
             patch(cls, "step", make_step)
 

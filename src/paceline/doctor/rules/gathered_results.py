@@ -52,7 +52,8 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
         scopes.append((first, 0))
     scopes += [] if sums else [(scope_at(*frame), frame[1]) for frame in path[1:]]
     nodes = [n for scope, line in scopes for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
-    files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
+    own = {at[0] for at in (call["at"], loop) if at}  # a script may be installed
+    files = {file for file, _ in path if not _SITE.search(file)} | own
     calls = {
         called(n)
         for n in nodes

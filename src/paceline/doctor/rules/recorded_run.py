@@ -10,6 +10,7 @@ or [], are in all of them. The others, by kind:
     pass_end      loader, n. The loader was read to its end
     worker        n; worker: its number; begun: generator -> state at its begin, of the generators that were used
     ddp, fsdp     ranks: of the group; ddp: number; find_unused, broadcasts; parameters: how many
+    replaced      a parameter of a DDP module was replaced by another one, at this line
     cut           whole: name -> sample of the weight that fully_shard has cut
     forward       ddp: number, -1 for FSDP, None for neither; digest: of the inputs
     mode          ddp; module: class; count of its `of` parts are in evaluation mode; still: some of their names; digest
@@ -25,11 +26,12 @@ or [], are in all of them. The others, by kind:
     before        opt; step: made so far; lr; parameters: trained ones; without: those without a gradient; backwards;
                   rescaled: were gradients divided? scale: loss scale; logged: DDP module -> seconds of communication;
                   unwaited: [handles, line]; shrunk: factor of the shards. At some steps samples by name: weights;
-                  own: gradients after the backward; grads: gradients now; and settings, outside, made_at
+                  own: gradients after the backward; grads: gradients now; and settings, outside (name -> [line, how,
+                  call stack]), made_at
     step          opt; step; rescaled; machine: threads, cores, queued, devices. At some steps samples: weights, state
     moved         opt, step. Weights changed between this step and the next, not by the optimizer
     buffers       opt, step; buffers: samples of those that nothing sends; sent: of those that DDP overwrites
-    restored      opt. Its load_state_dict was called
+    restored      opt. Its load_state_dict was called, or that of its scheduler
     sched_made    sched: number
     sched         sched, opt, lr, library; type; horizon, name: its length and what it calls it; base: lr; count: steps
     sched_error   the same without opt, lr and library; text
@@ -42,6 +44,7 @@ or [], are in all of them. The others, by kind:
     said          how, text, path: output; wrote: path: a file that was opened; save: path, bytes, seconds, wrapped
     wait          kind, seconds: a call that waits for the device
     trouble       text: of an error inside a recorder
+    unseen        torch was loaded in a way that the recorders do not see: the only event of its rank
     end           failed: the script has ended
 """
 
@@ -256,9 +259,9 @@ def file_line(at: Any) -> str:
     return f"{near if len(near) < len(path) else path}:{line}"
 
 
-def finding_at(cause: str, at: Any, evidence: str, beside: Any = None) -> Finding:
-    """A Finding, from [file, line] of what it names; None or [] where there is no line."""
-    return Finding(cause, file_line(at), evidence, file_line(beside))
+def finding_at(cause: str, at: Any, evidence: str, beside: Any = None, fitting: str = "") -> Finding:
+    """A Finding, from [file, line] of what it names; None or [] where there is no line. fitting: its own remedy."""
+    return Finding(cause, file_line(at), evidence, file_line(beside), fitting)
 
 
 def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
+from paceline.doctor.rules.replica_rules import restored_line
 from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
@@ -24,6 +25,7 @@ _WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that s
 _OF_A_SET = re.compile(r"len\((?!\w*load)\w*(data|set|train|x)\w*\)", re.IGNORECASE)
 _OF_A_LOADER = re.compile(r"len\(\w*load\w*\)", re.IGNORECASE)
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
+_LOAD_ON_EVERY_RANK = "Load the same state of the optimizer and of the scheduler on every rank."
 UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
 MIN_REPEATS = 3  # of what is a habit, and no accident
 
@@ -61,6 +63,9 @@ def _lr_differs(run: RecordedRun) -> list[Finding]:
                 sched = next(run.all_events("sched"), None)
                 made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == key[0]), None)
                 line = sched["at"] if sched and max(stepped) else script_lines.lr_assignment(run) or made or ours["at"]
+                restored = restored_line(run, ours)
+                if restored:
+                    return [finding_at("lr_differs", restored, evidence, made, _LOAD_ON_EVERY_RANK)]
                 beside = made if not max(stepped) and key[1] == 0 else None
                 if sched and sched["type"] == "ReduceLROnPlateau":
                     beside = script_lines.unsynced_log(run) or beside
