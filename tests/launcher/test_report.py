@@ -12,6 +12,7 @@ import pytest
 from paceline.config import resolve
 from paceline.launcher import worker
 from paceline.launcher.report import Ending, Error, cause, describe, exit_code, read_error
+from paceline.launcher.stacks import in_collective, place_of_crash
 from paceline.world import ERROR_FILE, from_env
 
 CLOSED = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:12345"
@@ -239,3 +240,25 @@ def test_an_abort_by_gloo_says_that_ranks_made_other_calls() -> None:
     assert "Is a call that all must make made on some ranks only, as under `if run.main`" in text
     assert "run.main" not in describe([Ending(1, -6, 3.0)], ["free(): invalid pointer"])
     assert "run.main" not in describe([Ending(1, -9, 3.0)], [gloo])
+
+
+def test_ranks_that_abort_at_one_place_are_not_said_to_be_in_different_calls() -> None:
+    place = "train.py, line 7, in all_reduce()"
+    alike = [Ending(rank, -6, 3.0, place=place, in_collective=True) for rank in (0, 1)]
+    text = describe(alike)
+    assert "different" not in text
+    assert "same sizes and dtypes" in text
+    other = Ending(1, -6, 3.0, place="train.py, line 9, in broadcast()", in_collective=True)
+    assert "Ranks were in different collective operations" in describe([alike[0], other])
+
+
+def test_an_abort_while_a_group_is_made_tells_nothing_of_collective_calls(tmp_path: Path) -> None:
+    library = "/site-packages/torch/distributed/distributed_c10d.py"
+    for function, expected in (("_new_process_group_helper", False), ("all_reduce", True)):
+        (tmp_path / "error.crash").write_text(
+            "Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n"
+            f'  File "{library}", line 1 in {function}\n  File "train.py", line 3 in <module>\n'
+        )
+        crash = place_of_crash(str(tmp_path / "error"))
+        assert crash is not None
+        assert in_collective(crash) == expected

@@ -21,6 +21,7 @@ _CALL_ALIKE = (
     "Ranks were in different collective operations. Is a call that all must make made on some ranks only, as under `if "
     "run.main` (run.save, run.export, evaluation, and with fsdp or tensor model(x), p.norm() or p.full_tensor())?"
 )
+_GIVE_ALIKE = "Do all ranks give that call tensors of the same sizes and dtypes?"
 _LIKELY = {
     signal.SIGKILL: " (perhaps out of memory)",
     signal.SIGBUS: " (perhaps /dev/shm is full)",
@@ -163,8 +164,9 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = (), elsewher
     if first.unwritable:
         lines.append(first.unwritable)
     if first.code == -signal.SIGABRT and (first.in_collective or any(map(_UNLIKE_CALLS.search, last_lines))):
-        lines.append(_CALL_ALIKE)
         places = {e.rank: e.place for e in endings if e.failed and e.place} | dict(elsewhere)
+        at_one_place = len(places) > 1 and len(set(places.values())) == 1
+        lines.append(_GIVE_ALIKE if at_one_place else _CALL_ALIKE)
         lines += [f"  rank {rank} was at {place}" for rank, place in sorted(places.items())]
     if first.role and not first.error:
         lines.append(
