@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from paceline.errors import printable
 from paceline.launcher import socket_owner
 from paceline.launcher.key_values import BadRequest, Session, Values
 from paceline.launcher.output import say
@@ -250,7 +251,8 @@ class Doors:
         count = "a connection" if self._untold == 1 else f"{self._untold} connections, the last"
         self._untold, self._told_at = 0, now
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"paceline: refused {count} from {self._last}. (To the run's store, at {self._name}.)\n")
+            last = printable(self._last)
+            sys.stderr.write(f"paceline: refused {count} from {last}. (To the run's store, at {self._name}.)\n")
             sys.stderr.flush()
 
 

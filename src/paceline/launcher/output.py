@@ -15,7 +15,7 @@ import sys
 import tempfile
 from typing import IO
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, printable
 from paceline.notebook import Relay
 
 SHARED_MEMORY = "/dev/shm"  # where Linux has memory as files
@@ -23,9 +23,10 @@ LAST_LINES = 20  # of a rank that died without an exception
 
 
 def say(text: str) -> None:
-    """Print whole lines on stderr. A rank's progress bar, whose line has no end yet, is wiped away first."""
+    """Print whole lines on stderr, with no control characters of a script's or another host's. A rank's progress bar,
+    whose line has no end yet, is wiped away first."""
     terminal = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
-    print("\r\x1b[2K" * terminal + text, end="", file=sys.stderr, flush=True)
+    print("\r\x1b[2K" * terminal + printable(text), end="", file=sys.stderr, flush=True)
 
 
 def _start_remover(folder: str) -> subprocess.Popen[bytes]:

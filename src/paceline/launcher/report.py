@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.errors import only_tells_of_a_lost_peer
+from paceline.errors import only_tells_of_a_lost_peer, printable
 
 # What gloo says, before it aborts, when two ranks have come to different operations.
 _UNLIKE_CALLS = re.compile(r"gloo::EnforceNotMet|op\.preamble\.length|preamble\.nbytes")
@@ -116,8 +116,8 @@ def read_error(path: str) -> Error | None:
             record = json.load(file)
         return Error(
             float(record["time"]),
-            str(record["summary"]),
-            str(record["traceback"]),
+            printable(str(record["summary"])),
+            printable(str(record["traceback"])),
             tuple(map(str, record["chain"])),
             bool(record["shown"]),
         )

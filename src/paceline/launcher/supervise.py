@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
 )
 
+from paceline.errors import printable
 from paceline.launcher.agent import Agent
 from paceline.launcher.checks import check_devices, device_count
 from paceline.launcher.early_start import EarlyWorkers
@@ -37,6 +38,9 @@ class Outcome:
     refused: bool = False  # did the script refuse its arguments, on all ranks that ended?
     expendable: frozenset[int] = frozenset()  # ranks that were killed, while the others went on
     saved: bool = False  # was the run asked to stop, and has saved a checkpoint?
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "story", printable(self.story))  # words of ranks and of other machines are in it
 
 
 def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWorkers | None = None) -> Outcome:
