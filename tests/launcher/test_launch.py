@@ -572,3 +572,27 @@ def test_a_script_that_refuses_its_arguments_says_so_once(launches: Launches) ->
     assert err.count("usage: ") == err.count("invalid int value: 'many'") == 1, err
     assert "rank 0 ended with exit code 2\nrank 1 failed in the same way.\n" in err
     assert err.startswith("paceline: --rdzv-backend static: not used, since there is one machine"), err
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ends well", "killed"])
+def test_nothing_stays_in_the_folder_for_temporary_files(launches: Launches, end: str) -> None:
+    """Not the sockets of a DataLoader's workers, nor the cache that torch makes for a script that compiles nothing."""
+    code = f"""
+        import os, signal
+        import torch
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, index): return torch.ones(2)
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1):
+            parameter.grad = batch.mean(0)
+            optimizer.step()
+            if os.environ["RANK"] == "1":
+                {end or "pass"}
+    """
+    process = launches.start("--nproc", "2", launches.script(code))
+    process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == (137 if end else 0)
+    left = [entry.name for entry in launches.temporary.iterdir() if not entry.name.startswith("paceline-")]
+    assert left == []

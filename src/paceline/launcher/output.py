@@ -8,6 +8,7 @@ directory that was asked for (--output) stay; temporary ones, of which nobody is
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import subprocess
@@ -42,6 +43,12 @@ def _start_remover(folder: str) -> subprocess.Popen[bytes]:
     )
 
 
+def _compile_caches() -> list[str]:
+    """The folders for compiled code in TMPDIR. torch makes one at the first optimizer, also for a script that compiles
+    nothing."""
+    return glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "torchinductor_*"))
+
+
 class Output:
     """The files of one run on this machine.
 
@@ -72,6 +79,7 @@ class Output:
             ) from None
         self._memory: str | None = None  # a folder in memory; None: nobody has asked for it
         self._remover = _start_remover(self.private)
+        self._found = set(_compile_caches())  # before the run
         self._written: set[int] = set()  # ranks that have had a file in this run
         self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
         self._first: int | None = None
@@ -145,6 +153,10 @@ class Output:
             self._remover.communicate(b"done\n")
         if self._memory is not None:
             shutil.rmtree(self._memory, ignore_errors=True)
+        for path in _compile_caches():
+            if path not in self._found:
+                with contextlib.suppress(OSError):  # it holds something
+                    os.rmdir(path)
         kept = [rank for rank in sorted(self._written) if os.path.getsize(self.path(rank))]
         if self.directory != self.private or not failed or not kept:
             shutil.rmtree(self.private, ignore_errors=True)
