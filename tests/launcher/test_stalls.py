@@ -18,7 +18,8 @@ from paceline.errors import LaunchError
 from paceline.launcher import early_exits, process_state, stalls
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample
-from paceline.launcher.stalls import STALLED, Stalls
+from paceline.launcher.stalls import STALLED, Stalls, in_vain
+from paceline.torch_private.flight_recorder import Call, GroupCalls
 from paceline.train.call_check import COMPARED
 from paceline.train.heartbeat import Heartbeat
 from paceline.world import BEAT, ERROR_FILE, read_beat
@@ -361,6 +362,72 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in all_reduce()\n" in err, err
     assert "\n  All ranks wait, each for others.\n" in err, err
     assert "Every rank must make the same calls in the same order" in err, err
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("dist.all_reduce(torch.ones(3))", id="a call"),
+        pytest.param("run.backward(model(batch).square().mean())", id="a backward", marks=pytest.mark.conformance),
+    ],
+)
+def test_a_call_on_one_rank_ends_the_run_where_calls_are_not_compared_any_more(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """One rank waits in a sum over shared memory, the other in a call of gloo's: nobody but the launcher can know."""
+    monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
+    script = f"""{HEAD}
+import paceline, paceline.session, paceline.strategies.ddp
+meet()
+run = paceline.start(device="cpu", progress="off", strategy="ddp")
+net = torch.nn.Linear(64, 64)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(4 * {COMPARED + 4}, 64))
+for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
+    if step == {COMPARED + 2}:
+        arrived()
+        if rank == 0: {code}
+    run.backward(model(batch).square().mean())
+    run.step(optimizer)
+"""
+    (place / "script.py").write_text(script)
+    assert launcher.run("script.py", nproc=2) == STALLED
+    story = capfd.readouterr().err
+    assert "All ranks wait, each for others." in story
+    assert "By these numbers they wait in vain: the run is ended." in story
+
+
+def calls(number: int, ended: int, name: str = "all_reduce", *, group: str = "0", queued: int = 1) -> GroupCalls:
+    """A rank in call `number`, or 0: in none, after call `ended`."""
+    title = "default_pg (gloo)" if group == "0" else f"{group} (gloo)"
+    under_way = Call(number, name, "float32 [1]", False) if number else None
+    made = tuple(Call(n, "all_reduce", "float32 [1]", False) for n in range(1, ended + 1))
+    return GroupCalls(f"{group} gloo", title, under_way, queued if number else 0, made)
+
+
+@pytest.mark.parametrize(
+    ("of", "all_idle", "vain"),
+    [
+        ([[calls(5, 4)], [calls(0, 4)]], True, True),
+        ([[calls(5, 4)], [calls(0, 4)]], False, False),  # rank 1 may still come
+        ([[calls(5, 4)], [calls(5, 4)]], True, False),  # both are in it: a slow network
+        ([[calls(5, 4)], [calls(4, 3, queued=2)]], True, False),  # queued behind another
+        ([[calls(5, 4)], [calls(5, 4, "broadcast")]], False, True),  # other calls of one number
+        ([[calls(0, 4)], [calls(0, 4)]], True, False),  # in no call of the recorder's
+        ([[calls(5, 4)], []], True, True),  # of a group of all ranks
+        ([[calls(5, 4, group="1")], [calls(7, 6, group="2")]], True, True),
+        ([[calls(5, 4, group="1")], [calls(5, 4, group="1")], [calls(0, 1)]], True, False),  # rank 2 is no member
+        ([[calls(5, 4)], [calls(5, 4)], [calls(0, 4)]], True, True),
+    ],
+)
+def test_that_ranks_wait_in_vain_is_proved_by_numbers(of: list[list[GroupCalls]], all_idle: bool, vain: bool) -> None:
+    assert in_vain(dict(enumerate(of)), range(len(of)) if all_idle else ()) == vain
+
+
+def test_a_rank_that_does_not_answer_proves_nothing() -> None:
+    assert not in_vain({0: [calls(5, 4)]}, range(2))
+    assert not in_vain({}, range(2))
 
 
 def test_a_call_that_was_queued_is_told_where_the_script_has_gone_on(
