@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 import timeit
 from dataclasses import replace
@@ -79,6 +81,36 @@ def test_a_stopped_rank(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert first == f"  rank 0 waits at script.py, line {line_of(code, '# the next')}, in all_reduce()"
     assert re.fullmatch(r"  rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", second)
     assert away == "  rank 1 has not come to it."
+
+
+def test_a_stop_is_told_long_before_the_limit(place: Path) -> None:
+    """Of a rank by the launcher, and of the launcher by a rank. A process of rank 1's lets both go on."""
+    code = f"""{PLAIN}
+import subprocess
+if rank == 1:
+    launcher = os.getppid()
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {{os.getpid()}}; kill -STOP {{launcher}}; sleep 13; "
+                      f"kill -CONT {{launcher}}; touch over"], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not os.path.exists("over"): time.sleep(0.1)
+"""
+    (place / "script.py").write_text(code)
+    started = subprocess.run(
+        [sys.executable, "-c", WITH_PATIENCE, "script.py"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert started.returncode == 0, started.stderr
+    assert re.search(r"rank 1 has been stopped for \d s\.", started.stderr)
+    assert re.search(r"rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", started.stderr)
+    assert re.search(r"the launcher, process \d+, is stopped by a signal\. The ranks go on", started.stderr)
+
+
+WITH_PATIENCE = """import sys
+from paceline import launcher
+from paceline.launcher import stalls
+stalls.STOPPED_SECONDS = 1.0
+stalls.POLL_SECONDS = 0.5
+sys.exit(launcher.run(sys.argv[1], nproc=2))
+"""
 
 
 def test_an_endless_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -264,7 +264,7 @@ def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: st
     assert code == 0, text
     assert set(left) == set(range(workers)) - {victim}
     assert f"rank {victim} was killed by SIGKILL" in text
-    assert f"worker of rank {victim} has died; {workers - 1} go on" in text
+    assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
     are_plain_pytorch(left)
 
 
@@ -278,7 +278,7 @@ def are_plain_pytorch(left: dict[int, Any]) -> None:
 
 
 def test_who_has_died_or_joined_is_told() -> None:
-    assert rejoining.news({1}, set()) == "the worker of rank 1 has died"
+    assert rejoining.news({1}, set()) == "the worker of rank 1 has died or is stopped"
     assert rejoining.news({2, 1}, {3}) == "the workers of ranks 1, 2 have died and the worker of rank 3 has joined"
 
 
@@ -299,7 +299,7 @@ def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
     assert set(left) == set(range(workers))
     assert f"rank {victim} was killed by SIGKILL" in text
     if where in ("forward", "backward"):  # else the others hear of its death and of its coming at the same meeting
-        assert f"worker of rank {victim} has died; {workers - 1} go on" in text
+        assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
     assert f"worker of rank {victim} has joined; {workers} go on" in text
     assert "Detected call of" not in text, "torch does not know that the optimizer has made its step"
     are_plain_pytorch(left)
@@ -391,7 +391,7 @@ def test_a_worker_that_dies_in_an_evaluation_is_named_and_the_run_ends(tmp_path:
     code, text, left = launched(tmp_path, 4, "servers=1", "evaluation", 1, "net")
     assert code != 0
     assert not left
-    assert "the worker of rank 1 has died outside of a training batch" in text, text
+    assert "the worker of rank 1 has died or is stopped outside of a training batch" in text, text
 
 
 def once(workers: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline.launcher import early_start, processes, report
+from paceline.launcher import early_start, process_state, processes, report
 from paceline.launcher.checks import device_count, room_for
 from paceline.launcher.early_exits import EarlyExits, read_place
 from paceline.launcher.endings import crashed_when_done, make_ending, told_exit_code
@@ -257,6 +257,8 @@ class Agent(SimpleElasticAgent):
             where = {rank: str(stand) for rank, stand in stands.items() if stand.in_script}
             self.story = report.describe(endings, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
+            if consequence:
+                self.story = self._stopped_words() + self.story
             if consequence and self._plan.nodes.several:
                 self.story += (
                     "No machine told of a failure of its own: perhaps one is down, or its launcher was killed.\n"
@@ -281,6 +283,15 @@ class Agent(SimpleElasticAgent):
             self._restarts = again
         failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
+
+    def _stopped_words(self) -> str:
+        """A line for each rank of this machine that is stopped by a signal, for which others may have waited."""
+        states = {rank: (pid, process_state.read_state(pid)) for rank, pid in self._running().items()}
+        return "".join(
+            f"rank {rank}{(role := self._role(rank)) and f', {role},'} {process_state.describe(pid, state)}\n"
+            for rank, (pid, state) in states.items()
+            if state.stopped
+        )
 
     def _after_failure(self) -> Restarts | None:
         """What is to start again; None: nothing."""

@@ -14,7 +14,7 @@ that they wait in vain (`in_vain`).
 
 Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
 CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives or in a backward, which cannot match then,
-and none uses a core or has a thread that does something.
+and none uses a core or has a thread that does something. That a rank is stopped is said after STOPPED_SECONDS.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from paceline.world import BEAT, MAY_DIE, read_beat
 STALL_SECONDS = 60.0
 USUAL_TIMES = 20
 DEADLOCK_SECONDS = 10.0
+STOPPED_SECONDS = 5.0
 POLL_SECONDS = 4.0  # between two looks, at most
 _SOON_SECONDS = 1.0  # the same, when the limit is near
 _OTHERS_FIRST_SECONDS = 4.0  # where no rank of this machine is to blame: for the machine whose rank is, to end the run
@@ -195,7 +196,7 @@ class Stalls:
         patience = self.limit * (1 if self._seconds is not None else 2)
         none_moves = self._stacks and known and min(still.values(), default=0.0) >= patience
         if not waiting and not stopped and not none_moves:
-            self._said = 0.0
+            self._tell_stopped(pids, still, now, left)
             return None
         longest = max(still[rank] for rank in waiting or stopped or still)
         if self.action != "say":
@@ -211,6 +212,18 @@ class Stalls:
                 return f"{story}\n  By these numbers they wait in vain: the run is ended."
             say(f"paceline: {story}\n")
         return None
+
+    def _tell_stopped(
+        self, pids: Mapping[int, int], still: Mapping[int, float], now: float, left: Callable[[], str]
+    ) -> None:
+        """Of ranks that a signal has stopped it is certain that they do not move: it is said long before the limit."""
+        stopped = [seconds for rank, seconds in still.items() if self._seen[rank].state.stopped]
+        longest = max(stopped, default=0.0)
+        if longest < STOPPED_SECONDS:
+            self._said = 0.0
+        elif self._said == 0.0 or longest >= 2 * self._said:
+            self._said = longest
+            say(f"paceline: {self._story(pids, [], longest, now, left(), {})}\n")
 
     def _deadlocked(self, now: float) -> bool:
         """Do all ranks of the run wait for each other? Not where the user has set the limit."""

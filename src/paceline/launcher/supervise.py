@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
+    RendezvousTimeoutError,
 )
 
 from paceline.errors import printable
@@ -25,7 +26,7 @@ from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import RendezvousLost
 from paceline.launcher.plan import Plan
-from paceline.launcher.rendezvous import make_rendezvous
+from paceline.launcher.rendezvous import MEET_SECONDS, make_rendezvous
 from paceline.launcher.stop_request import RESUMABLE
 
 
@@ -92,7 +93,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             )
         except (RendezvousError, DistError) as error:
             close = False
-            why = f"{type(error).__name__}: {error.__cause__ or error!s}".splitlines()[0]
+            why = _in_words(error, plan)
             if not (isinstance(error, RendezvousConnectionError) and agent.restarts_without_keeper()):
                 hint = "Has the run there ended? Else: do " if isinstance(error, RendezvousConnectionError) else "Do "
                 hint += f"{plan.nodes.min_nodes} machines run the same command, and can they reach "
@@ -116,6 +117,20 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
         text = f"paceline: stopped by {asked}, after saving {agent.saved}. The same command goes on from there.\n"
         return Outcome(RESUMABLE, text if agent.leads else "", saved=True)
     return Outcome(agent.exit_code, agent.story, agent.refused, agent.expendable)
+
+
+def _in_words(error: Exception, plan: Plan) -> str:
+    """Why the machines did not meet. torch's exceptions often have no words, or only wrap those of another."""
+    if isinstance(error, RendezvousTimeoutError):
+        seconds = float(plan.nodes.conf.get("join_timeout", MEET_SECONDS))
+        return f"fewer than {plan.nodes.min_nodes} had come after {seconds:g} s"
+    link: BaseException | None = error
+    while link is not None:
+        words = str(link).splitlines()[:1]
+        if words and words[0]:
+            return f"{type(link).__name__}: {words[0]}"
+        link = link.__cause__ or link.__context__
+    return type(error).__name__
 
 
 def _give_up(rendezvous: RendezvousHandler) -> None:
