@@ -383,6 +383,34 @@ def test_failure_ends_what_the_rank_started(
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the end of the child", 5)
 
 
+DAEMON = """
+    import os, subprocess, sys, time
+    rank = os.environ["RANK"]
+    if rank == "0":
+        command = ["sh", "-c", "sleep 300 >/dev/null 2>&1 & echo $! > child"]  # no process has it for a child
+        subprocess.run(command, start_new_session=True)
+        open("left", "w").close()
+        sys.exit()
+    while not os.path.exists("left"): time.sleep(0.01)
+    time.sleep(0.5)
+    sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3], ids=["a run that ends well", "a run that fails"])
+def test_a_daemon_of_a_rank_that_ended_well(launches: Launches, code: int) -> None:
+    """It ends with a run that fails. One that ends well leaves it, as a server may be meant to stay, and says so."""
+    process = launches.start("--nproc", "2", launches.script(DAEMON.format(code=code)))
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code, err
+    pid = int((launches.directory / "child").read_text())
+    if code:
+        wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "its end", 5)
+        return
+    assert f"paceline: a process goes on that a rank has started: {pid} (sleep)." in err
+    psutil.Process(pid).kill()
+
+
 # ---------------------------------------------------------------- signals
 
 WAITING = """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ import paceline
 from paceline.comm import sockets, wire
 from paceline.comm.sockets import Gone, Line, Listening, new_keys
 from paceline.config import parse_strategy
-from paceline.errors import SettingError, WorldError
+from paceline.errors import SettingError, WorldError, in_words, only_tells_of_a_lost_peer
 from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import rejoining
@@ -175,6 +176,43 @@ line.send([b"hello"])
 line.receive(30)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
+
+
+SERVES = """
+import os, signal, sys
+from paceline.comm.sockets import Listening
+listening = Listening("127.0.0.1")
+listening.admit([sys.argv[1].encode()])
+print(listening.endpoint, listening.keys.public.decode(), flush=True)
+listening.receive(60)
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "said"), [(signal.SIGSTOP, "does not answer: nothing was heard"), (signal.SIGKILL, "has gone: its conn")]
+)
+def test_a_stopped_server_is_not_told_as_dead(signum: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr(sockets, "SILENCE_SECONDS", 2.0)
+    keys = new_keys()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVES, keys.public.decode(), str(int(signum))], stdout=subprocess.PIPE, text=True
+    )
+    line = None
+    try:
+        assert process.stdout is not None
+        endpoint, public = process.stdout.readline().split()
+        line = sockets.Line(endpoint, public.encode(), keys, 4, "the parameter server of rank 2")
+        line.send([b"hello"])
+        with pytest.raises(WorldError, match=f"the parameter server of rank 2 {said}") as caught:
+            line.receive(60)
+        assert only_tells_of_a_lost_peer([in_words(caught.value)])
+    finally:
+        process.kill()
+        process.communicate()
+        if line is not None:
+            line.close()
 
 
 @pytest.mark.conformance
