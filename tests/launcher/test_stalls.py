@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tests.ranks import children
 from paceline import launcher
 from paceline.errors import LaunchError
 from paceline.launcher import early_exits, process_state, stalls
+from paceline.launcher.endings import stopped_in_words
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample
 from paceline.launcher.stalls import STALLED, Stalls, in_vain
@@ -102,6 +104,21 @@ while not os.path.exists("over"): time.sleep(0.1)
     assert re.search(r"rank 1 has been stopped for \d s\.", started.stderr)
     assert re.search(r"rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", started.stderr)
     assert re.search(r"the launcher, process \d+, is stopped by a signal\. The ranks go on", started.stderr)
+
+
+def test_a_stopped_rank_is_named_where_others_have_failed_for_it() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert stopped_in_words({2: process.pid}, lambda rank: "a parameter server") == ""
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10.0
+        while not process_state.read_state(process.pid).stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told = f"rank 2, a parameter server, is stopped by a signal; `kill -CONT {process.pid}` lets it go on\n"
+        assert stopped_in_words({2: process.pid}, lambda rank: "a parameter server") == told
+    finally:
+        process.kill()
+        process.wait()
 
 
 WITH_PATIENCE = """import sys

@@ -35,10 +35,10 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline.launcher import early_start, process_state, processes, report
+from paceline.launcher import early_start, processes, report
 from paceline.launcher.checks import device_count, room_for
 from paceline.launcher.early_exits import EarlyExits, read_place
-from paceline.launcher.endings import crashed_when_done, make_ending, told_exit_code
+from paceline.launcher.endings import crashed_when_done, make_ending, stopped_in_words, told_exit_code
 from paceline.launcher.interrupts import Interrupts
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import POLL_SECONDS, Failure, Peers, RendezvousLost
@@ -258,7 +258,7 @@ class Agent(SimpleElasticAgent):
             self.story = report.describe(endings, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
             if consequence:
-                self.story = self._stopped_words() + self.story
+                self.story = stopped_in_words(self._running(), self._role) + self.story
             if consequence and self._plan.nodes.several:
                 self.story += (
                     "No machine told of a failure of its own: perhaps one is down, or its launcher was killed.\n"
@@ -283,15 +283,6 @@ class Agent(SimpleElasticAgent):
             self._restarts = again
         failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
-
-    def _stopped_words(self) -> str:
-        """A line for each rank of this machine that is stopped by a signal, for which others may have waited."""
-        states = {rank: (pid, process_state.read_state(pid)) for rank, pid in self._running().items()}
-        return "".join(
-            f"rank {rank}{(role := self._role(rank)) and f', {role},'} {process_state.describe(pid, state)}\n"
-            for rank, (pid, state) in states.items()
-            if state.stopped
-        )
 
     def _after_failure(self) -> Restarts | None:
         """What is to start again; None: nothing."""
