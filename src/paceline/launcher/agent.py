@@ -255,14 +255,12 @@ class Agent(SimpleElasticAgent):
             files = {rank: self._error_file(rank) for rank in self._ranks}
             stands = sample_stacks(files, self._running()) if ours.in_collective else {}
             where = {rank: str(stand) for rank, stand in stands.items() if stand.in_script}
-            self.story = report.describe(endings, self._output.last_lines(ours.rank), where)
+            stopped = stopped_in_words(self._running(), self._role) if consequence else ""
+            self.story = stopped + report.describe(endings, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
-            if consequence:
-                self.story = stopped_in_words(self._running(), self._role) + self.story
             if consequence and self._plan.nodes.several:
-                self.story += (
-                    "No machine told of a failure of its own: perhaps one is down, or its launcher was killed.\n"
-                )
+                alone = "No machine told of a failure of its own: perhaps one is down, or its launcher was killed."
+                self.story += f"{alone}\n"
         else:
             text = problem or (elsewhere.text if elsewhere else "")
             self.story = f"{text}\n"
