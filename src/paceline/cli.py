@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from paceline import __version__, launcher
 from paceline.config import StrategySpec, resolve
-from paceline.errors import PacelineError, SettingError
+from paceline.errors import PacelineError, SettingError, printable
 from paceline.launcher import streams
 from paceline.launcher.hosts import HostOptions, Meeting
 from paceline.launcher.nodes import read_nodes
@@ -196,7 +196,7 @@ def run(context: click.Context, script: str, args: tuple[str, ...], **options: A
         launch.update(settings=given, check_strategy=_check_strategy)
         context.exit(launcher.run(script, args, nodes=read_nodes(**nodes), **launch))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 def _run_on_hosts(
@@ -256,7 +256,7 @@ def secret(file: str) -> None:
     try:
         write_secret(file)
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
     click.echo(f"{file}: a new secret. Copy it to all machines (scp -p keeps its mode), or keep it on a shared disk.")
 
 
@@ -310,7 +310,7 @@ def submit(context: click.Context, script: str, args: tuple[str, ...], slurm: bo
         given = submit_command.SubmitOptions(script, args, launch["module"], settings, checked, run, **options)
         click.echo(submit_command.submit(Slurm(), given, _check_strategy), nl=False)
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 def _trial_arguments(command: Callable[..., None]) -> Callable[..., None]:
@@ -363,7 +363,7 @@ def compare(context: click.Context, script: str, args: tuple[str, ...], module: 
     try:
         context.exit(compare_command.compare(CompareOptions(Script(script, args, module, given), **options)))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -390,7 +390,7 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
     try:
         context.exit(doctor_command.doctor(doctor_command.DoctorOptions(script, args, **options)))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -418,7 +418,7 @@ def verify(context: click.Context, script: str, args: tuple[str, ...], module: b
     try:
         context.exit(verify_command.verify(VerifyOptions(Script(script, args, module, given), **options)))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 @main.command()
@@ -443,9 +443,9 @@ def export(**options: Any) -> None:
     try:
         export_command.export(export_command.ExportOptions(**options))
     except SettingError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
     except PacelineError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(printable(str(error))) from None
 
 
 @main.command()
@@ -461,7 +461,7 @@ def check(context: click.Context, paths: tuple[str, ...]) -> None:
     try:
         context.exit(check_command.check(paths))
     except PacelineError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(printable(str(error))) from None
 
 
 @main.command()
@@ -469,4 +469,4 @@ def env() -> None:
     """Print what a bug report needs: versions, devices, backends, environment variables."""
     from paceline.launcher.environment_report import environment_report
 
-    click.echo(environment_report(), nl=False)
+    click.echo(printable(environment_report()), nl=False)

@@ -8,11 +8,14 @@ variable that world.py names. The result is one frozen object.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.errors import SettingError, suggest
 
@@ -174,7 +177,25 @@ def file_beside(script: str | Path | None) -> Path | None:
     return path if path.exists() else None
 
 
-_MOST_CHARACTERS = 2**20  # of a settings file
+_MOST_BYTES = 2**20  # of a settings file
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_plain(path: str | Path) -> IO[bytes]:
+    """Open a file for reading that a user has named, or what a link leads to. Raises OSError where it is no plain file:
+    a pipe would wait for a writer, and a device may never end."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no plain file')}")
+    return open(handle, "rb")
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -189,10 +210,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        with open(path, encoding="utf-8-sig") as file:  # some editors write a byte-order mark
-            text = file.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:  # or has no end
-            raise SettingError(f"{path} is no settings file: it has more than {_MOST_CHARACTERS:,} characters.")
+        with open_plain(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise SettingError(f"{path} is no settings file: it has more than {_MOST_BYTES:,} bytes.")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")  # some editors write a byte-order mark
         found = tomllib.loads(text)
     except OSError as error:
         raise SettingError(

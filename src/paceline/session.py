@@ -259,6 +259,10 @@ def _world(init_method: str | None, rank: int | None, world_size: int | None) ->
             f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, "
             "with 0 <= rank < world_size. Leave all out to take the launcher's."
         )
+    if world_size > worlds.MOST_PROCESSES:
+        raise WorldError(
+            f"start(world_size={world_size}): a run may have {worlds.MOST_PROCESSES:,} processes. Give their number."
+        )
     return World(rank, world_size, rank, world_size, 0, 1, "start()")
 
 
@@ -266,8 +270,8 @@ def _by_environment(world: World) -> World:
     """The world of `start(rank=...)` with the local rank that the environment gives, where it gives one."""
     if world.source != "start()":
         return world
-    local_rank = int(os.environ.get("LOCAL_RANK", world.local_rank))
-    return replace(world, local_rank=local_rank, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world.local_size)))
+    local_rank, local_size = worlds.local_place(os.environ, world.local_rank, world.local_size)
+    return replace(world, local_rank=local_rank, local_size=local_size)
 
 
 def _device(name: str | None, world: World, on_cpu: int) -> torch.device:

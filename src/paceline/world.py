@@ -78,6 +78,8 @@ WRITING = "writing"  # the content of KEEPS while the rank writes its state; emp
 Environment = Mapping[str, str]
 
 _ALONE = "To run as one process, unset the launcher's variables."
+_SET_RIGHT = f"Set them right, or start the script with `paceline run` or torchrun. {_ALONE}"
+MOST_PROCESSES = 1_000_000  # of a run. More is a typing error; torch would wait for all of them.
 
 
 @dataclass(frozen=True)
@@ -281,12 +283,14 @@ def ends_if_failed() -> Iterator[None]:
 def _torchrun(environ: Environment) -> World:
     rank = _number(environ, "RANK")
     size = _number(environ, "WORLD_SIZE", least=1, why="RANK is")
+    _check_rank(("RANK", rank), ("WORLD_SIZE", size))
     given = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
     if not given:
         step = _slurm(environ)  # srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS python train.py'
         if step is not None and (step.rank, step.size) == (rank, size):
             return step
     local_rank, local_size = _local_place(environ, given, rank, size)
+    _check_rank(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_size))
     block = size % local_size == 0 and rank % local_size == local_rank  # ranks 0..n-1 on node 0, and so on
     if "GROUP_RANK" in environ or block:
         node = _number(environ, "GROUP_RANK") if "GROUP_RANK" in environ else rank // local_size
@@ -301,6 +305,14 @@ def _torchrun(environ: Environment) -> World:
     source = "paceline" if LAUNCHER_PID in environ else "torchrun"
     world = World(rank, size, local_rank, local_size, node, nodes, source, addr, port)
     return _consistent(world, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+
+
+def local_place(environ: Environment, rank: int, size: int) -> tuple[int, int]:
+    """(local rank, local size) as the environment gives them, or else these. Raises WorldError."""
+    rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
+    size = _number(environ, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in environ else size
+    _check_rank(("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size))
+    return rank, size
 
 
 def _local_place(environ: Environment, given: list[str], rank: int, size: int) -> tuple[int, int]:
@@ -367,6 +379,8 @@ def _mpi(environ: Environment, names: tuple[str, str, str, str], source: str, no
     rank, local_rank = _number(environ, names[0], why="mpirun runs"), _number(environ, names[2], why="mpirun runs")
     size = _number(environ, names[1], least=1, why="mpirun runs")
     local_size = _number(environ, names[3], least=1, why="mpirun runs")
+    _check_rank((names[0], rank), (names[1], size))
+    _check_rank((names[2], local_rank), (names[3], local_size))
     # MPI tells nobody the number of its node. With as many ranks on each node, one node after another, it follows.
     if size % local_size or rank % local_size != local_rank or nodes not in (None, size // local_size):
         raise WorldError(
@@ -401,6 +415,7 @@ def _slurm(environ: Environment) -> World | None:
         return None
     why = "SLURM_PROCID is"
     rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", why=why)
+    _check_rank(("SLURM_PROCID", rank), (size_name, size))
     node = _number(environ, "SLURM_NODEID", why=why)
     nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
     nodes = _number(environ, nodes_name, least=1, why=why)
@@ -517,15 +532,28 @@ def is_loopback(addr: str) -> bool:
     return addr in ("localhost", "::1") or addr.startswith("127.")
 
 
+def _check_rank(rank: tuple[str, int], size: tuple[str, int]) -> None:
+    """Raises WorldError for a rank that the world does not have, and for more processes than any cluster runs.
+
+    Args:
+        rank, size: each the variable's name and its value.
+    """
+    problem = None
+    if size[1] > MOST_PROCESSES:
+        problem = f"{size[0]}={size[1]} is more than the {MOST_PROCESSES:,} processes that a run may have"
+    elif rank[1] >= size[1]:
+        problem = f"{rank[0]}={rank[1]} is not below {size[0]}={size[1]}"
+    if problem:
+        raise WorldError(f"{problem}. {_SET_RIGHT}")
+
+
 def _consistent(world: World, names: tuple[str, ...]) -> World:
     """`world`, if its numbers are consistent. names: the variables of rank, size, local rank, local size and node."""
     rank, size, local_rank, local_size = names[:4]
+    _check_rank((rank, world.rank), (size, world.size))
+    _check_rank((local_rank, world.local_rank), (local_size, world.local_size))
     problem = None
-    if world.rank >= world.size:
-        problem = f"{rank}={world.rank} is not below {size}={world.size}"
-    elif world.local_rank >= world.local_size:
-        problem = f"{local_rank}={world.local_rank} is not below {local_size}={world.local_size}"
-    elif world.local_size > world.size:
+    if world.local_size > world.size:
         problem = f"{local_size}={world.local_size} is more than {size}={world.size}"
     elif world.local_rank > world.rank:
         problem = f"{local_rank}={world.local_rank} is more than {rank}={world.rank}"
@@ -534,7 +562,7 @@ def _consistent(world: World, names: tuple[str, ...]) -> World:
     elif world.nodes > world.size - world.local_size + 1:
         problem = f"{size}={world.size} is too few for {world.nodes} nodes with {local_size}={world.local_size} on one"
     if problem:
-        raise WorldError(f"{problem}. Set them right, or start the script with `paceline run` or torchrun. {_ALONE}")
+        raise WorldError(f"{problem}. {_SET_RIGHT}")
     return world
 
 

@@ -23,7 +23,7 @@ from paceline.doctor.findings_text import text
 from paceline.doctor.rules import DIVERGENCE, find_faults
 from paceline.doctor.rules.collective_rules import CollectiveChecker, refused_call, uneven_loop
 from paceline.doctor.rules.recorded_run import RecordedRun, read_run
-from paceline.errors import PacelineError, SettingError
+from paceline.errors import PacelineError, SettingError, printable
 from paceline.launcher import streams
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output
@@ -153,13 +153,13 @@ def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: I
 def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], story: str, failed: bool) -> int:
     sys.stdout.flush()
     if story:
-        streams.write(sys.stderr, story)
+        streams.write(sys.stderr, printable(story))
     grave = any(f.about.kind == MODEL for f in found)
     why = _unwatched(run, failed)
     code = FOUND if grave else UNWATCHED if why else CLEAN
     sys.stdout.write("\n")
     if found or not why:
-        sys.stdout.write(text(found, run.steps(), run.processes))
+        sys.stdout.write(printable(text(found, run.steps(), run.processes)))
     if why:
         sys.stdout.write(f"paceline doctor: {why}\n")
     sys.stdout.flush()
@@ -168,8 +168,8 @@ def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], stor
         what, times = trouble.most_common(1)[0]
         streams.write(
             sys.stderr,
-            f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {what}); what it "
-            "would have seen there is missing.\n",
+            f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {printable(what)}); "
+            "what it would have seen there is missing.\n",
         )
     if options.json_file is not None:
         document = {

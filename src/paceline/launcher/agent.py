@@ -35,10 +35,9 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline.launcher import early_start, processes, report
+from paceline.launcher import early_start, endings, processes, report
 from paceline.launcher.checks import device_count, room_for
 from paceline.launcher.early_exits import EarlyExits, read_place
-from paceline.launcher.endings import crashed_when_done, ended_when_saved, make_ending, told_exit_code
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import POLL_SECONDS, Failure, Peers, RendezvousLost
@@ -261,12 +260,12 @@ class Agent(SimpleElasticAgent):
             files = {rank: self._error_file(rank) for rank in self._ranks}
             stands = sample_stacks(files, self._running()) if ours.in_collective else {}
             where = {rank: str(stand) for rank, stand in stands.items() if stand.in_script}
-            self.story = report.describe(endings, self._output.last_lines(ours.rank), where)
+            stopped = endings.stopped_in_words(self._running(), self._role) if consequence else ""
+            self.story = stopped + report.describe(endings, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
             if consequence and self._plan.nodes.several:
-                self.story += (
-                    "No machine told of a failure of its own: perhaps one is down, or its launcher was killed.\n"
-                )
+                alone = "No machine told of a failure of its own: perhaps one is down, or its launcher was killed."
+                self.story += f"{alone}\n"
         else:
             text = problem or (elsewhere.text if elsewhere else "")
             self.story = f"{text}\n"
@@ -364,18 +363,18 @@ class Agent(SimpleElasticAgent):
                 continue
             code, path = exits.get(local_rank), self._error_file(rank)
             if code is None and patience == 0.0:
-                code = told_exit_code(path)
-            if ended_when_saved(path, code):
+                code = endings.told_exit_code(path)
+            if endings.ended_when_saved(path, code):
                 code = 0
-            if crashed_when_done(path, code):
-                crash = report.headline(make_ending(rank, code, now, None, False, "", "", self._output))
+            if endings.crashed_when_done(path, code):
+                crash = report.headline(endings.make_ending(rank, code, now, None, False, "", "", self._output))
                 say(f"paceline: {crash} when its script and all exit functions had ended: it counts as ended well.\n")
                 code = 0
             error = report.read_error(path) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
                 expendable = self._is_expendable(local_rank, rank, code)
                 role = told(path, ROLE) or ""  # "" where all ranks are alike
-                ending = make_ending(rank, code, now, error, expendable, role, path, self._output)
+                ending = endings.make_ending(rank, code, now, error, expendable, role, path, self._output)
                 self._endings[local_rank] = ending
                 if expendable and rank not in self._early_exits.ended:
                     late = code == 0 or local_rank in self._too_late

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Mapping
 
+from paceline.launcher import process_state
 from paceline.launcher.early_exits import read_place
 from paceline.launcher.output import Output
 from paceline.launcher.report import UNWRITTEN, Ending, Error
@@ -82,3 +84,18 @@ def _why_unwritable(output: Output, rank: int, code: int | None) -> str:
     if code == UNWRITTEN:
         return f"Its output goes to {path}: is there no room, or a quota? --output DIR or TMPDIR name another disk."
     return ""
+
+
+def stopped_in_words(pids: Mapping[int, int], role: Callable[[int], str]) -> str:
+    """A line for each of these ranks that is stopped by a signal: others may have waited for it.
+
+    Args:
+        pids: the process of each.
+        role: of a rank, what it is for the others; "" where all are alike.
+    """
+    states = {rank: process_state.read_state(pid) for rank, pid in pids.items()}
+    return "".join(
+        f"rank {rank}{(what := role(rank)) and f', {what},'} {process_state.describe(pids[rank], state)}\n"
+        for rank, state in sorted(states.items())
+        if state.stopped
+    )

@@ -8,6 +8,7 @@ directory that was asked for (--output) stay; temporary ones, of which nobody is
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from typing import IO
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, printable
 from paceline.launcher import streams
 from paceline.notebook import Relay
 from paceline.world import SHARED_MEMORY, is_private
@@ -28,15 +29,15 @@ _reads = True  # did who reads stderr take the last message in time?
 
 
 def say(text: str, last: bool = False) -> None:
-    """Print whole lines on stderr, if that can be written (streams.py). A rank's progress bar, whose line has no end
-    yet, is wiped away first.
+    """Print whole lines on stderr, if that can be written (streams.py), with no control characters of a script's or
+    another host's. A rank's progress bar, whose line has no end yet, is wiped away first.
 
     last: has the run ended? Then this waits for a slow reader, as other programs do.
     """
     global _reads
     terminal = os.environ.get("TERM") not in ("dumb", "unknown", None) and streams.is_terminal(sys.stderr)
     seconds = None if last else SAY_SECONDS if _reads else 0.0
-    _reads = streams.write(sys.stderr, "\r\x1b[2K" * terminal + text, seconds)
+    _reads = streams.write(sys.stderr, "\r\x1b[2K" * terminal + printable(text), seconds)
 
 
 def _start_remover(folder: str) -> subprocess.Popen[bytes]:
@@ -50,6 +51,12 @@ def _start_remover(folder: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _compile_caches() -> list[str]:
+    """The folders for compiled code in TMPDIR. torch makes one at the first optimizer, also for a script that compiles
+    nothing."""
+    return glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "torchinductor_*"))
 
 
 class Output:
@@ -84,6 +91,7 @@ class Output:
         self._spare = os.path.join(SHARED_MEMORY, os.path.basename(self.private))
         self._memory: str | None = None  # what `memory` returns, once it has been asked
         self._remover = _start_remover(self.private)
+        self._found = set(_compile_caches())  # before the run
         self._written: set[int] = set()  # ranks that have had a file in this run
         self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
         self._unwritten = b""  # of them, those for which a pipe had no room yet
@@ -189,6 +197,10 @@ class Output:
             self._remover.communicate(b"done\n")
         if is_private(self._spare):
             shutil.rmtree(self._spare, ignore_errors=True)
+        for path in _compile_caches():
+            if path not in self._found:
+                with contextlib.suppress(OSError):  # it holds something
+                    os.rmdir(path)
         kept = [rank for rank in sorted(self._written) if self._size(rank)]
         if self.directory != self.private or not failed or not kept:
             shutil.rmtree(self.private, ignore_errors=True)

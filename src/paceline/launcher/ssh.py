@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from paceline.config import open_plain
 from paceline.errors import LaunchError
 from paceline.launcher.hosts import (
     BEAT_SECONDS,
@@ -50,6 +51,7 @@ from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import say
 from paceline.world import NOTICE_SECONDS, RESUMABLE
 
+_MOST_HOSTFILE_BYTES = 2**24
 ANSWER_SECONDS = 60.0  # for a host to be asked: a Python from a slow network disk takes its time
 OTHERS_SECONDS = 10.0  # between the failure of one host and an order to the others to end
 END_SECONDS = 12.0  # for a host to carry out that order
@@ -88,8 +90,8 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
     text = ""
     if options.hostfile is not None:
         try:
-            with open(options.hostfile, encoding="utf-8") as file:
-                text = file.read()
+            with open_plain(options.hostfile) as file:
+                text = file.read(_MOST_HOSTFILE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise LaunchError(
                 f"--hostfile {options.hostfile} cannot be read: {error}. Name a text file with a host in each line."

@@ -38,6 +38,7 @@ import traceback
 import types
 import typing
 from collections.abc import Sequence
+from multiprocessing.process import current_process
 
 from paceline.errors import LaunchError, PacelineError, chain_of, in_words, only_tells_of_a_lost_peer
 from paceline.launcher import stack_thread, store_redirect, streams, torch_import
@@ -63,6 +64,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # (os.execv), just when the launcher asks goes on. SIGUSR1 and 2 belong to scripts and batch systems.
 STACK_SIGNAL = signal.SIGURG if sys.platform == "linux" else None
 STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/(?!site-packages/)|^<frozen ")
+_LONGEST_FOLDER = 107 - len("/listener-12345678")  # of a socket, whose whole path unix(7) limits
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Code that is not the user's, by its file.
 LIBRARY = re.compile(rf"/torch/|^{re.escape(_PACKAGE)}/|{STANDARD_LIBRARY.pattern}")
@@ -79,6 +81,7 @@ def main() -> None:
     if os.environ.get(STORE_DOOR):
         after_import(store_redirect.MODULE, store_redirect.redirect)
     _register_stack_dump()
+    _keep_sockets_with_the_run()
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
     if os.environ.get(ERROR_FILE):
@@ -143,6 +146,18 @@ def _register_stack_dump() -> None:
             if not faulthandler.is_enabled():
                 crash = open(crash_file(path), "a")  # noqa: SIM115  # likewise
                 faulthandler.enable(file=crash, all_threads=True)  # all: gloo aborts in a thread of its own
+
+
+def _keep_sockets_with_the_run() -> None:
+    """multiprocessing has its sockets, as a DataLoader's workers make them, in a folder of its own in TMPDIR, which a
+    killed process leaves there. In the launcher's folder they go with that."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        folder = os.path.join(os.path.dirname(path), "mp")
+        if len(os.fsencode(folder)) <= _LONGEST_FOLDER:
+            with contextlib.suppress(OSError):
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+                current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # there is no public way
 
 
 def _note_exit(pid: int, where: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 
-from paceline.errors import SettingError
+from paceline.errors import SettingError, printable
 from paceline.launcher import streams
 from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
@@ -49,7 +49,7 @@ def verify(options: VerifyOptions) -> int:
             answer = decide(runs)
         except Stopped as stopped:
             return stopped.report()
-    sys.stdout.write("\n".join([answer.text, *(f"  {note.text}" for note in answer.notes)]) + "\n")
+    sys.stdout.write(printable("\n".join([answer.text, *(f"  {note.text}" for note in answer.notes)])) + "\n")
     sys.stdout.flush()
     if options.json_file is not None:
         write_json(options.json_file, answer.document())
