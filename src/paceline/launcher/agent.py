@@ -252,16 +252,16 @@ class Agent(SimpleElasticAgent):
 
         final: there is to be no restart.
         """
-        endings = [*self._endings.values(), *self._leaving()]
+        seen = [*self._endings.values(), *self._leaving()]
         self.exit_code, consequence = 1, False
-        ours = None if problem or not any(ending.failed for ending in endings) else report.cause(endings)
+        ours = None if problem or not any(ending.failed for ending in seen) else report.cause(seen)
         if ours is not None and (elsewhere is None or not ours.consequence):
             text, consequence = report.headline(ours), ours.consequence
             files = {rank: self._error_file(rank) for rank in self._ranks}
             stands = sample_stacks(files, self._running()) if ours.in_collective else {}
             where = {rank: str(stand) for rank, stand in stands.items() if stand.in_script}
             stopped = endings.stopped_in_words(self._running(), self._role) if consequence else ""
-            self.story = stopped + report.describe(endings, self._output.last_lines(ours.rank), where)
+            self.story = stopped + report.describe(seen, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
             if consequence and self._plan.nodes.several:
                 alone = "No machine told of a failure of its own: perhaps one is down, or its launcher was killed."
@@ -276,7 +276,7 @@ class Agent(SimpleElasticAgent):
         if problem is None and again is not None:
             self._await_handover()
         self._failed = True
-        self.refused = bool(endings) and all(ending.refusal for ending in endings)
+        self.refused = bool(seen) and all(ending.refusal for ending in seen)
         self._shutdown()
         self._remaining_restarts = 0 if again is None else 1  # by which torch decides, and takes off one
         if again is None:
@@ -284,7 +284,7 @@ class Agent(SimpleElasticAgent):
                 self._peers.linger()
         else:
             self._restarts = again
-        failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
+        failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in seen if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
 
     def _after_failure(self) -> Restarts | None:
@@ -296,8 +296,8 @@ class Agent(SimpleElasticAgent):
         if self._peers.any_finished():
             self.story += "There is no restart: another machine has ended its part already.\n"
             return None
-        endings = self._endings.values()
-        died = sum(ending.is_cause for ending in endings)
+        seen = self._endings.values()
+        died = sum(ending.is_cause for ending in seen)
         room = room_for(self._plan.device, device_count(), self._plan.on_cpu)
         again = self._restarts.after_failure(died, self._moved(), room)
         if again is None:
