@@ -8,6 +8,7 @@ model_rules.py        batch norm, modes, parameters without gradients, means of 
 replica_rules.py      weights that differ between ranks: by the place of the first difference
 schedule_rules.py     learning rates, schedulers, accumulation, clipping
 collective_rules.py   collectives compared over the ranks, also while the script runs
+gradient_rules.py     gradients that are computed and never used
 cost_rules.py         time and memory
 lr_scaling_rules.py   how the learning rate is scaled with the number of processes
 script_lines.py       the script's line that does what no patched function can see
@@ -20,6 +21,7 @@ from paceline.doctor.rules import (
     cost_rules,
     data_rules,
     evaluation_rules,
+    gradient_rules,
     lr_scaling_rules,
     model_rules,
     replica_rules,
@@ -34,7 +36,8 @@ DIVERGENCE = ("weights_differ", "not_reduced", "past_ddp", "sync_off", "unknown_
 def find_faults(run: RecordedRun) -> list[Finding]:
     """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
-    training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules)
+    training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
+                gradient_rules)  # fmt: skip
     for rules in (*training, cost_rules, lr_scaling_rules):
         found += rules.findings(run)
     causes = {finding.cause for finding in found}

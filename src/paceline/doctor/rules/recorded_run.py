@@ -20,11 +20,12 @@ or [], are in all of them. The others, by kind:
     backward      synced, local: DDP modules that reduce, or are under no_sync; mean: loss_kind, "other" if a hook may
                   divide; form: loss_kind; count: loss_divisor; unsent: is FSDP told not to reduce? reached: DDP module
                   -> parameters reached; library: does a library call it?
-    dropped       backwards: how many before. zero_grad dropped gradients before a step
+    dropped       opt; passes: numbers of the backward passes, from 1, whose gradients went before a step used them
     optimizer     opt: number; lr: of each group
     before        opt; step: made so far; lr; parameters: trained ones; without: those without a gradient; backwards;
                   rescaled: were gradients divided? scale: loss scale; logged: DDP module -> seconds of communication;
-                  unwaited: [handles, line]; shrunk: factor of the shards. At some steps samples by name: weights;
+                  unwaited: [handles, line]; shrunk: factor of the shards; uses: numbers of the backward passes whose
+                  gradients it is given. At some steps samples by name: weights;
                   own: gradients after the backward; grads: gradients now; and settings, outside, made_at
     step          opt; step; rescaled; machine: threads, cores, queued, devices. At some steps samples: weights, state
     moved         opt, step. Weights changed between this step and the next, not by the optimizer

@@ -51,6 +51,16 @@ def lr_assignment(run: RecordedRun) -> Line:
     return _first(run, lambda n: any(_is_item(target, "lr") for target in _targets(n)))
 
 
+def gradient_drop(run: RecordedRun) -> Line:
+    """The first assignment of None to `.grad`."""
+
+    def drops(n: Any) -> bool:
+        is_none = isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant) and n.value.value is None
+        return is_none and any(getattr(target, "attr", "") == "grad" for target in n.targets)
+
+    return _first(run, drops)
+
+
 def cycle_call(run: RecordedRun) -> Line:
     """The first call of `cycle`."""
     return _first(run, lambda n: isinstance(n, ast.Call) and called(n) == "cycle")
