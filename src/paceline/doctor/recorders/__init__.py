@@ -5,6 +5,7 @@ no communication. Each rank records its events in order in a file of its own (ev
 
 event_log.py            the file of one rank; the script's line that makes a call
 statements.py           the statement at that line
+library_names.py        the names by which a library chooses what it sends
 patching.py             replace a function, now or when its module is imported
 tensor_digests.py       numbers that stand for a tensor's values
 loader_recorder.py      DataLoaders: indices and digests of the examples, time waited for them

@@ -44,6 +44,8 @@ def find_faults(run: RecordedRun) -> list[Finding]:
     # A finding that follows from another one is left out.
     if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP has no gradient that it did not send
         found = [f for f in found if f.cause != "no_gradient"]
+    if "gradients_dropped" in causes:  # what is dropped is not summed
+        found = [f for f in found if f.cause != "accumulation"]
     if "steps_differ" in causes:  # a rate goes with its step
         found = [f for f in found if f.cause != "lr_differs"]
     elif causes & {"lr_differs", "no_gradient"}:  # it follows from these

@@ -174,6 +174,19 @@ def unsynced_log(run: RecordedRun) -> Line:
     return None
 
 
+def call_that_names(at: Any, names: Collection[Any]) -> Line:
+    """Where a library calls for the script later: the line that gives it values under these names to reduce, as
+    `self.log("loss", loss, sync_dist=True)`. None where the line `at` names them itself."""
+    if not at or tree_of(at[0]) is None:
+        return None
+    calls = [n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) in ("log", "log_dict")]
+    calls = [n for n in calls if any(k.arg == "sync_dist" for k in n.keywords)]
+    if any(holds(n, at[1]) for n in calls):
+        return None
+    said = [n for n in calls if any(getattr(part, "value", None) in names for part in ast.walk(n))]
+    return [at[0], (said or calls)[0].lineno] if calls else None
+
+
 def loop_exit(inside: Any, outside: Any) -> Line:
     """The `break` or `return` by which a loop that holds the one line is left for the other one, which it does not."""
     if not inside or not outside or inside[0] != outside[0]:
