@@ -211,6 +211,23 @@ CAUSES = {
         "Sum the loss, all_reduce the count, and multiply by world_size / count before backward.",
         see=_WORSE,
     ),
+    "term_times_processes": Cause(
+        MODEL,
+        "A term of the loss counts once for each process",
+        "That term is as many times too large as there are processes; the others are right.",
+        "Multiply by world_size only the term whose sum is divided by the global count; leave a rank's means as they "
+        "are. (transformers.Trainer: average_tokens_across_devices=False, or the term's coefficient divided by the "
+        "number of processes.)",
+        see=_WORSE,
+    ),
+    "own_fractions": Cause(
+        MODEL,
+        "A term of the loss is a product of statistics of each rank's own rows",
+        "The balance of each rank's few tokens is asked for, and not that of the global batch: another gradient.",
+        "all_reduce the fractions (counts and totals) over the ranks before they multiply the mean probabilities: then "
+        "the average of the ranks' gradients is the gradient of the global loss.",
+        see=_WORSE,
+    ),
     "modes_differ": Cause(
         MODEL,
         "Ranks train in different modes",

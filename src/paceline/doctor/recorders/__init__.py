@@ -14,6 +14,8 @@ fsdp_recorder.py        FullyShardedDataParallel, fully_shard
 step_recorder.py        backward, optimizers, schedulers, clipping, GradScaler
 replica_recorder.py     samples of weights, gradients and optimizer state at some steps
 loss_graph.py           what a loss is, by its graph
+loss_terms.py           the terms that a loss adds up, by its graph
+graph_nodes.py          what the nodes of that graph do
 collective_recorder.py  torch.distributed's collectives, each recorded before it begins
 output_recorder.py      printed, logged and written output; checkpoints
 host_sync_recorder.py   calls that wait for the device; threads and cores

@@ -60,6 +60,7 @@ class ModelRecorder:
         self.sharded: Any = WeakIdKeyDictionary()  # parameters of which this process holds a shard
         self.ddp_modules: Any = weakref.WeakSet()
         self._forward_count = self._init_count = 0
+        self.rows: int | None = None  # of the first input of the last forward in training mode
         self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
         # batch norm -> (events while its weight was frozen, while it was trained)
         self._norm_counts: Any = WeakIdKeyDictionary()
@@ -198,6 +199,8 @@ class ModelRecorder:
             self.log.record("initialized")
 
     def record_inputs(self, number: int | None, inputs: Any) -> None:
+        first = next(tensors_in(inputs), None)
+        self.rows = first.shape[0] if first is not None and first.dim() else None
         if self._forward_count >= _MAX_DIGESTED:
             return
         self._forward_count += 1

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.host_sync_recorder import machine_state
 from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
+from paceline.doctor.recorders.loss_terms import Term, loss_terms
 from paceline.doctor.recorders.model_recorder import ModelRecorder
 from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
@@ -63,13 +64,15 @@ class _StepRecorder:
             models.synced_forwards.clear()
             models.unsynced_forwards.clear()
             mean = form = count = None
+            terms: list[Term] = []
             with log.overhead():
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
                 mean = form = "other"
                 if root is not None and root.numel() == 1 and plain:
                     mean = form = loss_kind(root)
-                    count = loss_divisor(root) if self._backward_count < _MAX_COUNTED else None
+                    few = self._backward_count < _MAX_COUNTED
+                    count, terms = (loss_divisor(root), loss_terms(root)) if few else (None, [])
                 self._find_dropped(log.optimizers, [])
                 if any(models.has_script_hook(p) for o in log.optimizers for p in parameters(o)):
                     mean = "other"  # which may divide the gradients
@@ -103,6 +106,8 @@ class _StepRecorder:
                 mean=mean,
                 form=form,
                 count=count,
+                terms=terms,
+                rows=models.rows,
                 unsent=models.sync_off,
                 reached=reached,
                 library=self.log.called_by_library(),
