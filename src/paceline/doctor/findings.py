@@ -100,6 +100,24 @@ CAUSES = {
         "Leave the workers' seeds to torch, which seeds Python, NumPy and torch in them anew for each pass; or seed by "
         "torch.initial_seed() in worker_init_fn, with another torch.manual_seed on each rank.",
     ),
+    "same_noise": Cause(
+        MODEL,
+        "Ranks draw the same random numbers for different examples",
+        "The noise, masks or timesteps of a global batch repeat on every rank: the gradient is noisier than one of so "
+        "many examples should be, and changes with the number of processes.",
+        "Seed with the rank after the model is made and wrapped, torch.manual_seed(seed + rank), or draw from a "
+        "generator that is seeded with the rank.",
+        see=_WORSE,
+    ),
+    "same_augmentations": Cause(
+        MODEL,
+        "Workers of different ranks draw the same random numbers",
+        "The examples of a rank are augmented just as those at the same place on every other rank: augmentation varies "
+        "less than the number of examples says.",
+        "Seed with the rank before the loop, torch.manual_seed(seed + rank): the workers' seeds follow from it. In a "
+        "worker_init_fn take torch.initial_seed(), and nothing that is the same on all ranks.",
+        see=_WORSE,
+    ),
     "same_batch": Cause(
         MODEL,
         "Each step begins the loader anew",
@@ -377,6 +395,11 @@ CAUSES = {
     "module_prefix": Cause(
         COST, "`module.` in a saved state", "Only a model that DDP wraps can load it.",
         "Save model.module.state_dict().",
+    ),
+    "same_masks": Cause(
+        NOTE, "Dropout draws the same masks on all ranks",
+        "The masks of a global batch repeat on every rank. Many trainers do so by default, and it seldom matters.",
+        "torch.manual_seed(seed + rank) after the model is made and wrapped gives each rank its own.",
     ),
     "lr_scaled_twice": Cause(
         NOTE, "The learning rate is multiplied by the number of processes more than once",

@@ -12,6 +12,7 @@ loader_recorder.py      DataLoaders: indices and digests of the examples, time w
 model_recorder.py       DistributedDataParallel, forward passes, batch norm, training mode
 fsdp_recorder.py        FullyShardedDataParallel, fully_shard
 step_recorder.py        backward, optimizers, schedulers, clipping, GradScaler
+draw_recorder.py        random numbers of the training loop, seeds
 replica_recorder.py     samples of weights, gradients and optimizer state at some steps
 loss_graph.py           what a loss is, by its graph
 loss_terms.py           the terms that a loss adds up, by its graph
@@ -39,6 +40,7 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
     """
     from paceline.doctor.recorders import (
         collective_recorder,
+        draw_recorder,
         fsdp_recorder,
         host_sync_recorder,
         loader_recorder,
@@ -50,6 +52,6 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
     folder = os.path.dirname(os.path.realpath(script)) if kind == "script" else os.getcwd()
     log = EventLog(order["directory"], int(os.environ.get("RANK", "0")), folder, order.get("steps"))
     recorders = (loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
-    for recorder in (*recorders, output_recorder, host_sync_recorder):
+    for recorder in (*recorders, draw_recorder, output_recorder, host_sync_recorder):
         recorder.install(log)
     return log

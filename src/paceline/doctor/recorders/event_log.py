@@ -53,6 +53,7 @@ class EventLog:
         self.overhead_seconds = 0.0  # seconds that recording has taken; no recorded time includes them
         self.models: Any = None  # the ModelRecorder
         self.collectives: Any = None  # the CollectiveRecorder
+        self.draws: Any = None  # the DrawRecorder
         self.optimizers: Any = weakref.WeakSet()  # the script's optimizers that are alive
         self.backward_since_step = False  # has a backward ended since the last optimizer step?
         self.clipped_gradients: set[int] = set()  # id of each gradient that the last clipping made smaller

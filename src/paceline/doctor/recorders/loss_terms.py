@@ -6,9 +6,10 @@ Terms come in the order in which the script adds them. A term is a dict of
     own       the number of this rank's targets; None: not known
     factor    the number that the mean is multiplied by
     outer     the numbers by which the whole sum of terms is multiplied
-    inner     the numbers by which this term alone is
+    inner     the numbers by which this term alone is; divided: those of them that divide it, as divisors
     kind      "mean", "sum", "weighed" or "other"
-    weights   [checksum, sum, number] of the vector that weighs means over this rank's rows; or None
+    weights   of the vector that weighs means over this rank's rows: [checksum, sum, number of elements, are they whole
+              parts of the rows?]; or None
 
 "weighed" is sum_e f_e * mean_rows(p_e), with f constant and not negative: the load balancing of a mixture of experts,
 where f are the fractions of the tokens that each expert gets.
@@ -27,10 +28,13 @@ from paceline.torch_private.observed import saved
 
 _MAX_DEPTH, _MAX_TERMS = 40, 8
 _MAX_WEIGHTS = 4096  # elements of a vector of weights
+_MAX_LAYERS, _WHOLE = 64, 1e-4  # layers whose fractions are added; how near to a whole number one must be, for a layer
 _SIGN = 1 << 63  # a negative number is saved as one without a sign
 _SUMS = ("SumBackward0", "MeanBackward0")
 _OF_ROWS = ("SumBackward1", "MeanBackward1")
 _PICKS = ("IndexBackward0", "MaskedSelectBackward0")
+_SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBackward0", "PermuteBackward0",
+           "TBackward0", "UnsafeViewBackward0")  # fmt: skip
 _ELEMENTWISE = ("PowBackward0", "SubBackward0", "AddBackward0", "AbsBackward0", "NegBackward0", "SquareBackward0", *LOSSES)
 
 Term = dict[str, Any]
@@ -61,7 +65,12 @@ def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: l
         elif name in LOSSES:
             found.append(_loss(node, factors, outer))
             return
-        elif name in _SUMS or name == "DotBackward0":
+        elif name in _SUMS and (parts := _stacked(below)):
+            factors += [(True, 1 / len(parts))] if name in MEANS else []
+            for part in parts:
+                _walk(part, list(factors), outer, found, depth - 1)
+            return
+        elif name in _SUMS or name == "DotBackward0" or (name in _OF_ROWS and _is_vector(node)):
             found.append(_sum(node, factors, outer))
             return
         elif name not in TRANSPARENT and not name.startswith("_DDPSink"):
@@ -70,13 +79,25 @@ def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: l
     found.append(_term("other", factors, outer))
 
 
+def _stacked(below: list[Any]) -> list[Any]:
+    """Of a total of stacked numbers, such as a loss of each layer: their nodes."""
+    return children(below[0]) if len(below) == 1 and below[0].name() == "StackBackward0" else []
+
+
+def _is_vector(node: Any) -> bool:
+    """Does a sum over a dimension have just one?"""
+    return len(saved(node, "self_sym_sizes", ())) == 1
+
+
 def _loss(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
     """The term of a loss function."""
     reduction = saved(node, "reduction", 1)
     if reduction == 2:
         return _term("sum", factors, outer, _divisor(factors), _targets(node))
-    total = saved(node, "total_weight")
+    total, given = saved(node, "total_weight"), saved(node, "self")
     count = None if total is None or reduction != 1 else float(total)
+    if count is None and given is not None and _picks(node):
+        count = float(given.numel())
     return _term("mean" if reduction == 1 else "other", factors, outer, count, count)
 
 
@@ -88,7 +109,7 @@ def _sum(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
     if node.name() in MEANS:
         count = (float(saved(node, "self_sym_numel", 0)) or None) if _picks(node) else None
         return _term("mean", factors, outer, count, count)
-    return _term("sum" if node.name() in _SUMS else "other", factors, outer, _divisor(factors))
+    return _term("other" if node.name() == "DotBackward0" else "sum", factors, outer, _divisor(factors))
 
 
 def _divisor(factors: list[Factor]) -> float | None:
@@ -102,12 +123,14 @@ def _term(
     weights: list[float] | None = None,
 ) -> Term:  # fmt: skip
     inner, common = ([by for _, by in part] for part in (factors, outer or []))
+    divided = [1 / by for divides, by in factors if divides and by]
     return {
         "kind": kind,
         "count": count,
         "own": own,
         "factor": math.prod((*inner, *common)),
         "inner": inner,
+        "divided": divided,
         "outer": common,
         "weights": weights,
     }
@@ -134,7 +157,8 @@ def _picks(node: Any) -> bool:
 
 
 def _weights(node: Any) -> list[float] | None:
-    """Of a product of a constant vector with means over this rank's rows: [checksum, sum, number of elements]."""
+    """Of a product of a constant vector with means over this rank's rows: [checksum, sum, number of elements, are they
+    whole parts of the rows?]."""
     while node is not None and (node.name() in TRANSPARENT or (node.name() in SCALED and scalar_factor(node))):
         node = next(iter(children(node)), None)
     if node is None or node.name() not in ("MulBackward0", "DotBackward0"):
@@ -142,26 +166,34 @@ def _weights(node: Any) -> list[float] | None:
     given = [saved(node, name) for name in ("self", "other", "tensor")]
     constants = [one for one in given if isinstance(one, torch.Tensor)]
     below = children(node)
-    if len(constants) != 1 or len(below) != 1 or constants[0].requires_grad or not _is_of_rows(below[0], 12):
+    rows = _rows(below[0], 12) if len(below) == 1 else 0
+    if len(constants) != 1 or constants[0].requires_grad or not rows:
         return None
-    vector = constants[0].detach()
-    if not 2 <= vector.numel() <= _MAX_WEIGHTS or not vector.is_floating_point() or bool((vector < 0).any()):
+    vector = constants[0].detach().double()
+    if not 2 <= vector.numel() <= _MAX_WEIGHTS or not constants[0].is_floating_point() or bool((vector < 0).any()):
         return None
-    return [digest(vector), float(vector.sum()), vector.numel()]
+    return [digest(constants[0]), float(vector.sum()), vector.numel(), _are_parts(vector, rows)]
 
 
-def _is_of_rows(node: Any, depth: int) -> bool:
-    """Is it a sum or mean over the first dimension, or a sum of several such, times numbers?"""
+def _are_parts(vector: torch.Tensor, rows: int) -> bool:
+    """Are these numbers of rows, divided by all rows, of one layer or of several?"""
+    layers = torch.arange(1, _MAX_LAYERS + 1, dtype=torch.float64, device=vector.device).unsqueeze(1)
+    parts = vector.reshape(1, -1) * rows * layers
+    return bool(((parts - parts.round()).abs() < _WHOLE * layers).all(1).any())
+
+
+def _rows(node: Any, depth: int) -> int:
+    """Of a sum or mean over the first dimension, or a sum of several such, times numbers: the rows; 0 of others."""
     for _ in range(depth):
         if node is None:
-            return False
+            return 0
         name, below = node.name(), children(node)
         if name in _OF_ROWS:
             dims, shape = saved(node, "dim", ()), saved(node, "self_sym_sizes", ())
-            return any(d in (0, 2 * _SIGN - len(shape)) for d in dims)
+            return int(shape[0]) if any(d in (0, 2 * _SIGN - len(shape)) for d in dims) else 0
         if name == "AddBackward0":
-            return any(_is_of_rows(child, depth - 1) for child in below)
-        if name not in TRANSPARENT and not (name in SCALED and scalar_factor(node) is not None):
-            return False
+            return next((rows for child in below if (rows := _rows(child, depth - 1))), 0)
+        if name not in _SHAPES and not (name in SCALED and scalar_factor(node) is not None):
+            return 0
         node = next(iter(below), None)
-    return False
+    return 0

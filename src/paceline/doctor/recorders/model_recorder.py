@@ -199,6 +199,7 @@ class ModelRecorder:
             self.log.record("initialized")
 
     def record_inputs(self, number: int | None, inputs: Any) -> None:
+        self.log.draws.before_forward()
         first = next(tensors_in(inputs), None)
         self.rows = first.shape[0] if first is not None and first.dim() else None
         if self._forward_count >= _MAX_DIGESTED:

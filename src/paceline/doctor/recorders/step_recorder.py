@@ -108,6 +108,7 @@ class _StepRecorder:
                 count=count,
                 terms=terms,
                 rows=models.rows,
+                **log.draws.take(models.rows),
                 unsent=models.sync_off,
                 reached=reached,
                 library=self.log.called_by_library(),
@@ -223,6 +224,7 @@ class _StepRecorder:
             return
         made = self._steps[number] = self._steps.get(number, 0) + 1
         self.log.clipped_gradients, self.log.backward_since_step = set(), False
+        self.log.draws.clear()
         self._holds.pop(number, None)
         self._had_gradient -= {id(p) for p in parameters(optimizer)}
         self.log.collectives.invalidate()

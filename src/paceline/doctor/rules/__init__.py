@@ -8,6 +8,7 @@ model_rules.py        batch norm, modes, parameters without gradients, means of 
 replica_rules.py      weights that differ between ranks: by the place of the first difference
 schedule_rules.py     learning rates, schedulers, accumulation, clipping
 collective_rules.py   collectives compared over the ranks, also while the script runs
+random_rules.py       random numbers that are the same on all ranks
 loss_rules.py         the terms of a loss
 loss_lines.py         the line where a term of a loss is computed
 gradient_rules.py     gradients that are computed and never used
@@ -27,6 +28,7 @@ from paceline.doctor.rules import (
     loss_rules,
     lr_scaling_rules,
     model_rules,
+    random_rules,
     replica_rules,
     schedule_rules,
 )
@@ -40,15 +42,17 @@ def find_faults(run: RecordedRun) -> list[Finding]:
     """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
     training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
-                gradient_rules, loss_rules)  # fmt: skip
+                gradient_rules, loss_rules, random_rules)  # fmt: skip
     for rules in (*training, cost_rules, lr_scaling_rules):
         found += rules.findings(run)
     causes = {finding.cause for finding in found}
     # A finding that follows from another one is left out.
     if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP has no gradient that it did not send
         found = [f for f in found if f.cause != "no_gradient"]
-    first = next((f for f in found if f.cause == "loss_mean_of_means"), None)
-    found = [f for f in found if f.cause != "loss_mean_of_means" or f is first]
+    if "same_random_numbers" in causes:  # in every pass, and so on every rank
+        found = [f for f in found if f.cause != "same_augmentations"]
+    last = next((f for f in found[::-1] if f.cause == "loss_mean_of_means"), None)  # of a term, which has a line
+    found = [f for f in found if f.cause != "loss_mean_of_means" or f is last]
     if "gradients_dropped" in causes:  # what is dropped is not summed
         found = [f for f in found if f.cause != "accumulation"]
     if "steps_differ" in causes:  # a rate goes with its step

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.doctor.rules import script_lines
-from paceline.doctor.script_ast import Scope, called, holds, nodes_of, scope_at, tree_of
+from paceline.doctor.script_ast import Scope, called, holds, nodes_of, scope_at, tree_of, world_pattern
 
 _COUNTS = ("one_hot", "bincount", "histc", "argmax", "topk", "scatter_add", "scatter_add_", "max")
 _TOTALS = ("sum", "mean", "dot", "einsum", "vdot", "inner")
@@ -47,6 +47,16 @@ def fractions_line(backward: dict[str, Any]) -> Line:
         if any(getattr(target, "attr", "") in _ROUTING for target in targets):
             return [at[0], n.lineno]  # type: ignore[attr-defined]
     return None
+
+
+def divides_by_processes(backward: dict[str, Any]) -> bool:
+    """Does the script compute a part of 1 by the number of processes, or divide a coefficient by it?"""
+    at = backward["at"]
+    if not at or tree_of(at[0]) is None:
+        return False
+    world = world_pattern(at[0])
+    divisors = (n.right for n in nodes_of(at[0]) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div))
+    return any(world.search(ast.unparse(divisor)) for divisor in divisors)
 
 
 def _multiplies(call: ast.Call) -> bool:

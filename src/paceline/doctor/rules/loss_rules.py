@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.loss_lines import fractions_line, term_line
+from paceline.doctor.rules.loss_lines import divides_by_processes, fractions_line, term_line
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 
 MIN_STEPS = 3  # backward passes
@@ -59,8 +59,9 @@ def _times_processes(passes: list[Pass]) -> list[Finding]:
     """term_times_processes: the loss is multiplied by the number of processes, as a sum over a rank's targets must be
     that is divided by the number of all ranks' targets; but a further term is a rank's mean already."""
     size = len(passes[0]) if passes else 0
+    in_text = bool(passes) and divides_by_processes(passes[0][0])
     places = [
-        {n for n, term in enumerate(now[0]["terms"]) if _is_scaled_mean(term, size)}
+        {n for n, term in enumerate(now[0]["terms"]) if _is_scaled_mean(term, size, in_text)}
         for now in passes
         if any(_is_global(now, n, size) for n in range(len(now[0]["terms"])))
     ]
@@ -86,10 +87,14 @@ def _is_global(now: Pass, place: int, size: int) -> bool:
     return equal and sum(t["own"] for t in terms) <= terms[0]["count"] * (1 + UNEQUAL)
 
 
-def _is_scaled_mean(term: Event, size: int) -> bool:
-    """Is a term a rank's own mean, times the number of processes, which nothing takes back?"""
-    own = term["kind"] == "weighed" or (term["kind"] == "mean")
-    return own and _has(term["outer"], size) and not _has(term["inner"], 1 / size)
+def _is_scaled_mean(term: Event, size: int, in_text: bool) -> bool:
+    """Is a term a rank's own mean, times the number of processes, which nothing takes back?
+
+    in_text: does the script divide 1 by the number of processes? Then a coefficient may be that; one of 1/2 may be
+    just a coefficient.
+    """
+    taken_back = _has(term["divided"], size) or (in_text and _has(term["inner"], 1 / size))
+    return term["kind"] in ("weighed", "mean") and _has(term["outer"], size) and not taken_back
 
 
 def _has(factors: list[float], wanted: float) -> bool:
@@ -107,9 +112,8 @@ def _own_fractions(passes: list[Pass]) -> list[Finding]:
         ]
         sums = [w[1] for now in terms for w in now]
         unlike = [now for now in terms if len({w[0] for w in now}) > 1]
-        examples = any(e.get("rows") == w[2] for now in passes for e in now for w in terms[0]) if terms else True
-        if len(unlike) < MIN_STEPS or len(unlike) < MOSTLY * len(terms) or _differ(sums) or examples:
-            continue  # weights of examples may differ: they are no statistics of the batch
+        if len(unlike) < MIN_STEPS or len(unlike) < MOSTLY * len(terms) or _differ(sums) or _of_examples(passes, terms):
+            continue
         backward = passes[0][0]
         evidence = (
             f"in {len(unlike)} of {len(terms)} backward passes a term of the loss multiplied means over each rank's own "
@@ -119,6 +123,14 @@ def _own_fractions(passes: list[Pass]) -> list[Finding]:
         line = fractions_line(backward) or term_line(backward, place)
         return [finding_at("own_fractions", line or backward["at"], evidence, backward["at"])]
     return []
+
+
+def _of_examples(passes: list[Pass], weights: list[list[list[float]]]) -> bool:
+    """May they be weights of the examples, one each, which are no statistics of the batch? Not where all of them are
+    whole parts of the rows."""
+    if all(w[3] for now in weights for w in now):
+        return False
+    return any(e.get("rows") == w[2] for now in passes for e in now for w in weights[0])
 
 
 def _differ(values: list[float]) -> bool:

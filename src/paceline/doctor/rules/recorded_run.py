@@ -4,7 +4,7 @@ An event is a dict. Its fields `k`, the kind, `t`, seconds without recording's o
 or [], are in all of them. The others, by kind:
 
     loader        loader: name; size, batch, workers, sampler and more of its settings; holds: digests of the data set;
-                  sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the Subset's indices
+                  sampler_at, cut_at: lines that make the sampler and the Subset; initialize: of worker_init_fn; cut: digest of the Subset's indices
     pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
     yield         loader, n; idx: indices; rows: digests by tensor; waited: seconds; grad: are gradients enabled?
     pass_end      loader, n. The loader was read to its end
@@ -18,8 +18,10 @@ or [], are in all of them. The others, by kind:
     past          ddp. A forward went past this DDP module
     no_sync, loaded, initialized, join      one was called: load_state_dict of a model, torch.nn.init, Join
     backward      synced, local: DDP modules that reduce, or are under no_sync; mean: loss_kind, "other" if a hook may
-                  divide; form: loss_kind; count: loss_divisor; terms: loss_terms; rows: of the model's last input; unsent: is FSDP told not to reduce? reached: DDP module
+                  divide; form: loss_kind; count: loss_divisor; terms: loss_terms; rows: of the model's last input;
+                  draws, masked: DrawRecorder.take; unsent: is FSDP told not to reduce? reached: DDP module
                   -> parameters reached; library: does a library call it?
+    seed          generator: "torch's", "Python's" or "NumPy's"; value: its seed
     dropped       opt; passes: numbers of the backward passes, from 1, whose gradients went before a step used them
     optimizer     opt: number; lr: of each group
     before        opt; step: made so far; lr; parameters: trained ones; without: those without a gradient; backwards;
