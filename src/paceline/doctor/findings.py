@@ -312,6 +312,14 @@ CAUSES = {
         "The parts of one gradient are clipped by different norms: its direction changes, with the processes.",
         "Clip by the norm of the whole: torch.nn.utils.clip_grad_norm_ knows DTensors; or all_reduce the squares.",
     ),
+    "matrix_of_shard": Cause(
+        MODEL,
+        "The optimizer computes of each rank's shard what is meant of the whole matrix",
+        "Each shard is orthogonalised (or scaled, or preconditioned) by itself: another update, which changes with the "
+        "number of processes.",
+        "Compute of the whole: on the DTensor itself, whose operations know its shards (torch.optim.Muon does), or of "
+        "grad.full_tensor(), cut again afterwards (distribute_tensor). Weights that are not matrices may stay sharded.",
+    ),
     "gradients_dropped": Cause(
         MODEL,
         "Gradients of micro-batches are dropped before the step",

@@ -13,6 +13,7 @@ model_recorder.py       DistributedDataParallel, forward passes, batch norm, tra
 fsdp_recorder.py        FullyShardedDataParallel, fully_shard
 step_recorder.py        backward, optimizers, schedulers, clipping, GradScaler
 draw_recorder.py        random numbers of the training loop, seeds
+shard_recorder.py       what an optimizer computes of shards
 replica_recorder.py     samples of weights, gradients and optimizer state at some steps
 loss_graph.py           what a loss is, by its graph
 loss_terms.py           the terms that a loss adds up, by its graph
@@ -46,12 +47,13 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
         loader_recorder,
         model_recorder,
         output_recorder,
+        shard_recorder,
         step_recorder,
     )
 
     folder = os.path.dirname(os.path.realpath(script)) if kind == "script" else os.getcwd()
     log = EventLog(order["directory"], int(os.environ.get("RANK", "0")), folder, order.get("steps"))
     recorders = (loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
-    for recorder in (*recorders, draw_recorder, output_recorder, host_sync_recorder):
+    for recorder in (*recorders, draw_recorder, shard_recorder, output_recorder, host_sync_recorder):
         recorder.install(log)
     return log

@@ -6,6 +6,7 @@ evaluation_rules.py   padding's duplicates, metrics of one rank's shard
 gathered_results.py   does the script drop the duplicates from what it exchanged?
 model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
 replica_rules.py      weights that differ between ranks: by the place of the first difference
+shard_rules.py        optimizers that work on shards of matrices
 schedule_rules.py     learning rates, schedulers, accumulation, clipping
 collective_rules.py   collectives compared over the ranks, also while the script runs
 random_rules.py       random numbers that are the same on all ranks
@@ -31,6 +32,7 @@ from paceline.doctor.rules import (
     random_rules,
     replica_rules,
     schedule_rules,
+    shard_rules,
 )
 from paceline.doctor.rules.recorded_run import RecordedRun
 
@@ -42,7 +44,7 @@ def find_faults(run: RecordedRun) -> list[Finding]:
     """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
     training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
-                gradient_rules, loss_rules, random_rules)  # fmt: skip
+                gradient_rules, loss_rules, random_rules, shard_rules)  # fmt: skip
     for rules in (*training, cost_rules, lr_scaling_rules):
         found += rules.findings(run)
     causes = {finding.cause for finding in found}

@@ -30,6 +30,8 @@ or [], are in all of them. The others, by kind:
                   gradients it is given. At some steps samples by name: weights;
                   own: gradients after the backward; grads: gradients now; and settings, outside, made_at
     step          opt; step; rescaled; machine: threads, cores, queued, devices. At some steps samples: weights, state
+    of_shard      opt; kind: "product" or "norm"; op; weight; shape: of the shard; whole: of the weight. In a step
+    shards        opt; optimizer: its class; exchanged: did the step exchange anything? At its end
     moved         opt, step. Weights changed between this step and the next, not by the optimizer
     buffers       opt, step; buffers: samples of those that nothing sends; sent: of those that DDP overwrites
     restored      opt. Its load_state_dict was called
