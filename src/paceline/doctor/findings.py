@@ -324,8 +324,8 @@ CAUSES = {
         MODEL,
         "Gradients of micro-batches are dropped before the step",
         "The step uses the last micro-batch alone; the others are computed in vain.",
-        "Call zero_grad() once for each optimizer step: right after optimizer.step() (in accelerator.accumulate too), or "
-        "before its first micro-batch.",
+        "Call zero_grad() once for each optimizer step: right after optimizer.step() (in accelerator.accumulate too), "
+        "or before its first micro-batch.",
     ),
     "mean_of_means": Cause(
         MODEL,

@@ -93,8 +93,9 @@ def has_number_of_samples(sampler: Any) -> bool:
 
 
 def replace_factory(name: str, replace: Callable[[], None]) -> None:
-    """Replace `torch.NAME`, a function that makes tensors, so that TorchScript and `with torch.device(...)` know the new
-    one: they look it up in tables of their own. The latter's is made first, since it must hold the original."""
+    """Replace `torch.NAME`, a function that makes tensors. TorchScript and `with torch.device(...)` look it up in
+    tables of their own. The latter's is made first, since it must hold the original.
+    """
     from torch.jit import _builtins
     from torch.utils import _device
 

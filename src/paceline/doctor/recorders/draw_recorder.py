@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import call_after, call_before, patch
+from paceline.doctor.recorders.patching import call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest
 from paceline.torch_private.observed import replace_factory
 
@@ -49,7 +49,8 @@ class DrawRecorder:
     def before_forward(self) -> None:
         """A forward in training mode begins."""
         if self._begun is None and self._states < _MAX_STATES:
-            self._begun = _state()
+            with self._log.overhead():
+                self._begun = _state()
 
     def take(self, rows: int | None) -> dict[str, Any]:
         """At a backward: "draws", [line, digest, number of elements, seed of the script's own generator or None] of the
@@ -115,8 +116,9 @@ def _for_parameters(shape: torch.Size) -> bool:
 def _state() -> int:
     """A checksum of the states of torch's generators: the CPU's, and the current device's."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
+    generators = torch.cuda.default_generators  # empty until the device is used
+    if generators:
+        states.append(generators[torch.cuda.current_device()].get_state())
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 

@@ -151,8 +151,8 @@ class EventLog:
         Returns:
             caller(); a dict of "the line" (all of the script's lines on the stack), "what is sent" (the text of the
             first argument) and the values of the names that the statement chooses by, as `name` in
-            `all_reduce(metrics[name])`, or that the library chooses by which makes the call; and for the line of each `if` around the calls, whether the call stands in its
-            body.
+            `all_reduce(metrics[name])`, or that the calling library chooses by; and for the line of each `if` around
+            the calls, whether the call stands in its body.
         """
         frame: FrameType | None = sys._getframe(1)
         at: list[Any] = []

@@ -25,7 +25,7 @@ def names_in(frames: list[FrameType]) -> dict[str, str]:
 
 
 def _strings(frame: FrameType) -> Iterator[tuple[str, str]]:
-    """The local strings of a frame; of its `self` the attributes that are strings, and the fields of its dataclasses."""
+    """The local strings of a frame, the string attributes of its `self`, and the string fields of its dataclasses."""
     function, values = frame.f_code.co_name, frame.f_locals
     yield from ((f"{name} in {function}", value) for name, value in values.items() if _is_name(value))
     owner = values.get("self")
@@ -34,8 +34,8 @@ def _strings(frame: FrameType) -> Iterator[tuple[str, str]]:
         if _is_name(value):
             yield f"{name} of {kind}", value
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = ((f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value))
-            yield from ((f"{name}.{field} of {kind}", one) for field, one in fields if _is_name(one))
+            fields = ((field.name, getattr(value, field.name, "")) for field in dataclasses.fields(value))
+            yield from ((f"{name}.{field} of {kind}", str(one)) for field, one in fields if _is_name(one))
 
 
 def _is_name(value: Any) -> bool:

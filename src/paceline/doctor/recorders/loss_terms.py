@@ -35,7 +35,7 @@ _OF_ROWS = ("SumBackward1", "MeanBackward1")
 _PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 _SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBackward0", "PermuteBackward0",
            "TBackward0", "UnsafeViewBackward0")  # fmt: skip
-_ELEMENTWISE = ("PowBackward0", "SubBackward0", "AddBackward0", "AbsBackward0", "NegBackward0", "SquareBackward0", *LOSSES)
+_ELEMENTWISE = ("PowBackward0", "SubBackward0", "AddBackward0", "AbsBackward0", "NegBackward0", *LOSSES)
 
 Term = dict[str, Any]
 Factor = tuple[bool, float]  # is it a division? what is multiplied by

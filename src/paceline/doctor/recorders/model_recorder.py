@@ -125,7 +125,7 @@ class ModelRecorder:
             if torch.is_grad_enabled():
                 (self.synced_forwards if module.require_backward_grad_sync else self.unsynced_forwards).add(number)
                 self.record_mode(module.module, number)
-                if module.training:
+                if module.module.training:  # Lightning switches this one alone
                     self.record_inputs(number, (args, options))
             self._forward_depth += 1
             try:

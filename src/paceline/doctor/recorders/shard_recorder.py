@@ -56,8 +56,10 @@ class _ShardMode(TorchDispatchMode):
                 self._seen[kind, found] += 1
                 if self._seen[kind, found] <= _NEEDED[kind]:
                     weight, whole = self._shapes[found]
-                    about = {"kind": kind, "op": name, "weight": weight, "shape": list(found), "whole": list(whole)}
-                    self._log.record("of_shard", opt=self._number, **about)
+                    shapes = {"shape": list(found), "whole": list(whole)}
+                    self._log.record(
+                        "of_shard", None, False, opt=self._number, kind=kind, op=name, weight=weight, **shapes
+                    )
                 return
 
 

@@ -48,7 +48,7 @@ class _StepRecorder:
         self._ratio_at_clip: float | None = None  # the magnitude at the first clipping since, by that
         self._magnitude_count = 0
         # optimizer -> numbers of the backward passes whose gradients its parameters hold
-        self._holds: dict[int, list[int]] = {}
+        self._holds: dict[int | None, list[int]] = {}
         self._drop_count = self._clip_count = 0
         self._shards: dict[int, list[float]] = {}  # optimizer -> the magnitudes of its sharded gradients then
         self._had_gradient: set[int] = set()  # id of each parameter with a gradient since its optimizer's last step
@@ -142,11 +142,12 @@ class _StepRecorder:
         at: [] where no line is known; None: the line that makes the current call.
         """
         for o in optimizers:
-            held = self._holds.get(o.__dict__.get("_paceline_doctor", -1))
+            number = getattr(o, "_paceline_doctor", None)  # Lightning's wrapper asks the optimizer inside
+            held = self._holds.get(number)
             if not held or self._drop_count >= _MAX_COUNTED or any(_is_there(p.grad) for p in parameters(o)):
                 continue
             self._drop_count += 1
-            self.log.record("dropped", at=at, opt=o.__dict__["_paceline_doctor"], passes=list(held))
+            self.log.record("dropped", at=at, opt=number, passes=list(held))
             held.clear()
 
     def _gradient_magnitude(self) -> float:

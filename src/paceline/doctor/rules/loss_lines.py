@@ -73,7 +73,7 @@ def _loss_name(scope: Scope, line: int) -> str:
     for n in ast.walk(scope):
         if isinstance(n, ast.Call) and holds(n, line) and called(n) in ("backward", "manual_backward"):
             given: ast.expr | None = n.args[0] if n.args else getattr(n.func, "value", None)
-            while isinstance(given, (ast.Call, ast.Attribute)) or isinstance(given, ast.BinOp):
+            while isinstance(given, (ast.Call, ast.Attribute, ast.BinOp)):
                 inner = given.func if isinstance(given, ast.Call) and not given.args else None
                 given = given.left if isinstance(given, ast.BinOp) else inner or _first(given)
             return given.id if isinstance(given, ast.Name) else ""

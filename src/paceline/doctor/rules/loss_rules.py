@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.loss_lines import divides_by_processes, fractions_line, term_line
@@ -13,7 +12,7 @@ MIN_STEPS = 3  # backward passes
 MOSTLY = 0.5  # of the backward passes
 UNEQUAL = 1e-3  # relative difference of numbers that are not equal
 
-Pass = Sequence[Event]  # the ranks' "backward" events of one backward pass
+Pass = tuple[Event, ...]  # the ranks' "backward" events of one backward pass
 
 
 def findings(run: RecordedRun) -> list[Finding]:
@@ -70,9 +69,9 @@ def _times_processes(passes: list[Pass]) -> list[Finding]:
         return []
     place, backward = min(common), passes[0][0]
     evidence = (
-        f"in {len(places)} of {len(passes)} backward passes the loss was multiplied by {size}, the number of processes: "
-        f"right for the term that is divided by the targets of all ranks, but term {place + 1} is a mean of each rank's "
-        f"own, and counts {size} times"
+        f"in {len(places)} of {len(passes)} backward passes the loss was multiplied by {size}, the number of ranks. "
+        f"One term is divided by the targets of all ranks and needs that; term {place + 1} is a mean of each rank, and "
+        f"counts {size} times"
     )
     line = term_line(backward, place) or fractions_line(backward)
     return [finding_at("term_times_processes", line or backward["at"], evidence, backward["at"])]
@@ -116,9 +115,9 @@ def _own_fractions(passes: list[Pass]) -> list[Finding]:
             continue
         backward = passes[0][0]
         evidence = (
-            f"in {len(unlike)} of {len(terms)} backward passes a term of the loss multiplied means over each rank's own "
-            f"rows by {terms[0][0][2]} fractions that differ between the ranks, and sum to {sums[0]:.3g} on each: the "
-            "mean of such products is not the product of the global means"
+            f"in {len(unlike)} of {len(terms)} backward passes a term of the loss multiplied means over a rank's rows "
+            f"by {terms[0][0][2]} fractions. These differ between the ranks, and sum to {sums[0]:.3g} on each: the mean "
+            "of such products is not the product of the global means"
         )
         line = fractions_line(backward) or term_line(backward, place)
         return [finding_at("own_fractions", line or backward["at"], evidence, backward["at"])]

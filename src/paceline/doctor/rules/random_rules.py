@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from itertools import takewhile
 from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
-from paceline.doctor.script_ast import called, functions
+from paceline.doctor.rules.recorded_run import RecordedRun, finding_at
+from paceline.doctor.script_ast import called, functions, nodes_of
 
 MIN_DRAWS, MIN_DISTINCT = 4, 3  # draws of a line that are compared; different ones among them
 MIN_ELEMENTS = 64  # of all draws of a line: small whole numbers may agree by chance
@@ -28,7 +28,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _data_differ(run: RecordedRun) -> bool:
-    """Do the ranks train on different data, by what they read, or by the inputs of the model where there is no loader?"""
+    """Do the ranks train on different data: by what they read, or without a loader by the model's inputs?"""
     read = []
     for rank in run.peers:
         passes = (p for p in run.passes[rank] if p.loader in run.training_loaders)
@@ -52,9 +52,9 @@ def _same_noise(run: RecordedRun) -> list[Finding]:
         if sum(d[2] for d in ours[:n]) < MIN_ELEMENTS or len(set(seeds)) > 1 or _reseeded(run, n):
             continue
         at = list(line)
-        seed = script_lines.shared_seed(run) if own else _seed_line(run)
+        seed = _own_seed_line(at) if own else _seed_line(run)
         evidence = (
-            f"{alike} of {n} tensors of random numbers that the ranks drew here for their batches were the same on all "
+            f"the ranks drew random numbers for each of {n} batches; {alike} times they were the same on all "
             f"{len(run.peers)} ranks, bit for bit, and the batches were not"
         )
         return [finding_at("same_noise", seed or at, evidence, at)]
@@ -100,18 +100,22 @@ def _reseeded_masks(run: RecordedRun, passes: int) -> bool:
 
 
 def _seed_line(run: RecordedRun) -> Any:
-    """The last call that gives torch's generator the same seed on all ranks, before the first backward."""
-    last: list[Event] = []
+    """The first call that gives torch's generator the seed that it has on all ranks at the first backward. (A library
+    may call with it again.)"""
+    per_rank = []
     for rank in run.peers:
-        before = None
-        for e in run.events(rank, "seed", "backward"):
-            if e["k"] == "backward":
-                break
-            before = e if e["generator"] == "torch's" else before
-        if before is None:
-            return None
-        last.append(before)
-    return last[0]["at"] if len({e["value"] for e in last}) == 1 else None
+        events = takewhile(lambda e: e["k"] == "seed", run.events(rank, "seed", "backward"))
+        per_rank.append([e for e in events if e["generator"] == "torch's" and e["at"]])
+    if not all(per_rank) or len({seeds[-1]["value"] for seeds in per_rank}) > 1:
+        return None
+    return next(e["at"] for e in per_rank[0] if e["value"] == per_rank[0][-1]["value"])
+
+
+def _own_seed_line(at: list[Any]) -> Any:
+    """The last line in this file that seeds a generator of the script's own, without the rank."""
+    calls = (n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) == "manual_seed" and n.args)
+    own = (n for n in calls if isinstance(n.func, ast.Attribute) and ast.unparse(n.func.value) != "torch")
+    return max(([at[0], n.lineno] for n in own if "rank" not in ast.unparse(n.args[0])), default=None)
 
 
 def _same_in_workers(run: RecordedRun) -> list[Finding]:

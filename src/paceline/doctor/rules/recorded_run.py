@@ -4,7 +4,8 @@ An event is a dict. Its fields `k`, the kind, `t`, seconds without recording's o
 or [], are in all of them. The others, by kind:
 
     loader        loader: name; size, batch, workers, sampler and more of its settings; holds: digests of the data set;
-                  sampler_at, cut_at: lines that make the sampler and the Subset; initialize: of worker_init_fn; cut: digest of the Subset's indices
+                  sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the Subset's indices;
+                  initialize: first line of worker_init_fn
     pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
     yield         loader, n; idx: indices; rows: digests by tensor; waited: seconds; grad: are gradients enabled?
     pass_end      loader, n. The loader was read to its end
