@@ -71,7 +71,7 @@ def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, proces
     problems = [f"{name}, healthy: {alarm}" for name, alarm in alarms.items() if alarm]
     for p in planted:
         causes = [f.cause for f in found[p.name]]
-        others = [c for c, _, _ in model_changing(found[p.name]) if c != p.cause]
+        others = [c for c, _, _ in model_changing(found[p.name]) if c not in (p.cause, *p.also)]
         if p.cause not in causes or others:
             problems.append(f"{p.name}: {p.cause} planted, found {[(f.cause, f.evidence) for f in found[p.name]]}")
         else:

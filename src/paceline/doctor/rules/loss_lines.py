@@ -118,9 +118,10 @@ def _operands(scope: Scope, value: ast.expr, line: int, depth: int) -> Iterator[
         yield from _operands(scope, value.right, line, depth)
         return
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Mult, ast.Div)):
-        for side in (value.left, value.right):  # a sum in brackets, times a number
-            if isinstance(side, ast.BinOp) and isinstance(side.op, (ast.Add, ast.Sub)):
-                yield from _operands(scope, side, line, depth)
+        for side in (value.left, value.right):  # a sum, times a number
+            inner = list(_operands(scope, side, line, depth)) if isinstance(side, (ast.BinOp, ast.Name)) else []
+            if len(inner) > 1:
+                yield from inner
                 return
     if isinstance(value, ast.Name):
         inner = list(_terms(scope, value.id, line, depth - 1))

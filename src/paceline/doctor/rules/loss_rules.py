@@ -73,7 +73,8 @@ def _times_processes(passes: list[Pass]) -> list[Finding]:
         f"One term is divided by the targets of all ranks and needs that; term {place + 1} is a mean of each rank, and "
         f"counts {size} times"
     )
-    line = term_line(backward, place) or fractions_line(backward)
+    weighed = backward["terms"][place]["kind"] == "weighed"
+    line = term_line(backward, place) or (fractions_line(backward) if weighed else None)
     return [finding_at("term_times_processes", line or backward["at"], evidence, backward["at"])]
 
 

@@ -184,7 +184,8 @@ def call_that_names(at: Any, names: Collection[Any]) -> Line:
     if any(holds(n, at[1]) for n in calls):
         return None
     said = [n for n in calls if any(getattr(part, "value", None) in names for part in ast.walk(n))]
-    return [at[0], (said or calls)[0].lineno] if calls else None
+    built = [n for n in calls if n.args and not isinstance(n.args[0], ast.Constant)]  # names that are no constants
+    return [at[0], (said or built or calls)[0].lineno] if calls else None
 
 
 def loop_exit(inside: Any, outside: Any) -> Line:
