@@ -1,8 +1,9 @@
 """Random numbers of the training loop: tensors that the script draws for a batch, seeds, generators' states.
 
-A tensor counts that is drawn between a batch (or a step, where there is no loader) and its backward, with a row for
-each example: noise, masks, a diffusion's timesteps. Not counted are permutations, single numbers, draws for a module's
-own parameters (weight noise is the same on all replicas), and what a loader draws.
+A tensor counts that the script draws between a batch (or a step, where there is no loader) and its backward, with a
+row for each example: noise, masks, a diffusion's timesteps. Not counted are permutations, single numbers, what a
+library's layers draw (dropout, stochastic depth), draws for a module's own parameters (weight noise is the same on all
+replicas), and what a loader draws.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class DrawRecorder:
         self._pending: list[tuple[tuple[int, ...], list[Any]]] = []  # shape, what `take` returns of it
         self._inside = False  # one function of torch may call another
         self._draws = self._states = self._seeds = 0
+        self._of_weights = False  # has a module drawn for its weights?
         self._begun: int | None = None  # the generator's state at the first forward after a step
 
     def clear(self) -> None:
@@ -58,10 +60,11 @@ class DrawRecorder:
         moved since and nothing is in "draws", or None."""
         kept = [about for shape, about in self._pending if shape[0] == rows]
         self._pending.clear()
+        of_weights, self._of_weights = self._of_weights, False
         begun, self._begun = self._begun, None
         moved = begun is not None and _state() != begun
         self._states += begun is not None
-        return {"draws": kept, "masked": begun if moved and not kept else None}
+        return {"draws": kept, "masked": begun if moved and not kept and not of_weights else None}
 
     def wrap_draw(self, original: Any) -> Any:
         """A function that returns random numbers, or a method that fills a tensor with them."""
@@ -85,7 +88,9 @@ class DrawRecorder:
         if type(tensor) is not torch.Tensor or not tensor.dim() or len(tensor) < 2 or tensor.device.type == "meta":
             return
         at = self._log.caller()
-        if at and not _for_parameters(tensor.shape):
+        purpose = _purpose(tensor.shape) if at else ""
+        self._of_weights = self._of_weights or purpose == "weights"
+        if at and not purpose and not self._log.called_by_library():
             self._draws += 1
             seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
             self._pending.append((tuple(tensor.shape), [at, digest(tensor), tensor.numel(), seed]))
@@ -98,19 +103,22 @@ class DrawRecorder:
             self._log.record("seed", generator=name, value=value if isinstance(value, int) else None)
 
 
-def _for_parameters(shape: torch.Size) -> bool:
-    """Is the draw made by a module that has parameters of its own with one of these dimensions?"""
+def _purpose(shape: torch.Size) -> str:
+    """ "weights": a module draws for parameters of its own, all dimensions are among theirs. "examples": a module draws
+    a number for each example, as stochastic depth drops whole examples by. "": neither."""
     frame: FrameType | None = sys._getframe(3)
     for _ in range(_MAX_FRAMES):
         if frame is None:
-            return False
+            break
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
-            own = [p for p in owner.__dict__.get("_parameters", {}).values() if p is not None]
-            if any(set(p.shape) & set(shape) for p in own):
-                return True
+            own = {n for p in owner.__dict__.get("_parameters", {}).values() if p is not None for n in p.shape}
+            if set(shape) <= own:
+                return "weights"
+            if len(shape) > 1 and set(shape[1:]) == {1}:
+                return "examples"
         frame = frame.f_back
-    return False
+    return ""
 
 
 def _state() -> int:

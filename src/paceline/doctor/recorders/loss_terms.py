@@ -8,8 +8,7 @@ Terms come in the order in which the script adds them. A term is a dict of
     outer     the numbers by which the whole sum of terms is multiplied
     inner     the numbers by which this term alone is; divided: those of them that divide it, as divisors
     kind      "mean", "sum", "weighed" or "other"
-    weights   of the vector that weighs means over this rank's rows: [checksum, sum, number of elements, are they whole
-              parts of the rows?]; or None
+    weights   [checksum, sum, number] of the vector that weighs means over this rank's rows; or None
 
 "weighed" is sum_e f_e * mean_rows(p_e), with f constant and not negative: the load balancing of a mixture of experts,
 where f are the fractions of the tokens that each expert gets.
@@ -28,10 +27,11 @@ from paceline.torch_private.observed import saved
 
 _MAX_DEPTH, _MAX_TERMS = 40, 8
 _MAX_WEIGHTS = 4096  # elements of a vector of weights
-_MAX_LAYERS, _WHOLE = 64, 1e-4  # layers whose fractions are added; how near to a whole number one must be, for a layer
 _SIGN = 1 << 63  # a negative number is saved as one without a sign
 _SUMS = ("SumBackward0", "MeanBackward0")
 _OF_ROWS = ("SumBackward1", "MeanBackward1")
+_PRODUCTS = ("MmBackward0", "AddmmBackward0")
+_PER_ROW = ("SoftmaxBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "IndexBackward0", "ExpBackward0")
 _PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 _SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBackward0", "PermuteBackward0",
            "TBackward0", "UnsafeViewBackward0")  # fmt: skip
@@ -157,8 +157,7 @@ def _picks(node: Any) -> bool:
 
 
 def _weights(node: Any) -> list[float] | None:
-    """Of a product of a constant vector with means over this rank's rows: [checksum, sum, number of elements, are they
-    whole parts of the rows?]."""
+    """Of a product of a constant vector with means over this rank's rows: [checksum, sum, number of elements]."""
     while node is not None and (node.name() in TRANSPARENT or (node.name() in SCALED and scalar_factor(node))):
         node = next(iter(children(node)), None)
     if node is None or node.name() not in ("MulBackward0", "DotBackward0"):
@@ -166,34 +165,43 @@ def _weights(node: Any) -> list[float] | None:
     given = [saved(node, name) for name in ("self", "other", "tensor")]
     constants = [one for one in given if isinstance(one, torch.Tensor)]
     below = children(node)
-    rows = _rows(below[0], 12) if len(below) == 1 else 0
-    if len(constants) != 1 or constants[0].requires_grad or not rows:
+    if len(constants) != 1 or len(below) != 1 or constants[0].requires_grad:
         return None
-    vector = constants[0].detach().double()
-    if not 2 <= vector.numel() <= _MAX_WEIGHTS or not constants[0].is_floating_point() or bool((vector < 0).any()):
+    vector = constants[0].detach()
+    if not 2 <= vector.numel() <= _MAX_WEIGHTS or not vector.is_floating_point() or bool((vector < 0).any()):
         return None
-    return [digest(constants[0]), float(vector.sum()), vector.numel(), _are_parts(vector, rows)]
+    found = _is_of_rows(below[0], vector.numel(), _MAX_DEPTH)
+    return [digest(vector), float(vector.sum()), vector.numel()] if found else None
 
 
-def _are_parts(vector: torch.Tensor, rows: int) -> bool:
-    """Are these numbers of rows, divided by all rows, of one layer or of several?"""
-    layers = torch.arange(1, _MAX_LAYERS + 1, dtype=torch.float64, device=vector.device).unsqueeze(1)
-    parts = vector.reshape(1, -1) * rows * layers
-    return bool(((parts - parts.round()).abs() < _WHOLE * layers).all(1).any())
-
-
-def _rows(node: Any, depth: int) -> int:
-    """Of a sum or mean over the first dimension, or a sum of several such, times numbers: the rows; 0 of others."""
+def _is_of_rows(node: Any, columns: int, depth: int) -> bool:
+    """Is it a sum or mean over the rows of a matrix, or a sum of several such, times numbers?"""
     for _ in range(depth):
         if node is None:
-            return 0
+            return False
         name, below = node.name(), children(node)
         if name in _OF_ROWS:
             dims, shape = saved(node, "dim", ()), saved(node, "self_sym_sizes", ())
-            return int(shape[0]) if any(d in (0, 2 * _SIGN - len(shape)) for d in dims) else 0
+            first = any(d in (0, 2 * _SIGN - len(shape)) for d in dims)
+            return first and _is_of_layer(next(iter(below), None), columns)
         if name == "AddBackward0":
-            return next((rows for child in below if (rows := _rows(child, depth - 1))), 0)
+            return any(_is_of_rows(child, columns, depth - 1) for child in below)
         if name not in _SHAPES and not (name in SCALED and scalar_factor(node) is not None):
-            return 0
+            return False
         node = next(iter(below), None)
-    return 0
+    return False
+
+
+def _is_of_layer(node: Any, columns: int) -> bool:
+    """Are these the outputs of a linear layer with so many of them, perhaps normalised? Then a row is one of all the
+    rank's examples or tokens. (A sum over the first dimension of others may be one over time.)"""
+    for _ in range(_MAX_DEPTH):
+        if node is None:
+            return False
+        name = node.name()
+        if name in _PRODUCTS:
+            return tuple(saved(node, "mat2_sym_sizes", ()))[-1:] == (columns,)
+        if name not in (*_PER_ROW, *_SHAPES, *SCALED):
+            return False
+        node = next(iter(children(node)), None)
+    return False

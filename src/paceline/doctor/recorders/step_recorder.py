@@ -107,7 +107,6 @@ class _StepRecorder:
                 form=form,
                 count=count,
                 terms=terms,
-                rows=models.rows,
                 **log.draws.take(models.rows),
                 unsent=models.sync_off,
                 reached=reached,

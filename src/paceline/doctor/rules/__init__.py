@@ -55,8 +55,6 @@ def find_faults(run: RecordedRun) -> list[Finding]:
         found = [f for f in found if f.cause != "same_augmentations"]
     last = next((f for f in found[::-1] if f.cause == "loss_mean_of_means"), None)  # of a term, which has a line
     found = [f for f in found if f.cause != "loss_mean_of_means" or f is last]
-    if "gradients_dropped" in causes:  # what is dropped is not summed
-        found = [f for f in found if f.cause != "accumulation"]
     if "steps_differ" in causes:  # a rate goes with its step
         found = [f for f in found if f.cause != "lr_differs"]
     elif causes & {"lr_differs", "no_gradient"}:  # it follows from these

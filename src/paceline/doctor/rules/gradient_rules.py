@@ -20,7 +20,7 @@ class _Window:
     """The backward passes between two steps of an optimizer, on rank 0."""
 
     before: Event  # the step's "before" event
-    lost: list[Event] = field(default_factory=list)  # the backward passes whose gradients were dropped
+    lost: list[Event] = field(default_factory=list)  # the passes whose gradients were dropped, and no optimizer used
     used: list[Event] = field(default_factory=list)  # the others
     at: list[object] = field(default_factory=list)  # the line that drops them, or []
 
@@ -28,11 +28,11 @@ class _Window:
 def findings(run: RecordedRun) -> list[Finding]:
     """gradients_dropped: of the micro-batches of a step the gradients of the last one alone are left.
 
-    Gradients may be dropped on purpose: those of the other model of a GAN, of a first pass of two over a batch, of a
-    step that is skipped, or gradients that the script keeps elsewhere. So the dropped and the used passes must come
-    from the same line and each have a batch of its own, at most steps alike, and the step must be given just what the
-    used passes made. That the script accumulates must show: in no_sync, in a divided loss, or in the same number of
-    passes at every step.
+    Gradients may be dropped on purpose: those that another optimizer has used (a GAN), of a first pass of two over a
+    batch, of a step that is skipped, or gradients that the script keeps elsewhere. So the dropped and the used passes
+    must come from the same line and each have a batch of its own, at most steps alike, and the step must be given just
+    what the used passes made. That the script accumulates must show: in no_sync, in a divided loss, or in the same
+    number of passes at every step.
     """
     for opt in sorted({e["opt"] for e in run.events(0, "dropped")}):
         windows = _windows(run.ranks[0], opt)
@@ -53,6 +53,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 def _windows(events: list[Event], opt: int) -> list[_Window]:
     passes: list[Event] = []  # all backward passes, each with "fresh": was a batch read since the one before?
     found: list[_Window] = []
+    elsewhere = {n for e in events if e["k"] == "before" and e["opt"] != opt for n in e.get("uses") or ()}
     lost: list[int] = []
     at: list[object] = []
     fresh = False
@@ -63,7 +64,7 @@ def _windows(events: list[Event], opt: int) -> list[_Window]:
             passes.append({**e, "fresh": fresh})
             fresh = False
         elif e["k"] == "dropped" and e["opt"] == opt:
-            lost += e["passes"]
+            lost += [n for n in e["passes"] if n not in elsewhere]
             at = at or e["at"]
         elif e["k"] == "before" and e["opt"] == opt:
             numbers = [[n for n in part if n <= len(passes)] for part in (lost, e.get("uses") or [])]

@@ -112,25 +112,17 @@ def _own_fractions(passes: list[Pass]) -> list[Finding]:
         ]
         sums = [w[1] for now in terms for w in now]
         unlike = [now for now in terms if len({w[0] for w in now}) > 1]
-        if len(unlike) < MIN_STEPS or len(unlike) < MOSTLY * len(terms) or _differ(sums) or _of_examples(passes, terms):
+        if len(unlike) < MIN_STEPS or len(unlike) < MOSTLY * len(terms) or _differ(sums):
             continue
         backward = passes[0][0]
         evidence = (
             f"in {len(unlike)} of {len(terms)} backward passes a term of the loss multiplied means over a rank's rows "
-            f"by {terms[0][0][2]} fractions. These differ between the ranks, and sum to {sums[0]:.3g} on each: the mean "
-            "of such products is not the product of the global means"
+            f"by {terms[0][0][2]} fractions. These differ between ranks, and sum to {sums[0]:.3g} on each: the mean of "
+            "such products is not the product of the global means"
         )
         line = fractions_line(backward) or term_line(backward, place)
         return [finding_at("own_fractions", line or backward["at"], evidence, backward["at"])]
     return []
-
-
-def _of_examples(passes: list[Pass], weights: list[list[list[float]]]) -> bool:
-    """May they be weights of the examples, one each, which are no statistics of the batch? Not where all of them are
-    whole parts of the rows."""
-    if all(w[3] for now in weights for w in now):
-        return False
-    return any(e.get("rows") == w[2] for now in passes for e in now for w in weights[0])
 
 
 def _differ(values: list[float]) -> bool:

@@ -19,7 +19,7 @@ or [], are in all of them. The others, by kind:
     past          ddp. A forward went past this DDP module
     no_sync, loaded, initialized, join      one was called: load_state_dict of a model, torch.nn.init, Join
     backward      synced, local: DDP modules that reduce, or are under no_sync; mean: loss_kind, "other" if a hook may
-                  divide; form: loss_kind; count: loss_divisor; terms: loss_terms; rows: of the model's last input;
+                  divide; form: loss_kind; count: loss_divisor; terms: loss_terms;
                   draws, masked: DrawRecorder.take; unsent: is FSDP told not to reduce? reached: DDP module
                   -> parameters reached; library: does a library call it?
     seed          generator: "torch's", "Python's" or "NumPy's"; value: its seed

@@ -18,7 +18,9 @@ def orthogonalise(matrix, steps=5):
 
 
 def whole(part, like):
-    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()).full_tensor()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    ).full_tensor()
 
 
 def shard(matrix, like):
