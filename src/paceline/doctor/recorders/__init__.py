@@ -6,14 +6,19 @@ no communication. Each rank records its events in order in a file of its own (ev
 event_log.py            the file of one rank; the script's line that makes a call
 code_owner.py           is code the script's, a library's, or of what both stand on?
 statements.py           the statement at that line
+library_names.py        the names by which a library chooses what it sends
 patching.py             replace a function, now or when its module is imported
 tensor_digests.py       numbers that stand for a tensor's values
 loader_recorder.py      DataLoaders: indices and digests of the examples, time waited for them
 model_recorder.py       DistributedDataParallel, forward passes, batch norm, training mode
 fsdp_recorder.py        FullyShardedDataParallel, fully_shard
 step_recorder.py        backward, optimizers, schedulers, clipping, GradScaler
+draw_recorder.py        random numbers of the training loop, seeds
+shard_recorder.py       what an optimizer computes of shards
 replica_recorder.py     samples of weights, gradients and optimizer state at some steps
 loss_graph.py           what a loss is, by its graph
+loss_terms.py           the terms that a loss adds up, by its graph
+graph_nodes.py          what the nodes of that graph do
 collective_recorder.py  torch.distributed's collectives, each recorded before it begins
 output_recorder.py      printed, logged and written output; checkpoints
 host_sync_recorder.py   calls that wait for the device; threads and cores
@@ -38,17 +43,19 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
     """
     from paceline.doctor.recorders import (
         collective_recorder,
+        draw_recorder,
         fsdp_recorder,
         host_sync_recorder,
         loader_recorder,
         model_recorder,
         output_recorder,
+        shard_recorder,
         step_recorder,
     )
 
     roots = [os.path.realpath(script)] if kind == "script" else [*module_files(script), os.getcwd()]
     log = EventLog(order["directory"], int(os.environ.get("RANK", "0")), roots, order.get("steps"))
     recorders = (loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
-    for recorder in (*recorders, output_recorder, host_sync_recorder):
+    for recorder in (*recorders, draw_recorder, shard_recorder, output_recorder, host_sync_recorder):
         recorder.install(log)
     return log

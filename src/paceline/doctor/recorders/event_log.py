@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from paceline.doctor.recorders.code_owner import CodeOwner, Owner
+from paceline.doctor.recorders.library_names import names_in
 from paceline.doctor.recorders.statements import Statement, statement_at, values_in
 from paceline.world import ERROR_FILE
 
@@ -42,6 +43,7 @@ class EventLog:
         self.overhead_seconds = 0.0  # seconds that recording has taken; no recorded time includes them
         self.models: Any = None  # the ModelRecorder
         self.collectives: Any = None  # the CollectiveRecorder
+        self.draws: Any = None  # the DrawRecorder
         self.optimizers: Any = weakref.WeakSet()  # the script's optimizers that are alive
         self.backward_since_step = False  # has a backward ended since the last optimizer step?
         self.clipped_gradients: set[int] = set()  # id of each gradient that the last clipping made smaller
@@ -134,14 +136,15 @@ class EventLog:
         Returns:
             caller(); a dict of "the line" (all of the script's lines on the stack), "what is sent" (the text of the
             first argument) and the values of the names that the statement chooses by, as `name` in
-            `all_reduce(metrics[name])`; and for the line of each `if` around the calls, whether the call stands in its
-            body.
+            `all_reduce(metrics[name])`, or that the calling library chooses by; and for the line of each `if` around
+            the calls, whether the call stands in its body.
         """
         frame: FrameType | None = sys._getframe(1)
         at: list[Any] = []
         lines: list[str] = []
         how: dict[str, Any] = {}
         branches: dict[str, bool] = {}
+        inner: list[FrameType] = []  # of the library that makes the call
         while frame is not None and len(lines) < 8:
             name, line = frame.f_code.co_filename, frame.f_lineno
             if self._is_script(name):
@@ -151,8 +154,10 @@ class EventLog:
                 if not at:
                     at = [name, line]
                     how = values_in(statement, frame)
+            elif not at and len(inner) < _MAX_CALLS and _is_library(name):
+                inner.append(frame)
             frame = frame.f_back
-        return at, {"the line": " < ".join(lines), **how}, branches
+        return at, {"the line": " < ".join(lines), **how, **names_in(inner)}, branches
 
     def _statement(self, file: str, line: int) -> Statement:
         known = self._statements.get((file, line))

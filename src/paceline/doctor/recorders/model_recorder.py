@@ -63,6 +63,7 @@ class ModelRecorder:
         self.sharded: Any = WeakIdKeyDictionary()  # parameters of which this process holds a shard
         self.ddp_modules: Any = weakref.WeakSet()
         self._forward_count = self._init_count = self._replaced_count = 0
+        self.rows: int | None = None  # of the first input of the last forward in training mode
         self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
         # batch norm -> (events while its weight was frozen, while it was trained)
         self._norm_counts: Any = WeakIdKeyDictionary()
@@ -127,7 +128,7 @@ class ModelRecorder:
             if torch.is_grad_enabled():
                 (self.synced_forwards if module.require_backward_grad_sync else self.unsynced_forwards).add(number)
                 self.record_mode(module.module, number)
-                if module.training:
+                if module.module.training:  # Lightning switches this one alone
                     self.record_inputs(number, (args, options))
             self._forward_depth += 1
             try:
@@ -208,6 +209,9 @@ class ModelRecorder:
             self.log.record("initialized")
 
     def record_inputs(self, number: int | None, inputs: Any) -> None:
+        self.log.draws.before_forward()
+        first = next(tensors_in(inputs), None)
+        self.rows = first.shape[0] if first is not None and first.dim() else None
         if self._forward_count >= _MAX_DIGESTED:
             return
         self._forward_count += 1

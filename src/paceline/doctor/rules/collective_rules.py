@@ -287,7 +287,9 @@ def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
                 ring = _cycle(pairs, differing[way][-_NEAR:], place, way)
                 if ring:
                     evidence = _describe_cycle(pairs, ring, way, (first, rank))
-                    return finding_at("collectives", pairs[ring[0]][1]["at"], evidence)
+                    names = [pairs[place][0]["way"][way] for place in ring]
+                    at = pairs[ring[0]][1]["at"]
+                    return finding_at("collectives", script_lines.call_that_names(at, names) or at, evidence)
                 differing[way].append(place)
     return None
 

@@ -4,7 +4,8 @@ An event is a dict. Its fields `k`, the kind, `t`, seconds without recording's o
 or [], are in all of them. The others, by kind:
 
     loader        loader: name; size, batch, workers, sampler and more of its settings; holds: digests of the data set;
-                  sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the Subset's indices
+                  sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the Subset's indices;
+                  initialize: first line of worker_init_fn
     pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
     yield         loader, n; idx: indices; rows: digests by tensor; waited: seconds; grad: are gradients enabled?
     pass_end      loader, n. The loader was read to its end
@@ -19,16 +20,20 @@ or [], are in all of them. The others, by kind:
     past          ddp. A forward went past this DDP module
     no_sync, loaded, initialized, join      one was called: load_state_dict of a model, torch.nn.init, Join
     backward      synced, local: DDP modules that reduce, or are under no_sync; mean: loss_kind, "other" if a hook may
-                  divide; form: loss_kind; count: loss_divisor; unsent: is FSDP told not to reduce? reached: DDP module
+                  divide; form: loss_kind; count: loss_divisor; terms: loss_terms;
+                  draws, masked: DrawRecorder.take; unsent: is FSDP told not to reduce? reached: DDP module
                   -> parameters reached; library: does a library call it?
-    dropped       backwards: how many before. zero_grad dropped gradients before a step
+    seed          generator: "torch's", "Python's" or "NumPy's"; value: its seed
+    dropped       opt; passes: numbers of the backward passes, from 1, whose gradients went before a step used them
     optimizer     opt: number; lr: of each group
     before        opt; step: made so far; lr; parameters: trained ones; without: those without a gradient; backwards;
                   rescaled: were gradients divided? scale: loss scale; logged: DDP module -> seconds of communication;
-                  unwaited: [handles, line]; shrunk: factor of the shards. At some steps samples by name: weights;
-                  own: gradients after the backward; grads: gradients now; and settings, outside (name -> [line, how,
-                  call stack]), made_at
+                  unwaited: [handles, line]; shrunk: factor of the shards; uses: numbers of the backward passes whose
+                  gradients it is given. At some steps samples by name: weights; own: gradients after the backward;
+                  grads: gradients now; and settings, outside (name -> [line, how, call stack]), made_at
     step          opt; step; rescaled; machine: threads, cores, queued, devices. At some steps samples: weights, state
+    of_shard      opt; kind: "product" or "norm"; op; weight; shape: of the shard; whole: of the weight. In a step
+    shards        opt; optimizer: its class; exchanged: did the step exchange anything? At its end
     moved         opt, step. Weights changed between this step and the next, not by the optimizer
     buffers       opt, step; buffers: samples of those that nothing sends; sent: of those that DDP overwrites
     restored      opt. Its load_state_dict was called, or that of its scheduler

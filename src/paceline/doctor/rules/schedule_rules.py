@@ -32,14 +32,13 @@ MIN_REPEATS = 3  # of what is a habit, and no accident
 
 def findings(run: RecordedRun) -> list[Finding]:
     """lr_differs, schedule_length, scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce,
-    clip_of_shards, gradients_dropped."""
+    clip_of_shards."""
     return [
         *_lr_differs(run),
         *_schedulers(run),
         *_accumulation(run),
         *_clipping(run),
         *_clip_of_shards(run),
-        *_dropped(run),
     ]
 
 
@@ -280,6 +279,8 @@ def _accumulation(run: RecordedRun) -> list[Finding]:
     if len(opts) != 1 or len(several) < 2 or len(several) * 2 < len(steps):
         return []
     k = Counter(map(len, several)).most_common(1)[0][0]
+    if 2 * len(list(run.events(0, "dropped"))) >= len(several):
+        return []  # no sum: they are dropped in between
     calls = [b for backwards in several for b in backwards]
     if not all(b["mean"] == "mean" for b in calls):
         return []
@@ -335,17 +336,6 @@ def _clip_of_shards(run: RecordedRun) -> list[Finding]:
     )
     line = script_lines.gradient_write(run, first[0]["at"])
     return [finding_at("clip_of_shards", first[0]["at"], evidence, line)]
-
-
-def _dropped(run: RecordedRun) -> list[Finding]:
-    """gradients_dropped: zero_grad drops the gradients of micro-batches under no_sync."""
-    dropped = list(run.events(0, "dropped"))
-    kept = len([e for e in run.events(0, "backward") if e["local"] and not e["synced"]])
-    if len(dropped) < MIN_REPEATS or 2 * len({e["backwards"] for e in dropped}) < kept:
-        return []
-    passes = len({e["backwards"] for e in dropped})
-    evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
-    return [finding_at("gradients_dropped", dropped[0]["at"], evidence)]
 
 
 def _clipped_early(run: RecordedRun) -> list[Event]:

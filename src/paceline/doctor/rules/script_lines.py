@@ -53,6 +53,16 @@ def lr_assignment(run: RecordedRun) -> Line:
     return _first(run, lambda n: any(_is_item(target, "lr") for target in _targets(n)))
 
 
+def gradient_drop(run: RecordedRun) -> Line:
+    """The first assignment of None to `.grad`."""
+
+    def drops(n: Any) -> bool:
+        is_none = isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant) and n.value.value is None
+        return is_none and any(getattr(target, "attr", "") == "grad" for target in n.targets)
+
+    return _first(run, drops)
+
+
 def cycle_call(run: RecordedRun) -> Line:
     """The first call of `cycle`."""
     return _first(run, lambda n: isinstance(n, ast.Call) and called(n) == "cycle")
@@ -208,6 +218,20 @@ def unsynced_log(run: RecordedRun) -> Line:
             if said & names and all(k.arg != "sync_dist" for k in n.keywords):
                 return [file, n.lineno]
     return None
+
+
+def call_that_names(at: Any, names: Collection[Any]) -> Line:
+    """Where a library calls for the script later: the line that gives it values under these names to reduce, as
+    `self.log("loss", loss, sync_dist=True)`. None where the line `at` names them itself."""
+    if not at or tree_of(at[0]) is None:
+        return None
+    calls = [n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) in ("log", "log_dict")]
+    calls = [n for n in calls if any(k.arg == "sync_dist" for k in n.keywords)]
+    if any(holds(n, at[1]) for n in calls):
+        return None
+    said = [n for n in calls if any(getattr(part, "value", None) in names for part in ast.walk(n))]
+    built = [n for n in calls if n.args and not isinstance(n.args[0], ast.Constant)]  # names that are no constants
+    return [at[0], (said or built or calls)[0].lineno] if calls else None
 
 
 def loop_exit(inside: list[list[Any]], outside: list[list[Any]]) -> tuple[Line, bool]:
