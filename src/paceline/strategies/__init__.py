@@ -8,6 +8,10 @@ A factory has an argument `sums` where the strategy can add in that order on sev
 
 A module may have a function `on_cpu(*, option, ...)`: how many processes, those of the last ranks, compute on the CPU
 whatever the device of the run is, so that they need no accelerator.
+
+Every strategy runs with one process and one device, since a script is to run on any number of them. A module may have a
+function `alone(spec, device, *, option, ...)`, for a run of one process. It returns the strategy that runs there
+(`single`, or the named one where its options keep a meaning), and a line that says so.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Piece, Strategy, Term, Work
 from paceline.world import World
 
-__all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "check", "default", "make", "on_cpu"]
+__all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "alone", "check", "default", "make", "on_cpu"]
 
 Factory = Callable[..., Strategy]
 
@@ -92,12 +96,26 @@ def check(spec: StrategySpec | None, size: int | None, reproducible: int | None 
     if _adds_in_order(factory):
         options["shards"] = reproducible
     module.check(size, **_taken(module.check, options))
-    return on_cpu(spec)
+    return on_cpu(spec, size)
 
 
-def on_cpu(spec: StrategySpec | None) -> int:
-    """How many processes, those of the last ranks, compute on the CPU whatever the device of the run is."""
-    if spec is None:
+def alone(
+    spec: StrategySpec | None, size: int, device: torch.device, reproducible: int | None = None
+) -> tuple[StrategySpec | None, str]:
+    """The strategy that runs in place of the named one, and a line about it ("": there is nothing to say). On several
+    processes it is the named one. Raises SettingError as `check` does."""
+    if spec is None or size > 1:
+        return spec, ""
+    check(spec, size, reproducible)
+    module, factory = _find(spec)
+    replace: Callable[..., tuple[StrategySpec, str]] | None = getattr(module, "alone", None)
+    return (spec, "") if replace is None else replace(spec, device, **_taken(replace, _all_options(spec, factory)))
+
+
+def on_cpu(spec: StrategySpec | None, size: int | None) -> int:
+    """How many processes, those of the last ranks, compute on the CPU whatever the device of the run is. size: how many
+    processes there are (None: not known). One alone computes on the run's device."""
+    if spec is None or size == 1:
         return 0
     module, factory = _find(spec)
     count: Callable[..., int] | None = getattr(module, "on_cpu", None)

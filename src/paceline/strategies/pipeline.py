@@ -40,10 +40,12 @@ from torch import Tensor, nn
 from paceline.comm import collectives
 from paceline.comm.mesh import ALONE, Mesh, OneReplica, check_size
 from paceline.comm.replicas import ProcessReplicas
+from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import ClosureStrategy, Term, Weight, Work, kind_of
 from paceline.strategies.batch_plan import AllMicroBatches
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.one_process import as_single
 from paceline.strategies.pickling import refuse_deepcopy
 from paceline.strategies.pipeline_calls import check_names
 from paceline.strategies.pipeline_cut import (
@@ -66,18 +68,21 @@ SCHEDULES = ("gpipe", "1f1b", "naive")
 BALANCES = ("parameters", "cost")
 
 
-def check(size: int | None, *, stages: int, schedule: str, balance: str) -> None:
+def check(size: int | None, *, stages: int, schedule: str, cut: str, balance: str) -> None:
     """Raises SettingError for what cannot work on so many processes."""
-    if size == 1:
+    if size == 1 and cut:
         raise SettingError(
-            "strategy pipeline needs at least two processes: paceline run --nproc 2 --strategy pipeline ... With one, "
-            "leave the strategy out."
+            f"strategy pipeline: cut={cut}: this run has 1 process. Start a process for each stage, or leave cut out."
         )
     for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
         if value not in known:
             raise SettingError(f"strategy pipeline: {name}={value!r} is not known. {suggest(str(value), known)}")
     if stages:
         check_size(stages, size, "strategy pipeline: stages")
+
+
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    return as_single("pipeline")
 
 
 class Pipeline(ClosureStrategy):
@@ -95,7 +100,7 @@ class Pipeline(ClosureStrategy):
         cut: str = "",
         balance: str = "parameters",
     ) -> None:
-        check(world.size, stages=stages, schedule=schedule, balance=balance)
+        check(world.size, stages=stages, schedule=schedule, cut=cut, balance=balance)
         self.world, self.device = world, device
         self.schedule, self.cut, self.balance = schedule, str(cut), balance
         stages = stages or world.size
