@@ -110,8 +110,10 @@ def warn(message: str) -> None:
 
 
 def script_line() -> str:
-    """That line, as "train.py, line 31"."""
+    """That line, as "train.py, line 31"; where there is none, the end of the script."""
     _, frame = _script_frame(sys._getframe())
+    if frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        return "the end of the script"
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}, line {frame.f_lineno}"
 
 

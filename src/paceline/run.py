@@ -25,7 +25,7 @@ from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, deterministic, metrics, predict_files, randomness
-from paceline.train.call_check import CallCheck
+from paceline.train.call_check import CallCheck, by_all
 from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
 from paceline.train.guards import Guards
@@ -64,6 +64,7 @@ class Run:
     Attributes:
         world, device, settings, seed: of the run.
         latest: the loader that yielded last.
+        calls: compares the calls in which all processes take part.
         newest: what this process hands on to the next start of the run if another dies; None where nothing is.
         closed: has the run ended?
     """
@@ -79,10 +80,10 @@ class Run:
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
-        self._call_check = CallCheck(self._strategy)
+        self.calls = CallCheck(self._strategy)
         self._stepper = Stepper(
             self._strategy,
-            self._call_check,
+            self.calls,
             self._precision,
             self._guards,
             device=device,
@@ -190,11 +191,12 @@ class Run:
         """How many processes the run has."""
         return self.world.size
 
+    @by_all
     def wait(self) -> None:
         """Returns when every process has come here."""
-        self._call_check.same("run.wait")
         collectives.barrier()
 
+    @by_all
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every process, such as the name of a directory. All processes call it.
 
@@ -202,7 +204,6 @@ class Run:
         argparse.Namespaces of these. Tensors come on the CPU. Raises UsageError for anything else, since nothing is
         pickled.
         """
-        self._call_check.same("run.broadcast")
         return collectives.broadcast_object(value, what="run.broadcast(value)")
 
     if not TYPE_CHECKING:
@@ -497,31 +498,32 @@ class Run:
 
     # --- numbers over all processes
 
+    @by_all
     def mean(self, values: Any) -> Any:
         """The mean over the examples of all processes, exact where they have unequally many, or none.
 
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
-        self._call_check.same("run.mean")
         return metrics.mean(values, lambda: current_examples(self.latest, self._state.loaders.values()), self.device)
 
+    @by_all
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
-        self._call_check.same("run.ratio")
         return metrics.ratio(sum, count, self.device)
 
+    @by_all
     def sum(self, values: Any) -> Any:
         """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
-        self._call_check.same("run.sum")
         return metrics.total(values, self.device)
 
+    @by_all
     def gather(self, values: Any) -> Any:
         """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
         Anything else: a list of all processes' objects."""
-        self._call_check.same("run.gather")
         return metrics.gather(values)
 
+    @by_all
     def predict(
         self,
         model: Any,
@@ -549,7 +551,6 @@ class Run:
         stopped, on any number of processes, which then goes on; or of one that ended, and nothing is done.
         """
         check_options(options)
-        self._call_check.same("run.predict")
         if to is not None:
             target = predict_files.Target(Path(to), resume, rows_per_file)
             return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
@@ -576,10 +577,10 @@ class Run:
         with metrics.evaluating(model):
             return predict_files.write(model, fn, loader, self.autocast, target)
 
+    @by_all
     def compute(self, metric: Any) -> Any:
         """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
         All processes call it; the metric itself stays as it was."""
-        self._call_check.same("run.compute")
         return metrics.compute(metric)
 
     # --- what one sees
@@ -650,6 +651,7 @@ class Run:
         mode: str = ...,
         background: bool,
     ) -> Path | None: ...
+    @by_all
     def save(
         self,
         directory: str | Path,
@@ -673,19 +675,19 @@ class Run:
         checkpoints are then untouched.
         """
         retention = Retention(keep, keep_best, score, mode)
-        self._call_check.same("run.save")
         self._stepper.prepare_save()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
             return self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
 
+    @by_all
     def wait_for_save(self) -> Path | None:
         """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
         where there is none to wait for. All processes call it. Raises CheckpointError where it could not be written."""
-        self._call_check.same("run.wait_for_save")
         return self._state.wait_for_save()
 
+    @by_all
     def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
         processes. Call it after `prepare`; loaders and tracked objects may be made before or after it.
@@ -694,7 +696,6 @@ class Run:
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
-        self._call_check.same("run.restore")
         if transport.arriving():  # the others go on, and hand over where they are
             return True
         keepers = [one for one in (self.newest, self._memory) if one is not None]
@@ -714,20 +715,20 @@ class Run:
             keeper.begin()
         return found is not None
 
+    @by_all
     def export(self, path: str | Path, model: nn.Module | None = None) -> None:
         """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
         NonFiniteError as `step` does."""
-        self._call_check.same("run.export")
         self._stepper.drain()
         self._state.export(path, model_number(self._models, unwrapped(model)))
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Rank 0 runs the block first, then the first process of each other machine, then all others."""
-        self._call_check.same("run.main_first")
         turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
-        for _ in range(turn):
-            collectives.barrier()
+        with self.calls.call("run.main_first"):
+            for _ in range(turn):
+                collectives.barrier()
         try:
             yield
         finally:
@@ -754,7 +755,7 @@ class Run:
             if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
                 self._stepper.drain()
                 self._stepper.warn_unstepped()
-                self._state.end_saves()
+                self._state.end_saves(self.calls)
         finally:
             try:
                 self._state.close()

@@ -142,10 +142,12 @@ def start(
     world, where = _join(world, settings, init_method)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # before the process group ends, which was made earlier
-    strategy, note = alone(settings.strategy, world.size, where, settings.reproducible)
-    if note:
-        print(f"paceline: {note}", file=sys.stderr)
-    run = Run(world, replace(settings, strategy=strategy), where)
+    if settings.strategy is not None:
+        strategy, line = alone(settings.strategy, world.size, where, settings.reproducible)
+        settings = replace(settings, strategy=strategy)
+        if line:
+            print(f"paceline: {line}", file=sys.stderr)
+    run = Run(world, settings, where)
     if spec is not None:
         (Probe if spec.reference is None else Recorder)(run, spec)
     if settings.trace is not None:

@@ -59,8 +59,9 @@ def evaluate(
     check_target(target)
     if loss_fn is None:
         loss_fn, dataset = ModelLoss(), used_columns(dataset, model)
-    loader = evaluation_loader(run, dataset, global_batch, loader_options)
-    return evaluate_pass(run, model, loss_fn, loader, metrics, target)
+    with run.calls.call("paceline.evaluate"):
+        loader = evaluation_loader(run, dataset, global_batch, loader_options)
+        return evaluate_pass(run, model, loss_fn, loader, metrics, target)
 
 
 def evaluate_pass(

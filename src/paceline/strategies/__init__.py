@@ -100,11 +100,11 @@ def check(spec: StrategySpec | None, size: int | None, reproducible: int | None 
 
 
 def alone(
-    spec: StrategySpec | None, size: int, device: torch.device, reproducible: int | None = None
-) -> tuple[StrategySpec | None, str]:
+    spec: StrategySpec, size: int, device: torch.device, reproducible: int | None = None
+) -> tuple[StrategySpec, str]:
     """The strategy that runs in place of the named one, and a line about it ("": there is nothing to say). On several
     processes it is the named one. Raises SettingError as `check` does."""
-    if spec is None or size > 1:
+    if size > 1:
         return spec, ""
     check(spec, size, reproducible)
     module, factory = _find(spec)

@@ -25,6 +25,7 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
 from paceline.train.background_write import BackgroundWrite
+from paceline.train.call_check import CallCheck
 from paceline.train.environment_fingerprint import check_ranks, check_resumed, fingerprint
 from paceline.train.loader import Loader
 from paceline.train.metrics import modules_of
@@ -138,11 +139,13 @@ class State:
         self._unfinished = False
         return _on_rank_0(self._writer.finish)
 
-    def end_saves(self) -> None:
+    def end_saves(self, calls: CallCheck) -> None:
         """`wait_for_save`, when the run ends well. Where members come and go, one may have ended before: then who has
         written waits, and raises, alone."""
         if transport.channel() is None:
-            self.wait_for_save()
+            if self._unfinished:
+                with calls.call("the end of the run"):
+                    self.wait_for_save()
         else:
             self._writer.finish()
 
