@@ -25,6 +25,7 @@ from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, deterministic, metrics, predict_files, randomness
+from paceline.train.averaged_weights import ModelEMA, weights_of
 from paceline.train.call_check import CallCheck, by_all
 from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
@@ -101,7 +102,7 @@ class Run:
         own = self._state, self._stepper, self._epochs
         self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
-        self._evaluations = 0
+        self._evaluations = self._averages = 0  # how many loaders and averages the script has made
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
@@ -553,11 +554,12 @@ class Run:
         check_options(options)
         if to is not None:
             target = predict_files.Target(Path(to), resume, rows_per_file)
-            return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
+            with weights_of(model) as model:
+                return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
         if resume or rows_per_file is not None:
             raise UsageError("run.predict(resume=..., rows_per_file=...): they belong to a folder, to=...")
         loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
-        with metrics.evaluating(model):
+        with weights_of(model) as model, metrics.evaluating(model):
             return predict(model, fn or on_first_input, loader, self.autocast)
 
     def _predict_to(
@@ -716,11 +718,35 @@ class Run:
         return found is not None
 
     @by_all
-    def export(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
-        NonFiniteError as `step` does."""
+    def export(self, path: str | Path, model: nn.Module | ModelEMA | None = None) -> None:
+        """Writes a model, or the average of `ema`, as one safetensors file that its plain class loads. All processes
+        call it. Raises NonFiniteError as `step` does."""
         self._stepper.drain()
-        self._state.export(path, model_number(self._models, unwrapped(model)))
+        with weights_of(model) as whose:
+            self._state.export(path, model_number(self._models, unwrapped(whose)))
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> ModelEMA:
+        """The exponential moving average of a prepared model's weights, for evaluation and export. It lies where the
+        weights lie, under every strategy, and is in the checkpoints. All processes make and update it:
+
+            ema = run.ema(model, decay=0.999)
+            ...
+            run.step(optimizer)
+            ema.update()
+            ...
+            paceline.evaluate(ema, loss_fn, test_set, global_batch=64)
+            run.export("ema.safetensors", ema)
+
+        Buffers are the model's own. `with ema.in_model():` gives the model the average for other uses. Raises
+        SettingError for a decay that is not in [0, 1), UsageError for a model that is not prepared.
+        """
+        model = unwrapped(model)
+        if not any(model is own for own in self._models):
+            raise UsageError(f"run.ema: this {type(model).__name__} is not prepared. Call run.prepare(model) first.")
+        made = ModelEMA(model, self._strategy, decay, lambda: sum(self._stepper.updates.values()) or self.steps)
+        self._averages += 1
+        self._state.add_tracked("ema" if self._averages == 1 else f"ema {self._averages}", made)
+        return made
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import paceline
-from paceline.errors import ModelError, SettingError
+from paceline.errors import SettingError
 from paceline.train.randomness import permutation
 
 pytestmark = pytest.mark.timeout(240)
@@ -165,9 +165,15 @@ def test_the_best_model_has_the_average() -> None:
 
 
 @pytest.mark.ranks(conformance=2)
-def test_replicas_that_train_apart_have_no_one_average() -> None:
-    with pytest.raises(ModelError, match="not the same on all processes"):
-        fitted("EMA", strategy="local_sgd:every=3")
+def test_independent_replicas_have_the_mean_of_their_averages() -> None:
+    """With plain SGD and an averaging after each step that is the average of one model."""
+    check("EMA", strategy="local_sgd:every=1")
+    fitted("SWA", strategy="local_sgd:every=3")
+
+
+@pytest.mark.ranks(conformance=2)
+def test_under_a_pipeline() -> None:
+    check("EMA", strategy="pipeline")
 
 
 @pytest.mark.parametrize("value", [1, 1.0, -0.1, "0.9", True])

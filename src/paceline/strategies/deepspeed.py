@@ -183,6 +183,13 @@ class DeepSpeed(LoopStrategy):
 
     # --- state
 
+    def holds(self, parameter: Tensor) -> bool:
+        from paceline.strategies.deepspeed_engine import NO_COPY
+
+        if self._engine is not None and self._engine.partitioned:
+            raise UsageError(NO_COPY)
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         if self._engine is None:
             return replicated_state(self.models, self.optimizers)

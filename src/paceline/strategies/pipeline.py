@@ -183,9 +183,7 @@ class Pipeline(ClosureStrategy):
         """The user calls the model itself, as in evaluation. All processes do, since the model is gathered first."""
         if self._call_stages is not None and self._call_stages.running:
             return
-        self._whole_before_cut()
-        if self._parameters is not None:
-            self._parameters.make_whole()
+        self.make_whole()
 
     # --- the step
 
@@ -346,6 +344,14 @@ class Pipeline(ClosureStrategy):
         optimizer.step()
         self._parameters.share_tied()
 
+    def make_whole(self) -> None:
+        self._whole_before_cut()
+        if self._parameters is not None:
+            self._parameters.make_whole()
+
+    def holds(self, parameter: Tensor) -> bool:
+        return self._parameters is None or parameter in self._parameters.names
+
     def state_dict(self) -> dict[str, Any]:
         self._whole_before_cut()
         if self._parameters is None:
@@ -378,8 +384,9 @@ def _refuse_one_stage(model: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 _NO_COPY = (
-    "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy, as for an "
-    "average of the weights (EMA). Use strategy='ddp', where each process has a whole one."
+    "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy. For an "
+    "average of the weights write ema = run.ema(model, decay) in place of the copy; else use strategy='ddp', where "
+    "each process has a whole model."
 )
 
 

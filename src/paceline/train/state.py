@@ -373,4 +373,8 @@ def model_number(models: Sequence[nn.Module], model: nn.Module | None) -> int:
     for number, own in enumerate(models):
         if own is model:
             return number
-    raise UsageError(f"run.export(path, model): this {type(model).__name__} was not prepared.")
+    raise UsageError(
+        f"run.export(path, model): this {type(model).__name__} was not prepared. For an average of a prepared model's "
+        "weights (a copy.deepcopy, or torch's AveragedModel) write ema = run.ema(model, decay), ema.update() after "
+        "run.step, and run.export(path, ema)."
+    )
