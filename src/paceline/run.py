@@ -31,6 +31,7 @@ from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
 from paceline.train.guards import Guards
 from paceline.train.heartbeat import Heartbeat
+from paceline.train.hyperparameters import Hyperparameters, Whose, check_whose
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.train.memory_checkpoints import MemoryCheckpoints, asked_for
@@ -92,7 +93,13 @@ class Run:
             nonfinite_every=settings.nonfinite_every,
             deterministic_by=settings.deterministic_by,
         )
-        self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
+        self._state = State(
+            self._strategy,
+            Hyperparameters(self._guards.allow),
+            device=device,
+            seed=settings.seed,
+            reproducible=settings.reproducible,
+        )
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
         self._models: list[nn.Module] = []
@@ -268,6 +275,7 @@ class Run:
             return
         check_optimizer(optimizer, names)
         self._optimizers.append(optimizer)
+        self._state.hyperparameters.add(optimizer)
         self._stepper.updates[optimizer] = 0
         self._guards.watch_optimizer(optimizer, self._stepper.keeps_gradients)
         if len(self._optimizers) > 1 and self._stepper.accounts.reached is None:
@@ -278,6 +286,7 @@ class Run:
             return
         check_scheduler(scheduler, self._optimizers)
         self._state.schedulers.append(scheduler)
+        self._state.hyperparameters.add_scheduler(scheduler)
         self._guards.watch_scheduler(scheduler)
 
     def loader(
@@ -690,14 +699,22 @@ class Run:
         return self._state.wait_for_save()
 
     @by_all
-    def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
+    def restore(
+        self, directory: str | Path, *, missing_ok: bool = False, hyperparameters: Whose = "checkpoint"
+    ) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
         processes. Call it after `prepare`; loaders and tracked objects may be made before or after it.
+
+        hyperparameters: whose learning rate and other options of optimizers the run goes on with, where the script was
+        changed since: the "checkpoint"'s, or those of this "script", whose schedule is then moved on to the step at
+        hand. What differs is printed. Momenta and the like are the checkpoint's in both cases.
 
         Returns False where there is none, with missing_ok. Raises CheckpointError: none, damaged, of another program.
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
+        check_whose(hyperparameters)
+        self._state.whose = hyperparameters
         if transport.arriving():  # the others go on, and hand over where they are
             return True
         keepers = [one for one in (self.newest, self._memory) if one is not None]

@@ -27,6 +27,7 @@ from paceline.train import checkpoint
 from paceline.train.background_write import BackgroundWrite
 from paceline.train.call_check import CallCheck
 from paceline.train.environment_fingerprint import check_ranks, check_resumed, fingerprint
+from paceline.train.hyperparameters import Hyperparameters, Whose
 from paceline.train.loader import Loader
 from paceline.train.metrics import modules_of
 from paceline.train.predict_files import digest
@@ -38,11 +39,21 @@ T = TypeVar("T")
 class State:
     """Gathers the state of a run into checkpoints, and restores it."""
 
-    def __init__(self, strategy: Strategy, *, device: torch.device, seed: int, reproducible: int | None = None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        hyperparameters: Hyperparameters,
+        *,
+        device: torch.device,
+        seed: int,
+        reproducible: int | None = None,
+    ) -> None:
         self.strategy = strategy
         self.schedulers: list[Any] = []
         self.loaders: dict[str, Loader] = {}
         self.tracked: dict[str, Any] = {}
+        self.hyperparameters = hyperparameters
+        self.whose: Whose = "checkpoint"  # hyperparameters does a restored run go on with?
         self.restored_from = ""  # where the last restored state was, in words
         self.parts: dict[str, Any] = {}  # objects of the run itself: the fp16 scaler
         self._device, self._seed, self._reproducible = device, seed, reproducible
@@ -162,7 +173,7 @@ class State:
         streams: the random streams of all ranks; an empty list where they are not known."""
         parts = {f"scheduler_{i}": scheduler.state_dict() for i, scheduler in enumerate(self.schedulers)}
         kinds = [type(scheduler).__qualname__ for scheduler in self.schedulers]
-        own = {"seed": self._seed, "schedulers": kinds, "streams": streams}
+        own = {"seed": self._seed, "schedulers": kinds, "streams": streams, "begun": self.hyperparameters.begun}
         return {**parts, "run": {**run, **own, **self._run_part()}, "tracked": self._tracked_part()}
 
     def _run_part(self) -> dict[str, Any]:
@@ -253,6 +264,9 @@ class State:
         named = {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}
         self.strategy.load_state_dict({**parts.get("strategy", {}), **named})
         self._load(schedulers, run, parts["tracked"])
+        for line in self.hyperparameters.restored(run.get("begun", {}), self.whose):
+            if collectives.rank_of() == 0:
+                print(f"paceline: {line}", file=sys.stderr, flush=True)
         if len(run["streams"]) == collectives.size_of():
             generators.set_state(run["streams"][collectives.rank_of()], self._device)
         return run
