@@ -37,7 +37,7 @@ BAD = [  # spec, processes (None: not known), what the message holds
     ("ddp:codec=topk,reducer=reduce_to_one", 2, "Use reducer=native or ring"),
     ("fsdp:stage=4", 2, "stage=4: 1 "),
     ("fsdp:stage=2.5", 2, "stage='2.5': a whole number is needed"),
-    ("fsdp:mixed=bf32", 2, "Did you mean 'bf16'"),
+    ("fsdp:mixed=bf32", 2, "mixed='bf32' is not known. Known: bf16, fp16, none"),
     ("fsdp:min_params=-1", 2, "min_params=-1"),
     ("fsdp:stage=1,offload=true", 2, "needs stage=2 or stage=3"),
     ("fsdp:replicate=2", 2, "Here replicate may be 1; or start 4 processes"),

@@ -372,7 +372,7 @@ START = [
     ({"strategy": "single:x=1"}, SettingError, "Known: shards"),
     ({"strategy": "data_parallel:devices=cpu,gpu"}, SettingError, "devices='cpu,gpu'"),
     ({"strategy": "pipeline:stages=2"}, SettingError, "this run has 1 process"),
-    ({"precision": "bf15"}, SettingError, "precision='bf15' is not known. Did you mean 'bf16'"),
+    ({"precision": "bf15"}, SettingError, "precision='bf15' is not known. Known: bf16, bf16-params, fp16, fp32"),
     ({"batch_norm": "globl"}, SettingError, "Did you mean 'global'"),
     ({"nonfinite": "ignore"}, SettingError, "Known: skip, stop"),
     ({"seed": -1}, SettingError, "seed=-1"),

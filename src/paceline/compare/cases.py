@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.config import PRECISIONS, StrategySpec, parse_strategy
+from paceline.config import PRECISIONS, PRECISIONS_ELSEWHERE, StrategySpec, parse_strategy
 from paceline.errors import SettingError, suggest
 from paceline.strategies import STRATEGIES, alone
 from paceline.trials.start import Script, place_strategy
@@ -86,7 +86,7 @@ def read_precisions(text: str | None) -> list[str | None]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names or [text]:
         if name not in PRECISIONS:
-            raise SettingError(f"--precision: {name!r} is not known. {suggest(name, PRECISIONS)}")
+            raise SettingError(f"--precision: {name!r} is not known. {suggest(name, PRECISIONS, PRECISIONS_ELSEWHERE)}")
     return list(dict.fromkeys(names))
 
 

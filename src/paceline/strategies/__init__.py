@@ -51,6 +51,14 @@ STRATEGIES = {
     "parameter_server": "paceline.strategies.parameter_server:ParameterServer",
 }
 
+_ELSEWHERE = {  # what other tools call them
+    **dict.fromkeys(("dp", "dataparallel"), "data_parallel"),
+    **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "hsdp", "fsdp2", "fully_shard"), "fsdp"),
+    **dict.fromkeys(("distributed", "horovod", "multi_worker_mirrored"), "ddp"),
+    **dict.fromkeys(("tp", "model_parallel", "tensor_parallel", "megatron"), "tensor"),
+    **dict.fromkeys(("pp", "pipeline_parallel", "gpipe"), "pipeline"),
+    **dict.fromkeys(("ps", "parameter_servers"), "parameter_server"),
+}
 _REPRODUCIBLE = "paceline.strategies.reproducible:Reproducible"
 _NO_OPTIONS = ("world", "device", "sums")  # arguments of factories
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -143,7 +151,7 @@ def _unknown(name: str) -> str:
     parts = [part.strip() for part in name.split("+")]
     wrong = next((part for part in parts if part not in STRATEGIES), None)
     if len(parts) == 1 or wrong is not None:
-        return f"strategy={name!r} is not known. {suggest(wrong or name, STRATEGIES)}"
+        return f"strategy={name!r} is not known. {suggest(wrong or name, STRATEGIES, _ELSEWHERE)}"
     products = [known for known in STRATEGIES if "+" in known]
     fits = next((known for known in products if sorted(known.split("+")) == sorted(parts)), None)
     if fits is not None:
