@@ -98,7 +98,7 @@ def test_it_is_that_of_torch_and_goes_on_under_another_strategy(strategies: str,
 @pytest.mark.ranks(conformance=(2, 4))
 @pytest.mark.parametrize(
     "strategy",
-    ["shared", "fsdp:stage=1", "fsdp:stage=2,offload=true", "tensor:size=2,plan=0:column+2:row", "pipeline:stages=2"],
+    ["shared", "fsdp:stage=1", "fsdp:stage=2,offload=true", "tensor:size=2,plan=0:column,2:row", "pipeline:stages=2"],
 )
 def test_under_more_strategies(strategy: str, tmp_path: Path) -> None:
     check(tmp_path, strategy)
