@@ -40,12 +40,14 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh
+from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError, UnusedParameterError, warn
 from paceline.strategies import ddp_hook
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.ddp_reducer import BucketReducer, accumulate
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.one_process import line
 from paceline.strategies.replicated import (
     CHANGED_AT_START,
     check_same_bits,
@@ -75,6 +77,10 @@ def check(
     if static_graph and find_unused:
         raise SettingError("strategy ddp: static_graph and find_unused contradict each other. Set one of them.")
     ddp_hook.check(reducer, codec)
+
+
+def alone(spec: StrategySpec, device: torch.device, *, codec: str) -> tuple[StrategySpec, str]:
+    return spec, line("ddp", "trains as 'single' does here") if codec == "none" else ""
 
 
 class DDP(LoopStrategy):
