@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Term
@@ -35,13 +36,19 @@ def _noise(loader: Loader, request: Request, piece: Piece, call: int) -> Abstrac
 
 
 def computing(
-    loss_fn: Callable[[Any, Any], Any], precision: Precision, loader: Loader, request: Request, call: int, seeded: bool
+    loss_fn: Callable[[Any, Any], Any],
+    precision: Precision,
+    loader: Loader,
+    request: Request,
+    call: int,
+    seeded: bool,
+    check: Callable[[list[Tensor]], None] | None = None,
 ) -> Callable[[Any, Piece, torch.device], list[Term]]:
     """`Work.compute`: a function that runs the closure on one piece, and returns the terms of its loss.
 
     call: the number of the backward call in its micro-batch. Each call draws random numbers of its own, the same under
     every strategy. seeded: at the first call torch's generators still have the key that the loader gave them for the
-    only piece.
+    only piece. check: is given the terms that are weighted by their share of examples; may raise.
     """
 
     def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:
@@ -55,7 +62,10 @@ def computing(
 
     def terms(replica: Any, piece: Piece) -> list[Term]:
         try:
-            return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
+            made = terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
+            if check is not None:
+                check([term.value for term in made if term.count is None])
+            return made
         except (TypeError, AttributeError, NotImplementedError) as error:
             wrong = wrong_closure(loss_fn, replica)
             if wrong is None:

@@ -133,6 +133,16 @@ class Loader:
         """Examples of one optimizer step over all processes. None where a batch sampler makes the batches."""
         return self._source.global_batch or self._source.sampled_batch or None
 
+    def same_sizes(self, other: Loader) -> bool:
+        """Whether all global batches of both loaders have one size, or each epoch's have the same sizes in the same
+        order. True too where the sizes are not known beforehand."""
+        try:
+            mine, its = ([s.batch_sizes() for s in loader._sources.values()] for loader in (self, other))
+        except TypeError:
+            return True
+        sizes = {size for epoch in mine + its for size, number in epoch.items() if number}
+        return len(sizes) <= 1 or mine == its
+
     @property
     def step(self) -> int:
         """The current optimizer step in the epoch, from 0; between epochs, the step at which the next epoch starts."""

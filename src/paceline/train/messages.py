@@ -33,7 +33,37 @@ def out_of_turn(begins: str, open_one: str, micro: int, micros: int) -> str:
 
 def several_loaders(call: str, names: Sequence[str]) -> str:
     listed = ", ".join(map(repr, names))
-    return f"run.{call}: several training loaders are being iterated ({listed}): say which, with of=loader."
+    return (
+        f"run.{call}: several training loaders are being iterated ({listed}): say which, with of=loader. A loss that "
+        f"is a sum over batches of several loaders needs a call for each part:\n{_each_its_own(names)}"
+    )
+
+
+def _each_its_own(names: Sequence[str]) -> str:
+    numbered = enumerate(names, 1)
+    return "\n".join(f"    run.backward(loss_{i}, of=...)  # computed from a batch of {name!r}" for i, name in numbered)
+
+
+def sum_over_loaders(call: str, names: Sequence[str], parts: int) -> str:
+    """names: of the loader that the call named, and of those whose batches have other shares."""
+    return (
+        f"run.{call}: this loss, of a batch of loader {names[0]!r}, is a sum of {parts} parts, each from a forward of "
+        f"its own. It may have parts of batches of {', '.join(map(repr, names[1:]))} too, which would get a wrong "
+        "weight: these global batches have other sizes. Make a call for each part, with the loader of that part; calls "
+        f"add up until run.step:\n{_each_its_own(names)}\nOr give a sum and its count (total= with count=, in a "
+        "closure paceline.Total), which is exact for parts of any loader."
+    )
+
+
+def unused_batches(unused: str, used: Sequence[str]) -> str:
+    return (
+        f"loader {unused!r} has yielded batches that had no run.backward, while updates were made from those of "
+        f"{', '.join(map(repr, used))}, whose global batches have other sizes. If a loss is computed from batches of "
+        "both, as by model(torch.cat([a, b])), its parts need a call each, with the loader of that part; calls add up "
+        f"until run.step:\n{_each_its_own([*used, unused])}\n(with retain_graph=True in all but the last, if they "
+        "have a forward in common). Else fetch a batch only when it is used, with next(); or make the loader with "
+        "train=False, if no loss depends on its batches."
+    )
 
 
 def which_optimizer(prepared: int) -> str:
@@ -204,7 +234,8 @@ SAVED_IN_MID_BATCH = (
 LOSS_OVER_YIELDS = (
     "run.backward: a part of this loss was computed before the loader's latest yield, and a part after it, so that it "
     "cannot be known of which batch it is a mean. Compute the whole loss (the model and the criterion) before the next "
-    "batch is fetched; fetch it just before run.backward, or after run.step."
+    "batch is fetched; fetch it just before run.backward, or after run.step. If the loss is a sum over several "
+    "batches, make a call for each part (calls add up until run.step)."
 )
 
 LOSS_OF_AN_EARLIER_YIELD = (
