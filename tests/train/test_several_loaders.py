@@ -113,7 +113,8 @@ def test_a_sum_over_two_loaders_is_refused(job: Job, how: str) -> None:
     """Before: exit 0, and wrong on several processes. Refused on one too, so that a script is found out at once."""
     with pytest.raises(UsageError, match=SUM) as refused:
         job.steps(lambda a, b: SUMS[how](job, a, b))
-    assert "run.backward(loss_1, of=...)  # computed from a batch of" in str(refused.value)
+    call = "forward_backward(loss_fn_1, model, batch_1" if how in ("closure", "tuple", "totals") else "backward(loss_1"
+    assert f"    run.{call}, of=...)  # computed from a batch of" in str(refused.value)
     assert job.run.steps == 0
 
 
@@ -225,3 +226,10 @@ def test_a_sum_over_batches_of_one_loader(job: Job) -> None:
     loss = mse(job.model, next(batches))
     with pytest.raises(UsageError, match="a sum over several batches, make a call for each part"):
         job.run.backward(loss + mse(job.model, next(batches)))
+
+
+def test_a_bundle_within_a_batch_is_refused() -> None:
+    job = Job(strategy="data_parallel:devices=cpu,cpu")
+    with pytest.raises(UsageError, match=r"not as the loader yielded it.*make a call for each, with of=loader"):
+        job.steps(lambda a, b: by_closure(job, a, (a, b), lambda loss, _: loss))
+    job.run.close()

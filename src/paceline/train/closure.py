@@ -14,15 +14,17 @@ from paceline.strategies.base import Piece, Term
 from paceline.strategies.batch_plan import Request
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import terms_of
-from paceline.train.messages import ONE_VALUE, empty_message, wrong_closure
+from paceline.train.messages import NOT_AS_YIELDED, ONE_VALUE, empty_message, wrong_closure
 from paceline.train.precision import Precision
 from paceline.train.randomness import mix, seed_torch
 
 
-def pieces_of(batch: Any, request: Request) -> list[Piece]:
-    """The pieces of what a loader has yielded for this request."""
+def pieces_of(batch: Any, request: Request, bundled: bool) -> list[Piece]:
+    """The pieces of what a loader has yielded for this request. bundled: it was a Bundle."""
     if isinstance(batch, Bundle):
         return batch.pieces
+    if bundled:
+        raise UsageError(NOT_AS_YIELDED)
     part = request.parts[0]
     return [Piece(part.shard, part.micro, len(part.indices), batch)]
 

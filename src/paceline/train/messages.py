@@ -35,13 +35,14 @@ def several_loaders(call: str, names: Sequence[str]) -> str:
     listed = ", ".join(map(repr, names))
     return (
         f"run.{call}: several training loaders are being iterated ({listed}): say which, with of=loader. A loss that "
-        f"is a sum over batches of several loaders needs a call for each part:\n{_each_its_own(names)}"
+        f"is a sum over batches of several loaders needs a call for each part:\n{_each_its_own(names, call)}"
     )
 
 
-def _each_its_own(names: Sequence[str]) -> str:
-    numbered = enumerate(names, 1)
-    return "\n".join(f"    run.backward(loss_{i}, of=...)  # computed from a batch of {name!r}" for i, name in numbered)
+def _each_its_own(names: Sequence[str], call: str = "backward") -> str:
+    given = "loss_{0}" if call == "backward" else "loss_fn_{0}, model, batch_{0}"
+    lines = [(f"    run.{call}({given.format(i)}, of=...)", name) for i, name in enumerate(names, 1)]
+    return "\n".join(f"{line}  # computed from a batch of {name!r}" for line, name in lines)
 
 
 def sum_over_loaders(call: str, names: Sequence[str], parts: int) -> str:
@@ -50,7 +51,7 @@ def sum_over_loaders(call: str, names: Sequence[str], parts: int) -> str:
         f"run.{call}: this loss, of a batch of loader {names[0]!r}, is a sum of {parts} parts, each from a forward of "
         f"its own. It may have parts of batches of {', '.join(map(repr, names[1:]))} too, which would get a wrong "
         "weight: these global batches have other sizes. Make a call for each part, with the loader of that part; calls "
-        f"add up until run.step:\n{_each_its_own(names)}\nOr give a sum and its count (total= with count=, in a "
+        f"add up until run.step:\n{_each_its_own(names, call)}\nOr give a sum and its count (total= with count=, in a "
         "closure paceline.Total), which is exact for parts of any loader."
     )
 
@@ -219,6 +220,13 @@ CANNOT_BE_UNPACKED = (
     "    loss = run.forward_backward(loss_fn, model, batch)\n"
     "in place of the forward and run.backward; or choose a strategy with one replica a process, such as ddp, without "
     "`reproducible`."
+)
+
+NOT_AS_YIELDED = (
+    "run.forward_backward(loss_fn, model, batch): the batch is not as the loader yielded it. The chosen strategy "
+    "computes several shards or micro-batches at once, whose batches are within it. Pass on what the loop got. Where "
+    "the loss is computed from batches of several loaders, make a call for each, with of=loader; calls add up until "
+    "run.step."
 )
 
 LOST_BETWEEN_UPDATES = (

@@ -252,7 +252,7 @@ class Stepper:
         yields = self._yields_of(of, "forward_backward")
         one = yields.find_by_batch(batch)
         call, request, bundled = self._register_call(yields, one), one.request, self.strategy.plan.bundled
-        pieces = pieces_of(batch, request)
+        pieces = pieces_of(batch, request, bundled)
         inputs = None if optimizer is None else self._inputs(optimizer)
         seeded = not bundled and not self._prefetched
         check = partial(self._several.check_loss, "forward_backward", one) if len(self._loaders) > 1 else None
