@@ -144,6 +144,17 @@ class Loader:
         return len(sizes) <= 1 or mine == its
 
     @property
+    def cut_alone(self) -> tuple[int, int] | None:
+        """(global batch, micro_batch) if a process alone would cut the global batch of any epoch into micro-batches;
+        else None. Whether several processes cut it depends on their number: what is refused must not."""
+        micro_batch = self._source.micro_batch
+        if micro_batch is None:
+            return None
+        sizes = [source.global_batch or 0 for source in self._sources.values()]
+        largest = max([*sizes, 0 if self.current is None else self.current.total])
+        return (largest, micro_batch) if largest > micro_batch else None
+
+    @property
     def step(self) -> int:
         """The current optimizer step in the epoch, from 0; between epochs, the step at which the next epoch starts."""
         return self.current.step if self.current is not None else self._start

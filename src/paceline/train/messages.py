@@ -161,6 +161,16 @@ def one_value_message(examples: int, total: int) -> str:
     )
 
 
+def batch_norm_cut(loader: str, global_batch: int, micro_batch: int) -> str:
+    return (
+        f"loader {loader!r}: micro_batch={micro_batch} cuts a global batch of {global_batch} into micro-batches (on "
+        "few processes; it is refused on any number), and the model has batch norm, whose statistics are those of the "
+        "whole global batch. Leave micro_batch out: each process computes its part at once, and the more processes "
+        "there are the less memory each needs. Or use a normalisation within the example (GroupNorm, LayerNorm); or "
+        "batch_norm='shard', which changes the model. Batch norm in evaluation mode takes micro-batches too."
+    )
+
+
 CLOSURE = "def loss_fn(model, batch): x, y = batch; return F.cross_entropy(model(x), y)"
 
 
@@ -221,6 +231,29 @@ CANNOT_BE_UNPACKED = (
     "in place of the forward and run.backward; or choose a strategy with one replica a process, such as ddp, without "
     "`reproducible`."
 )
+
+
+def second_backward(call: str, error: BaseException) -> str | None:
+    """What to say where a graph's second backward was refused by torch; None: this is another error."""
+    text = str(error)
+    if not any(words in text for words in ("through the graph a second time", "already unpacked once")):
+        return None
+    if call == "backward":
+        remedy = (
+            "Where several losses share a forward, give all calls but the last retain_graph=True, or add the losses: "
+            "run.backward(a + b)"
+        )
+    else:
+        remedy = (
+            "Compute the whole loss in one closure, which may return a tuple of losses (they add); or call "
+            "run.backward(loss, retain_graph=True), under a strategy that takes the loop form"
+        )
+    return (
+        f"run.{call}: a part of this loss's graph has had its backward already, which freed what it had kept. "
+        f"{remedy}. A tensor that is carried from batch to batch, as an RNN's hidden state, needs a detach(). "
+        f"(torch: {text.splitlines()[0][:80]}...)"
+    )
+
 
 NOT_AS_YIELDED = (
     "run.forward_backward(loss_fn, model, batch): the batch is not as the loader yielded it. The chosen strategy "

@@ -57,6 +57,7 @@ from paceline.train.messages import (
     not_reached,
     out_of_turn,
     outside_a_loop,
+    second_backward,
     several_loaders,
     unprepared,
     unstepped,
@@ -267,7 +268,7 @@ class Stepper:
                 terms = [[Term(term.value.detach(), term.count) for term in own]]
         except BaseException as error:
             one.discarded = True
-            self._explain(error)
+            self._explain("forward_backward", error)
             raise
         finally:
             self.guards.in_run_backward = False
@@ -309,7 +310,7 @@ class Stepper:
             self._backward([[term]], request, call, inputs, retain_graph)
         except BaseException as error:
             one.discarded = True
-            self._explain(error)
+            self._explain("backward", error)
             raise
         finally:
             self.guards.in_run_backward = False
@@ -375,8 +376,10 @@ class Stepper:
             return deterministic.explained(error, self.strategy.models, self._deterministic_by)
         return explained
 
-    def _explain(self, error: BaseException) -> None:
-        """Raises a better error in place of this one, if there is one."""
+    def _explain(self, call: str, error: BaseException) -> None:
+        """Raises a better error in place of this one of a backward call, if there is one."""
+        if isinstance(error, RuntimeError) and (words := second_backward(call, error)) is not None:
+            raise UsageError(words) from error
         explained = self.explanation(error)
         if explained is not None:
             raise explained from error
