@@ -83,8 +83,10 @@ class Run:
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
         self.calls = CallCheck(self._strategy)
+        self._models: list[nn.Module] = []
         self._stepper = Stepper(
             self._strategy,
+            self._models,
             self.calls,
             self._precision,
             self._guards,
@@ -102,7 +104,6 @@ class Run:
         )
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
-        self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)

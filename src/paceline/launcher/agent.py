@@ -218,6 +218,10 @@ class Agent(SimpleElasticAgent):
             door=self._door,
         )
 
+    def _role(self, rank: int) -> str:
+        """What a rank is for the others; "" where all are alike."""
+        return told(self._error_file(rank), ROLE) or ""
+
     def _error_file(self, rank: int) -> str:
         return early_start.error_file(self._output, rank, self._restarts.starts - 1)
 
@@ -373,7 +377,7 @@ class Agent(SimpleElasticAgent):
             error = report.read_error(path) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
                 expendable = self._is_expendable(local_rank, rank, code)
-                role = told(path, ROLE) or ""  # "" where all ranks are alike
+                role = self._role(rank)
                 ending = endings.make_ending(rank, code, now, error, expendable, role, path, self._output)
                 self._endings[local_rank] = ending
                 if expendable and rank not in self._early_exits.ended:

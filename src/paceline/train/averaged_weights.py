@@ -119,7 +119,7 @@ class AveragedWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """model: its number among those that are prepared, as in a checkpoint."""
-        number = next((n for n, own in enumerate(self._strategy.models) if own is self._model), 0)
+        number = self._strategy.number_of(self._model)
         weights = dict(self._means if self._whole is None else self._whole)
         return {"count": self.count, "model": number, "weights": weights}
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm import collectives, transport
 from paceline.comm.mesh import ALONE
@@ -88,6 +88,7 @@ class Stepper:
     def __init__(
         self,
         strategy: Strategy,
+        models: Sequence[nn.Module],
         calls: CallCheck,
         precision: Precision,
         guards: Guards,
@@ -114,6 +115,7 @@ class Stepper:
         self._finite = FiniteWatch(store, strategy.mesh, device, nonfinite_every)
         self._left = LeftGradients(store)
         self.device, self.skip = device, skip
+        self._models = models  # the prepared ones; the run adds to them
         self._deterministic_by = deterministic_by  # the setting that asks for deterministic kernels; "": none
         self._loaders: list[Loader] = []  # the training loaders, in the order in which they were first iterated
         self._yields: dict[Loader, Yields] = {}  # the yields of each of these loaders
@@ -373,7 +375,7 @@ class Stepper:
         """A better error than this one, if the strategy has one, or it is about a deterministic kernel."""
         explained = self.strategy.explain(error) if isinstance(error, Exception) else None
         if explained is None and self._deterministic_by:
-            return deterministic.explained(error, self.strategy.models, self._deterministic_by)
+            return deterministic.explained(error, self._models, self._deterministic_by)
         return explained
 
     def _explain(self, call: str, error: BaseException) -> None:
