@@ -397,7 +397,7 @@ IN_LIBRARIES = [
        ("    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2)\n", ""),
        ("train, test, sched = acc.prepare(model, opt, train, test, sched)", "train, test = acc.prepare(model, opt, train, test)\n    sched = acc.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2))"), at="sched.step()"),
     _p("Fabric: loaders that are not set up", "same_examples", "foreign/fabric",
-       ("    train, test = fabric.setup_dataloaders(train, test)\n", "    test = fabric.setup_dataloaders(test)\n"), at="train = DataLoader("),
+       ("    train, test = fabric.setup_dataloaders(train, test)\n", "    test = fabric.setup_dataloaders(test)\n"), at="enumerate(train):", beside="train = DataLoader("),
     _p("Fabric: no sync in the last", "sync_off", "foreign/fabric",
        ("enabled=not last", "enabled=last"), at="fabric.no_backward_sync"),
     _p("FSDP: the sampler of rank 0", "same_examples", "foreign/fully_sharded",
