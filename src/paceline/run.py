@@ -760,9 +760,10 @@ class Run:
         SettingError for a decay that is not in [0, 1), UsageError for a model that is not prepared.
         """
         model = unwrapped(model)
-        if not any(model is own for own in self._models):
+        number = next((number for number, own in enumerate(self._models) if own is model), None)
+        if number is None:
             raise UsageError(f"run.ema: this {type(model).__name__} is not prepared. Call run.prepare(model) first.")
-        made = ModelEMA(model, self._strategy, decay, lambda: sum(self._stepper.updates.values()) or self.steps)
+        made = ModelEMA(model, number, self._strategy, decay, lambda: sum(self._stepper.updates.values()) or self.steps)
         self._averages += 1
         self._state.add_tracked("ema" if self._averages == 1 else f"ema {self._averages}", made)
         return made

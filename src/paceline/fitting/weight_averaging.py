@@ -34,7 +34,7 @@ class _Averaging(Callback):
         return self._weights
 
     def on_start(self, fit: Fitting) -> None:
-        self._weights = AveragedWeights(fit.model, fit.run._strategy, self._average)
+        self._weights = AveragedWeights(fit.model, fit.run._models.index(fit.model), fit.run._strategy, self._average)
         fit.run.track(**{f"{fit.loader.name} {type(self).__name__}": self})
 
     def before_save(self) -> None:

@@ -164,10 +164,6 @@ class Strategy(ABC):
         """After how many more steps all processes have next waited for each other; 1 where each step does."""
         return 1
 
-    def number_of(self, model: nn.Module) -> int:
-        """The place of a model among those of `setup`, as `state_dict` has them; 0 for another one."""
-        return next((n for n, own in enumerate(self.models) if own is model), 0)
-
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`. Further keys are

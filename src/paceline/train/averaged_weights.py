@@ -31,11 +31,14 @@ from paceline.torch_private.core import foreach_mul_
 
 class AveragedWeights:
     """The running average of a model's parameters; in float32 where they are of a lower precision. Buffers are the
-    model's own. average: a function of swa_utils, (averages, current values, how many so far)."""
+    model's own. number: of the model, among those that are prepared. average: a function of swa_utils, (averages,
+    current values, how many so far)."""
 
-    def __init__(self, model: nn.Module, strategy: Strategy, average: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(
+        self, model: nn.Module, number: int, strategy: Strategy, average: Callable[[Any, Any, Any], None]
+    ) -> None:
         self._parameters = dict(model.named_parameters())
-        self._model, self._strategy, self._average = model, strategy, average
+        self._number, self._strategy, self._average = number, strategy, average
         self._means: dict[str, Tensor] = {}  # of the parameters that this process holds; sharded as these are
         self._whole: dict[str, Tensor] | None = None  # of all, for `state_dict`, from before_save to `update`
         self.count = 0  # how many values the average has
@@ -118,10 +121,8 @@ class AveragedWeights:
             self._whole = self._complete()
 
     def state_dict(self) -> dict[str, Any]:
-        """model: its number among those that are prepared, as in a checkpoint."""
-        number = self._strategy.number_of(self._model)
         weights = dict(self._means if self._whole is None else self._whole)
-        return {"count": self.count, "model": number, "weights": weights}
+        return {"count": self.count, "model": self._number, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count, self._whole = state["count"], None
@@ -148,11 +149,13 @@ class ModelEMA:
     after the first update. Where `run.export`, `paceline.evaluate` or `run.predict` take a model, they take this too.
     """
 
-    def __init__(self, model: nn.Module, strategy: Strategy, decay: float, steps: Callable[[], int]) -> None:
+    def __init__(
+        self, model: nn.Module, number: int, strategy: Strategy, decay: float, steps: Callable[[], int]
+    ) -> None:
         """steps: how many updates the run has made."""
         check_decay("run.ema", decay)
         self.model = model
-        self._weights = AveragedWeights(model, strategy, get_ema_multi_avg_fn(decay))
+        self._weights = AveragedWeights(model, number, strategy, get_ema_multi_avg_fn(decay))
         self._steps, self._last = steps, -1
 
     def update(self) -> None:

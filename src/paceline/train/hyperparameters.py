@@ -153,7 +153,8 @@ def _like(there: Any, value: Any) -> Any:
 
 
 def _steps(state: dict[str, Any]) -> int:
-    """How many steps a scheduler has made; of a chain its first member."""
-    while "last_epoch" not in state and state.get("_schedulers"):
-        state = state["_schedulers"][0]
-    return int(state.get("last_epoch", 0))
+    """How many steps a scheduler has made. A chain has no count, and lists the states of its members."""
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    members = (part for value in state.values() if isinstance(value, list) for part in value if isinstance(part, dict))
+    return max(map(_steps, members), default=0)
