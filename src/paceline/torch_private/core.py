@@ -118,6 +118,15 @@ def saved_factor_shape(node: Any) -> tuple[int, ...] | None:
     return tuple(factor.shape) if isinstance(factor, Tensor) else None
 
 
+# ------------------------------------------------------------ packed sequences
+
+with needed_for("packed sequences of no rows"):
+    SEQUENCES: Any = torch._VF
+    """The functions that torch.nn.utils.rnn calls to pack and unpack, whoever has imported it by which name."""
+    PACK, UNPACK = "_pack_padded_sequence", "_pad_packed_sequence"
+    getattr(SEQUENCES, PACK), getattr(SEQUENCES, UNPACK)
+
+
 # ------------------------------------------------------------ operators
 
 with needed_for("noise that belongs to examples"):

@@ -87,7 +87,7 @@ def empty_message(error: BaseException, total: int) -> str:
     return (
         f"this rank's shard of the global batch is empty (all of it has {examples}), and the model or the loss cannot "
         f"take its zero-length batch: {type(error).__name__}: {error}. Leave out what needs a row where len(x) == 0 "
-        "(x.max() becomes x.max() if len(x) else 0; torch.stack and pack_padded_sequence need one too), or see that no "
+        "(x.max() becomes x.max() if len(x) else 0; torch.stack and pack_sequence need one too), or see that no "
         "shard is empty: a global_batch of at least the number of shards, and drop_last=True."
     )
 
