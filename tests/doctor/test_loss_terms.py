@@ -125,6 +125,16 @@ def train(model, x, y):
 """
 
 
+@pytest.mark.parametrize(
+    "last", ["acc.backward(ce + 0.5 * value)", "(ce + 0.5 * value).backward()", "return ce + value"]
+)
+def test_terms_that_are_added_where_they_are_used(last: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(f"def train(x, y):\n    ce = mean(x)\n    value = mse(x, y)\n    {last}\n")
+    lines = [term_line({"at": [str(path), 4], "library": False}, place) for place in range(2)]
+    assert [line and line[1] for line in lines] == [2, 3]
+
+
 def test_the_line_of_a_term(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

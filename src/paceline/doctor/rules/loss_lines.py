@@ -24,8 +24,8 @@ def term_line(backward: dict[str, Any], place: int) -> Line:
     if not at or tree_of(at[0]) is None:
         return None
     scope = scope_at(*at)
-    name = _loss_name(scope, at[1])
-    terms = list(_terms(scope, name, at[1], _MAX_DEPTH)) if name else []
+    loss = _loss(scope, at[1])
+    terms = list(_operands(scope, loss, at[1], _MAX_DEPTH)) if loss is not None else []
     return [at[0], _made(scope, terms[place])] if place < len(terms) and len(terms) > 1 else None
 
 
@@ -68,23 +68,17 @@ def _multiplies(call: ast.Call) -> bool:
     return any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult) for part in parts)
 
 
-def _loss_name(scope: Scope, line: int) -> str:
-    """The variable of which a line calls backward, gives to backward, or returns."""
+def _loss(scope: Scope, line: int) -> ast.expr | None:
+    """What a line calls backward of, gives to backward, or returns."""
     for n in ast.walk(scope):
         if isinstance(n, ast.Call) and holds(n, line) and called(n) in ("backward", "manual_backward"):
-            given: ast.expr | None = n.args[0] if n.args else getattr(n.func, "value", None)
-            while isinstance(given, (ast.Call, ast.Attribute, ast.BinOp)):
-                inner = given.func if isinstance(given, ast.Call) and not given.args else None
-                given = given.left if isinstance(given, ast.BinOp) else inner or _first(given)
-            return given.id if isinstance(given, ast.Name) else ""
+            loss: ast.expr | None = n.args[0] if n.args else getattr(n.func, "value", None)
+            while isinstance(loss, ast.Call) and loss.args:  # scaler.scale(loss)
+                loss = loss.args[0]
+            return loss
         if isinstance(n, ast.Return) and n.lineno == line:
-            value = n.value.elts[0] if isinstance(n.value, ast.Tuple) else n.value
-            return value.id if isinstance(value, ast.Name) else ""
-    return ""
-
-
-def _first(node: Any) -> Any:
-    return node.value if isinstance(node, ast.Attribute) else node.args[0]
+            return n.value.elts[0] if isinstance(n.value, ast.Tuple) else n.value
+    return None
 
 
 def _assigned(scope: Scope, name: str, line: int) -> ast.Assign | ast.AugAssign | None:
