@@ -14,6 +14,7 @@ step_recorder.py        backward, optimizers, schedulers, clipping, GradScaler
 replica_recorder.py     samples of weights, gradients and optimizer state at some steps
 loss_graph.py           what a loss is, by its graph
 collective_recorder.py  torch.distributed's collectives, each recorded before it begins
+variable_recorder.py    the numbers in the script's variables after an evaluation's loop
 output_recorder.py      printed, logged and written output; checkpoints
 host_sync_recorder.py   calls that wait for the device; threads and cores
 """
@@ -42,11 +43,12 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
         model_recorder,
         output_recorder,
         step_recorder,
+        variable_recorder,
     )
 
     folder = os.path.dirname(os.path.realpath(script)) if kind == "script" else os.getcwd()
     log = EventLog(order["directory"], int(os.environ.get("RANK", "0")), folder, order.get("steps"))
-    recorders = (loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
+    recorders = (variable_recorder, loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
     for recorder in (*recorders, output_recorder, host_sync_recorder):
         recorder.install(log)
     return log

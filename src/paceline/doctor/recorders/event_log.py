@@ -52,6 +52,7 @@ class EventLog:
         self.overhead_seconds = 0.0  # seconds that recording has taken; no recorded time includes them
         self.models: Any = None  # the ModelRecorder
         self.collectives: Any = None  # the CollectiveRecorder
+        self.variables: Any = None  # the VariableRecorder
         self.optimizers: Any = weakref.WeakSet()  # the script's optimizers that are alive
         self.backward_since_step = False  # has a backward ended since the last optimizer step?
         self.clipped_gradients: set[int] = set()  # id of each gradient that the last clipping made smaller
@@ -121,7 +122,7 @@ class EventLog:
             name = frame.f_code.co_filename
             outside_torch = self._outside_torch.get(name)
             if outside_torch is None:
-                outside_torch = self._outside_torch[name] = self._is_script(name) or _is_library(name)
+                outside_torch = self._outside_torch[name] = self.is_script(name) or _is_library(name)
             if outside_torch:
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
@@ -130,7 +131,7 @@ class EventLog:
     def called_by_library(self) -> bool:
         """Does a library of the script's make the current call, and not the script itself?"""
         innermost = next(iter(self.call_stack()), None)
-        return innermost is not None and not self._is_script(innermost[0])
+        return innermost is not None and not self.is_script(innermost[0])
 
     def script_stack(self, most: int = 6, skip: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
         """[file, line] of the frames in the script's folder, the innermost first, without those to `skip`."""
@@ -138,7 +139,7 @@ class EventLog:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < most:
             name = frame.f_code.co_filename
-            if self._is_script(name) and not (skip is not None and skip(frame)):
+            if self.is_script(name) and not (skip is not None and skip(frame)):
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
         return found
@@ -159,7 +160,7 @@ class EventLog:
         branches: dict[str, bool] = {}
         while frame is not None and len(lines) < 8:
             name, line = frame.f_code.co_filename, frame.f_lineno
-            if self._is_script(name):
+            if self.is_script(name):
                 statement = self._statement(name, line)
                 lines.append(f"{os.path.basename(name)}:{line}")
                 branches |= {f"{os.path.basename(name)}:{where}": taken for where, taken in statement.branches.items()}
@@ -183,7 +184,8 @@ class EventLog:
                 self._trees[file] = None
         return self._trees[file]
 
-    def _is_script(self, name: str) -> bool:
+    def is_script(self, name: str) -> bool:
+        """Is a file of code the script's own?"""
         is_script = self._script_files.get(name)
         if is_script is None:
             is_script = self._script_files[name] = self._in_script_folder(name)

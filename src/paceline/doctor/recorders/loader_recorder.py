@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import call_after, patch
+from paceline.doctor.recorders.patching import after_import, call_after, patch
 from paceline.doctor.recorders.tensor_digests import digest, row_digests, tensors_in
 from paceline.torch_private.observed import (
     LOADER_WORKERS,
@@ -59,6 +59,7 @@ def install(log: EventLog) -> None:
     patch(LoaderIterator, NEXT_INDEX, recorder.wrap_next_index)
     patch(LoaderIterator, "__next__", recorder.wrap_next)
     patch(LOADER_WORKERS, WORKER_MAIN, recorder.wrap_worker_loop)
+    after_import("accelerate.data_loader", recorder.patch_accelerate)
     for cls in (DistributedSampler, Subset):
         call_after(log, cls, "__init__", recorder.after_construction)
 
@@ -138,6 +139,30 @@ class _LoaderRecorder:
 
         return _next_index
 
+    def _variables(self) -> dict[str, float] | None:
+        """At the end of a loop over a loader."""
+        with self._log.overhead():
+            self._log.variables.pass_ended = True
+            numbers: dict[str, float] | None = self._log.variables.numbers()
+            return numbers
+        return None
+
+    def wrap_prefetching_iter(self, original: Any) -> Any:
+        """`__iter__` of a loader that reads a batch ahead, as Accelerate's do: its pass has ended before the script has
+        the last batch, so that the script's variables are read again when the loop asks for another one."""
+
+        def __iter__(loader: Any) -> Any:
+            yield from original(loader)
+            if self._log.active:
+                self._log.record("loop_end", loader=loader.__dict__.get("_paceline_doctor", ""), vars=self._variables())
+
+        return __iter__
+
+    def patch_accelerate(self, module: Any) -> None:
+        for name in ("DataLoaderShard", "DataLoaderDispatcher"):
+            if hasattr(module, name):
+                patch(getattr(module, name), "__iter__", self.wrap_prefetching_iter)
+
     def wrap_next(self, original: Any) -> Any:
         def __next__(iterator: Any) -> Any:
             log = self._log
@@ -148,7 +173,7 @@ class _LoaderRecorder:
             try:
                 batch = original(iterator)
             except StopIteration:
-                log.record("pass_end", loader=place[0], n=place[1])
+                log.record("pass_end", loader=place[0], n=place[1], vars=self._variables())
                 raise
             waited = log.clock() - began
             with log.overhead():

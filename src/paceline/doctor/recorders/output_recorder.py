@@ -35,7 +35,7 @@ class _OutputRecorder:
     def _record_output(self, how: str, text: str, at: list[Any]) -> None:
         if at and self._count < _MAX_OUTPUTS and _NUMBER.search(text):
             self._count += 1
-            self.log.record("said", at=at, how=how, text=text[:120])
+            self.log.record("said", at=at, how=how, text=text[:120], vars=self.log.variables.numbers())
 
     def wrap_print(self, original: Any) -> Any:
         def print(*args: Any, **options: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.host_sync_recorder import machine_state
-from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
+from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind, mean_sizes
 from paceline.doctor.recorders.model_recorder import ModelRecorder
 from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
@@ -60,13 +60,14 @@ class _StepRecorder:
             synced, local = sorted(models.synced_forwards), sorted(models.unsynced_forwards - models.synced_forwards)
             models.synced_forwards.clear()
             models.unsynced_forwards.clear()
-            mean = form = count = None
+            mean = form = count = means = None
             with log.overhead():
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
                 mean = form = "other"
                 if root is not None and root.numel() == 1 and plain:
                     mean = form = loss_kind(root)
+                    means = mean_sizes(root) if self._backward_count < _MAX_COUNTED else None
                     count = loss_divisor(root) if self._backward_count < _MAX_COUNTED else None
                 if any(models.has_script_hook(p) for o in log.optimizers for p in parameters(o)):
                     mean = "other"  # which may divide the gradients
@@ -83,6 +84,7 @@ class _StepRecorder:
                 log.collectives.invalidate()
                 log.backward_since_step = True
             self._backward_count += 1
+            log.variables.pass_ended = False
             with log.overhead():
                 self.replicas.after_backward(log.optimizers, lambda number: self._steps.get(number, 0))
                 self._magnitude, self._ratio_at_clip = self._gradient_magnitude(), None
@@ -98,6 +100,7 @@ class _StepRecorder:
                 mean=mean,
                 form=form,
                 count=count,
+                means=means,
                 unsent=models.sync_off,
                 reached=reached,
                 library=self.log.called_by_library(),

@@ -2,6 +2,7 @@
 
 recorded_run.py       the events of all ranks, and the questions that several rules ask of them
 data_rules.py         examples read twice or never, the order of the epochs
+metric_rules.py       what a metric is divided by, and what is averaged, by the numbers in the script's variables
 evaluation_rules.py   padding's duplicates, metrics of one rank's shard
 gathered_results.py   does the script drop the duplicates from what it exchanged?
 model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
@@ -21,6 +22,7 @@ from paceline.doctor.rules import (
     data_rules,
     evaluation_rules,
     lr_scaling_rules,
+    metric_rules,
     model_rules,
     replica_rules,
     schedule_rules,
@@ -29,14 +31,17 @@ from paceline.doctor.rules.recorded_run import RecordedRun
 
 DIVERGENCE = ("weights_differ", "not_reduced", "past_ddp", "sync_off", "unknown_to_ddp", "partly_reduced",
               "gradients_differ", "optimizer_differs", "written_outside", "steps_differ")  # fmt: skip
+METRICS = ("local_metric", "mean_of_means")
 
 
 def find_faults(run: RecordedRun) -> list[Finding]:
     """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
-    training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules)
+    training = (data_rules, metric_rules, evaluation_rules, model_rules, replica_rules, schedule_rules)
     for rules in (*training, cost_rules, lr_scaling_rules):
         found += rules.findings(run)
+    # Of a metric the rule that knows its numbers says more than the one that knows the calls alone.
+    found = [f for n, f in enumerate(found) if f.cause not in METRICS or f.cause not in {e.cause for e in found[:n]}]
     causes = {finding.cause for finding in found}
     # A finding that follows from another one is left out.
     if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP has no gradient that it did not send

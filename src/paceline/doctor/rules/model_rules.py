@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 
 MIN_STEPS = 3  # steps without a gradient, or backward passes of unequal counts
@@ -40,8 +41,8 @@ def _modes(run: RecordedRun) -> list[Finding]:
 
 
 def _mean_losses(run: RecordedRun) -> list[Finding]:
-    """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens, and the gradients are
-    averaged. Not where a rank multiplies its mean by its share of all counts, or a hook or the script rescales the
+    """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens or the nodes of its
+    graphs, and the gradients are averaged. Not where a rank multiplies its mean by its share of all counts, or a hook or the script rescales the
     gradients."""
     if (
         not any(run.events(0, "ddp", "fsdp"))
@@ -53,17 +54,31 @@ def _mean_losses(run: RecordedRun) -> list[Finding]:
     passes = list(zip(*per_rank))
     if len({len(events) for events in per_rank}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in per_rank[0]):
         return []
-    counted = [events for events in passes if all((e.get("count") or [0])[0] > 0 for e in events)]
-    unequal = [events for events in counted if _differ([e["count"][0] for e in events])]
-    weighed = [events for events in unequal if not _differ([e["count"][1] / e["count"][0] for e in events])]
-    if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
-        return []
-    shown = " and ".join(f"{e['count'][0]:g}" for e in unequal[0][:_NAMED])
-    evidence = (
-        f"in {len(unequal)} of {len(counted)} backward passes each rank divided its loss by a number of its own, first "
-        f"by {shown}, and the gradients were averaged as if these were equal"
-    )
-    return [finding_at("loss_mean_of_means", unequal[0][0]["at"], evidence)]
+    terms = max((len(e.get("means") or ()) for e in per_rank[0]), default=0)
+    for term in (None, *range(terms)):
+        counts = [[_divisor(e, term) for e in events] for events in passes]
+        counted = [(events, found) for events, found in zip(passes, counts) if all(count > 0 for count, _ in found)]
+        unequal = [(events, found) for events, found in counted if _differ([count for count, _ in found])]
+        weighed = [found for _, found in unequal if not _differ([factor / count for count, factor in found])]
+        if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
+            continue
+        events, found = unequal[0]
+        shown = " and ".join(f"{count:g}" for count, _ in found[:_NAMED])
+        what = "its loss" if term is None or terms == 1 else "a term of its loss"
+        evidence = (
+            f"in {len(unequal)} of {len(counted)} backward passes each rank divided {what} by a number of its own, "
+            f"first by {shown}, and the gradients were averaged as if these were equal"
+        )
+        return [finding_at("loss_mean_of_means", events[0]["at"], evidence, script_lines.loss_line(events[0]))]
+    return []
+
+
+def _divisor(backward: Event, term: int | None) -> list[float]:
+    """[count, factor] of a loss (None) or of one of its terms that are means of elements; zeros where it has none."""
+    if term is None:
+        return backward.get("count") or [0.0, 0.0]
+    means = backward.get("means") or []
+    return means[term] if term < len(means) else [0.0, 0.0]
 
 
 def _differ(values: list[float]) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
-from paceline.doctor.rules.recorded_run import RecordedRun
+from paceline.doctor.rules.recorded_run import Event, RecordedRun
 from paceline.doctor.script_ast import called, functions, holds, nodes_of, scope_at, tree_of
 
 _WRITES = re.compile(
@@ -192,6 +192,23 @@ def loss_return(at: Any) -> Line:
     found = [n for n in functions(at[0]) if n.name in _LOSS_OF] if at else []
     lines = [r.lineno for n in found for r in ast.walk(n) if isinstance(r, ast.Return) and r.value is not None]
     return [at[0], max(lines)] if len(found) == 1 and lines else None
+
+
+def loss_line(backward: Event) -> Line:
+    """The line that computes the loss of a backward pass: the last assignment before it, in its function, to the name
+    whose backward is called; where a library calls it, the line that gives the library the loss."""
+    at = backward["at"]
+    if not at or backward.get("library"):
+        return loss_return(at)
+    if tree_of(at[0]) is None:
+        return None
+    nodes = list(ast.walk(scope_at(*at)))
+    calls = [n for n in nodes if isinstance(n, ast.Call) and called(n) in ("backward", "manual_backward") and holds(n, at[1])]
+    texts = [ast.unparse(part) for n in calls for part in (*n.args, *([n.func.value] if isinstance(n.func, ast.Attribute) else []))]
+    names = {name for text in texts for name in re.findall(r"[A-Za-z_]\w*", text)}
+    set_ = [n.lineno for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign)) and n.lineno < at[1]
+            if any(isinstance(t, ast.Name) and t.id in names for t in _targets(n))]  # fmt: skip
+    return [at[0], max(set_)] if set_ else None
 
 
 def _files(run: RecordedRun) -> list[str]:
