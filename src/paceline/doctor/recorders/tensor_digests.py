@@ -6,11 +6,13 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 _DIGEST_ELEMENTS = 512  # about so many, at equal distances, go into a digest
 _ROW_ELEMENTS, _MAX_ROWS = 64, 256  # elements of a row; rows of a batch
 _SAMPLE_ELEMENTS = 6
+_MAX_STEPS, _MAX_PADDED = 8192, 65536  # of a row that may be padded: its steps, its elements
 
 
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -48,3 +50,24 @@ def sample(tensor: torch.Tensor) -> list[float]:
     values = flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)][:_SAMPLE_ELEMENTS].double()
     size = torch.stack([flat.abs().sum(dtype=torch.float64), flat.sum(dtype=torch.float64)])
     return [flat.numel(), *torch.cat([size, values]).tolist()]
+
+
+def padded_rows(tensor: torch.Tensor) -> list[list[int]] | None:
+    """For each row of a batch of sequences, (rows, steps) or (rows, steps, features), what is left of it without its
+    padding, which may be on the right or on the left: the number of steps; then for each side the number of equal steps
+    at the end, a checksum of such a step, of the others and of all. None for other tensors.
+
+    Two batches pad one example to different widths; these numbers still show that it is the same.
+    """
+    if tensor.dim() not in (2, 3) or not 1 < tensor.shape[1] <= _MAX_STEPS or tensor[0].numel() > _MAX_PADDED:
+        return None
+    flat = tensor.detach()[:_MAX_ROWS].reshape(min(len(tensor), _MAX_ROWS), tensor.shape[1], -1).cpu()
+    data = (flat.float() if flat.dtype is torch.bfloat16 else flat).contiguous().numpy()
+    return [[len(row), *_side(row), *_side(row[::-1])] for row in data]
+
+
+def _side(row: np.ndarray) -> list[int]:  # (steps, features)
+    unlike = (row != row[-1]).any(axis=1)
+    real = len(row) - int(unlike[::-1].argmax()) if unlike.any() else 0
+    head = [zlib.crc32(np.ascontiguousarray(row[:n][:_ROW_ELEMENTS]).tobytes(), n) for n in (real, len(row))]
+    return [len(row) - real, zlib.crc32(np.ascontiguousarray(row[-1]).tobytes()), *head]

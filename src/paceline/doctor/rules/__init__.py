@@ -4,6 +4,7 @@ recorded_run.py       the events of all ranks, and the questions that several ru
 data_rules.py         examples read twice or never, the order of the epochs
 metric_rules.py       what a metric is divided by, and what is averaged, by the numbers in the script's variables
 evaluation_rules.py   padding's duplicates, metrics of one rank's shard
+padded_rows.py        rows of examples that are padded to different widths
 gathered_results.py   does the script drop the duplicates from what it exchanged?
 model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
 replica_rules.py      weights that differ between ranks: by the place of the first difference

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
 from paceline.doctor.rules.gathered_results import uses_all
+from paceline.doctor.rules.padded_rows import lengths
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 from paceline.doctor.script_ast import divided_by_world
 
@@ -132,26 +133,49 @@ def _padded(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:
         return []
     values = [v for e in exchanged if e["op"] in _SUMS for v in e.get("result") or []]
     sums = [e for e in exchanged if e["op"] in _SUMS]
-    values += _totals(_sums_of(exchanged))
-    if unique in values:
+    values += [*_totals(_sums_of(exchanged)), *_gathered_sums(one)]
+    of_tokens, of_unique = _token_counts(one)
+    if unique in values or any(v in of_unique for v in values):
         return []  # the script counted each once
+    counted_twice = [v for v in values if v in of_tokens]
     gathers = [e for e in exchanged if e["op"] not in _SUMS]
     loop = one.passes[0].at
-    if gathers and total not in values and not all(uses_all(e, loop) for e in gathers):
+    if gathers and total not in values and not counted_twice and not all(uses_all(e, loop) for e in gathers):
         return []
-    if sums and total not in values:
+    if sums and total not in values and not counted_twice:
         if any(e.get("n", 0) % unique == 0 and e.get("n") for e in sums):
             return []  # a place for each example
         if not all(uses_all(e, loop, sums=True) for e in sums):
             return []
-    if sums and values and total not in values and any(_counts(v, unique, total) for v in values):
+    if sums and values and total not in values and not counted_twice and any(_counts(v, unique, total) for v in values):
         return []
     counted = f", and the count that it summed over the ranks is {total}" if total in values else ""
+    if counted_twice and not counted:
+        counted = f", and the count of tokens that it summed over the ranks, {counted_twice[0]:g}, has theirs twice too"
     sampler = run.loaders[0].get(loader, {}).get("sampler_name")
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
     return [finding_at("padded_evaluation", exchanged[0]["at"], evidence + counted)]
+
+
+def _gathered_sums(one: Evaluation) -> list[float]:
+    """Of what all ranks gathered, and is small: the sums over the ranks."""
+    calls = [[e for e in events if e["k"] == "coll" and e["op"] in _GATHERS and e.get("sent")] for events in one.after]
+    if len({len(found) for found in calls}) > 1:
+        return []
+    return [sum(values) for es in zip(*calls) for values in zip(*(e["sent"] for e in es))]
+
+
+def _token_counts(one: Evaluation) -> tuple[set[int], set[int]]:
+    """The numbers of tokens that the ranks have read, by each tensor of padded sequences: with those of the examples that
+    were read twice, and of each example once."""
+    all_, once = set(), set()
+    for rows in lengths([y for p in one.passes for y in p.yields]):
+        if len(rows) == sum(one.reads.values()) and len({n for _, n in rows}) > 1:
+            all_.add(sum(n for _, n in rows))
+            once.add(sum(dict(rows).values()))
+    return all_ - once, once - all_
 
 
 def _mean_of_means(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:

@@ -19,11 +19,12 @@ from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 from paceline.doctor.script_ast import called, divided_by_world, holds, nodes_of, scope_at, tree_of
 
 CLOSE = 2e-5  # relative difference of a number in float32 and the quotient that it comes from
-UNLIKE = 1e-4  # relative difference by which a mean of means must miss the mean of all
+UNLIKE = 1e-3  # relative difference of counts that are not equal
 MIN_COUNT = 8  # of examples, or tokens, by which a rank divides
 DIGITS = 3  # digits that a printed number must have, so that no other quotient is taken for it
 _NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:e[-+]?\d+)?", re.IGNORECASE)
 _DURATION = re.compile(r"time|sec|elapsed|durat|start|begin|\bt\d|(^|\.)lr$", re.IGNORECASE)
+_TRAINS = re.compile(r"\.(fit|validate|test)\(")
 _AVERAGES = re.compile(r"""["'](mean|avg|average)["']|\.mean\(|\bmean\(|sync_dist|ReduceOp\.AVG""")
 
 Numbers = dict[str, float]
@@ -60,7 +61,10 @@ def _share_of_whole(run: RecordedRun, loader: str, one: Evaluation) -> list[Find
             for name, own in sorted(_both(ours)):
                 if not own or abs(own / size - value) > half or _same(own, (size, read)):
                     continue
-                whole = [own + n[name] for n in theirs if name in n]  # of two ranks; of more it is larger still
+                others = [n[name] for n in theirs if name in n]
+                if all(other == own for other in others):
+                    continue  # it may be a sum of all ranks, of an evaluation before
+                whole = [own + other for other in others]  # of two ranks; of more it is larger still
                 explained = [v / d for v in exchanged for d in (1.0, size, run.world_size)]
                 if any(abs(v - value) <= half for v in explained) or not any(abs(w / size - value) > half for w in whole):
                     continue
@@ -75,7 +79,13 @@ def _share_of_whole(run: RecordedRun, loader: str, one: Evaluation) -> list[Find
 
 
 def _captures(events: list[Event]) -> list[Numbers]:
-    return [e["vars"] for e in events if e.get("vars")]
+    """What the variables held until the first exchange: afterwards a sum may be that of all ranks."""
+    found = []
+    for e in events:
+        found += [e["vars"]] if e.get("vars") else []
+        if e["k"] == "coll" and e["op"] in EXCHANGES and not e.get("of"):
+            break
+    return found
 
 
 def _both(captures: list[Numbers]) -> set[tuple[str, float]]:
@@ -140,14 +150,16 @@ def _mean_of_quotients(one: Evaluation) -> list[Finding]:
                 continue
             (top, bottom), (sums, counts) = found
             mean, whole = sum(values) / len(values), sum(sums) / sum(counts)
-            if abs(mean - whole) <= UNLIKE * abs(whole) or not _averaged(one, es[0], mean, whole):
+            path = [frame for frame in es[0].get("path", ()) if _is_script(one, frame)]
+            logged = _log_call(path, (top, bottom))
+            if not (logged or _averaged(one, es[0], path, mean, whole)):
                 continue
             shown = " and ".join(f"{c:g}" for c in counts[:4])
             evidence = (
                 f"each rank sent `{top}` divided by its own `{bottom}`, {shown}; the mean of these quotients is "
                 f"{mean:.6g}, where the sums divided once give {whole:.6g}"
             )
-            at, beside = _lines(one, es[0], (top, bottom))
+            at, beside = (logged, None) if logged else _lines(one, es[0], path)
             return [finding_at("mean_of_means", at, evidence, beside)]
     return []
 
@@ -162,7 +174,7 @@ def _quotient(
         for bottom in names:
             counts = [theirs[bottom] for theirs in numbers]
             whole = all(c >= MIN_COUNT and c == int(c) for c in counts)
-            if not whole or len(set(counts)) == 1 or _DURATION.search(bottom):
+            if not whole or max(counts) - min(counts) <= UNLIKE * max(counts) or _DURATION.search(bottom):
                 continue
             for top in names:
                 sums = [theirs[top] for theirs in numbers]
@@ -188,12 +200,12 @@ def _close(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return all(math.isclose(a, b, rel_tol=CLOSE) for a, b in zip(ours, theirs))
 
 
-def _averaged(one: Evaluation, call: Event, mean: float, whole: float) -> bool:
+def _averaged(one: Evaluation, call: Event, path: list[list[Any]], mean: float, whole: float) -> bool:
     """Is what was sent averaged over the ranks? By the call itself, by the text around it, or by what rank 0 logs."""
     at = call["at"]
     if call.get("by") == "AVG" or (at and divided_by_world(*at)):
         return True
-    if any(_AVERAGES.search(_statement(*frame)) for frame in call.get("path", ()) if _is_script(one, frame)):
+    if any(_AVERAGES.search(_statement(*frame)) for frame in path):
         return True
     for said in (e for e in one.after[0] if e["k"] == "said" and e["t"] >= call["t"]):
         for value, half in _printed(said["text"]):
@@ -216,12 +228,8 @@ def _statement(file: str, line: int) -> str:
     return ast.unparse(max(found, key=lambda n: n.lineno)) if found else ""
 
 
-def _lines(one: Evaluation, call: Event, names: tuple[str, str]) -> tuple[Any, Any]:
+def _lines(one: Evaluation, call: Event, path: list[list[Any]]) -> tuple[Any, Any]:
     """(the line that gives the quotient away, the collective's own where a helper makes it)."""
-    path = [frame for frame in call.get("path", ()) if _is_script(one, frame)]
-    logged = _logged(path, names)
-    if logged is not None:
-        return logged, None
     if not path:
         return call["at"], None
     near = one.passes[0].at
@@ -231,17 +239,18 @@ def _lines(one: Evaluation, call: Event, names: tuple[str, str]) -> tuple[Any, A
     return line, path[0] if path[0] != line else None
 
 
-def _logged(path: list[list[Any]], names: tuple[str, str]) -> list[Any] | None:
-    """Where a library makes the call for `self.log(..., sync_dist=True)`: that line."""
+def _log_call(path: list[list[Any]], names: tuple[str, str]) -> list[Any] | None:
+    """Where Lightning makes the call for `self.log(..., sync_dist=True)`, which averages: that line."""
     words = {re.split(r"[.\[]", name)[-1] for name in names}
     for file in dict.fromkeys(file for file, _ in path):
         found = [
             n
             for n in nodes_of(file)
-            if isinstance(n, ast.Call) and called(n) in ("log", "log_dict") and any(k.arg == "sync_dist" for k in n.keywords)
-        ]
-        direct = any(holds(n, line) for n in found for f, line in path if f == file)
-        if found and (direct or "trainer" in _statement(*path[-1]) or "fit" in _statement(*path[0])):
-            best = [n for n in found if words <= set(re.findall(r"[A-Za-z_]\w*", ast.unparse(n)))] or found
-            return [file, best[0].lineno]
+            if isinstance(n, ast.Call) and called(n) in ("log", "log_dict")
+            if any(k.arg == "sync_dist" for k in n.keywords) and "sum" not in ast.unparse(n)
+        ]  # fmt: skip
+        direct = [n for n in found if any(holds(n, line) for f, line in path if f == file)]
+        named = [n for n in found if words & set(re.findall(r"[A-Za-z_]\w*", ast.unparse(n)))]
+        if direct or (found and _TRAINS.search(_statement(*path[0]))):
+            return [file, (direct or named or found)[0].lineno]
     return None
