@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, scale_of, unscaled
 
+_LENGTH = re.compile(r"(total|train\w*|max|decay|num)_?(steps|iters?|iterations|updates)$|^(t_max|total|steps)$", re.IGNORECASE)
 _MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
 _MAX_CLIPS = 50  # calls of clipping whose effect is measured
 _MAX_COUNTED = 400  # backward passes, or calls of zero_grad, that are looked into
@@ -355,7 +358,21 @@ def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
         horizon = getattr(scheduler, name, None)
     if kind == "MultiStepLR":
         name, horizon = "last milestone", max(scheduler.milestones, default=None)
+    if kind == "LambdaLR":
+        name, horizon = _length_of_lambda(next(iter(getattr(scheduler, "lr_lambdas", [])), None))
     return kind, name, horizon
+
+
+def _length_of_lambda(function: Any) -> tuple[str, int | None]:
+    """(name, value) of the length that a function of the step was given: an argument bound by functools.partial, as
+    transformers' schedules have it, or a variable of the function around it."""
+    bound = dict(getattr(function, "keywords", None) or {})
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(code.co_freevars if code else (), getattr(function, "__closure__", None) or ()):
+        with contextlib.suppress(ValueError):  # an empty cell
+            bound[name] = cell.cell_contents
+    lengths = {name: value for name, value in bound.items() if type(value) is int and _LENGTH.search(name)}
+    return max(lengths.items(), key=lambda pair: pair[1], default=("", None))
 
 
 def install(log: EventLog) -> None:
