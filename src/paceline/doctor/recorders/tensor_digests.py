@@ -63,11 +63,16 @@ def padded_rows(tensor: torch.Tensor) -> list[list[int]] | None:
         return None
     flat = tensor.detach()[:_MAX_ROWS].reshape(min(len(tensor), _MAX_ROWS), tensor.shape[1], -1).cpu()
     data = (flat.float() if flat.dtype is torch.bfloat16 else flat).contiguous().numpy()
-    return [[len(row), *_side(row), *_side(row[::-1])] for row in data]
+    sides = zip(_side(data), _side(np.ascontiguousarray(data[:, ::-1])))
+    return [[data.shape[1], *right, *left] for right, left in sides]
 
 
-def _side(row: np.ndarray) -> list[int]:  # (steps, features)
-    unlike = (row != row[-1]).any(axis=1)
-    real = len(row) - int(unlike[::-1].argmax()) if unlike.any() else 0
-    head = [zlib.crc32(np.ascontiguousarray(row[:n][:_ROW_ELEMENTS]).tobytes(), n) for n in (real, len(row))]
-    return [len(row) - real, zlib.crc32(np.ascontiguousarray(row[-1]).tobytes()), *head]
+def _side(data: np.ndarray) -> list[list[int]]:  # (rows, steps, features)
+    """For each row: the number of equal steps at its end, and checksums of such a step, of the others, of all."""
+    steps = data.shape[1]
+    unlike = (data != data[:, -1:]).any(axis=2)
+    real = np.where(unlike.any(axis=1), steps - unlike[:, ::-1].argmax(axis=1), 0).tolist()
+    return [
+        [steps - n, zlib.crc32(row[-1].tobytes()), *(zlib.crc32(row[: min(m, _ROW_ELEMENTS)].tobytes(), m) for m in (n, steps))]
+        for row, n in zip(data, real)
+    ]

@@ -12,6 +12,7 @@ schedule_rules.py     learning rates, schedulers, accumulation, clipping
 collective_rules.py   collectives compared over the ranks, also while the script runs
 cost_rules.py         time and memory
 lr_scaling_rules.py   how the learning rate is scaled with the number of processes
+expressions.py        where the numbers in an expression of the script come from
 script_lines.py       the script's line that does what no patched function can see
 """
 

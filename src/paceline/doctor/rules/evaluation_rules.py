@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
-from paceline.doctor.rules.gathered_results import uses_all
+from paceline.doctor.rules.gathered_results import LIGHTNING, uses_all
 from paceline.doctor.rules.padded_rows import lengths
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 from paceline.doctor.script_ast import divided_by_world
@@ -156,7 +157,10 @@ def _padded(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    return [finding_at("padded_evaluation", exchanged[0]["at"], evidence + counted)]
+    at = exchanged[0]["at"]
+    of_library = any(LIGHTNING.search(file) for file, _ in exchanged[0].get("path", ()))
+    line = script_lines.validation_log(at) if of_library else None
+    return [finding_at("padded_evaluation", line or at, evidence + counted)]
 
 
 def _gathered_sums(one: Evaluation) -> list[float]:

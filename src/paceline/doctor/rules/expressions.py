@@ -77,6 +77,7 @@ def _sources(files: Sequence[str], piece: Piece) -> Iterator[Piece]:
             for file in files:
                 yield from _set_to(file, nodes_of(file), n.attr, attribute=True)
                 yield from (Piece(file, value) for value in _returned(file, n.attr))
+                yield from (Piece(file, value) for value in _option_default(file, n.attr))
         elif isinstance(n, ast.Name) and id(n) not in inside:
             scope = scope_at(piece.file, n.lineno)
             yield from _set_to(piece.file, ast.walk(scope), n.id)
@@ -116,6 +117,15 @@ def _returned(file: str, name: str) -> Iterator[ast.expr]:
     for f in functions(file):
         if f.name == name:
             yield from (n.value for n in ast.walk(f) if isinstance(n, ast.Return) and n.value is not None)
+
+
+def _option_default(file: str, name: str) -> Iterator[ast.expr]:
+    """The default of an option of argparse's or click's whose value has this name."""
+    for n in nodes_of(file):
+        if isinstance(n, ast.Call) and called(n) in ("add_argument", "option"):
+            flags = [a.value for a in n.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            if name in [flag.lstrip("-").replace("-", "_") for flag in flags]:
+                yield from (k.value for k in n.keywords if k.arg == "default")
 
 
 def _arguments(files: Sequence[str], scope: Any, name: str) -> Iterator[Piece]:

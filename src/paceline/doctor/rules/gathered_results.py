@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from paceline.doctor.rules.recorded_run import Event
-from paceline.doctor.script_ast import Scope, called, functions, nodes_of, scope_at, tree_of
+from paceline.doctor.script_ast import Scope, called, functions, scope_at, tree_of
 
 # Functions and constructors that keep one of two equal entries.
 _DROPS = ("unique", "dict", "set", "narrow", "setdefault", "drop_duplicates", "index_copy_", "index_put_", "scatter_")
@@ -24,7 +24,8 @@ _MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*
 _MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
 
 _SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
-_METRICS, _LIGHTNING = re.compile(r"[\\/]torchmetrics[\\/]"), re.compile(r"[\\/](pytorch_)?lightning[\\/]")
+_METRICS, LIGHTNING = re.compile(r"[\\/]torchmetrics[\\/]"), re.compile(r"[\\/](pytorch_)?lightning[\\/]")
+_HOOKS = re.compile(r"valid|test|eval|step|metric")  # methods in which metrics get their examples
 # Functions that print: what they are given is not used as a result.
 _TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
 
@@ -45,7 +46,7 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
     path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
     by_metric = any(_METRICS.search(file) for file, _ in path)
     if by_metric:  # its gather leaves out nothing: the script may have, before it gave the metric its examples
-        inside = any(_LIGHTNING.search(file) for file, _ in path)
+        inside = any(LIGHTNING.search(file) for file, _ in path)
         path, sums = [frame for frame in path if not _SITE.search(frame[0])], True
     if not path or any(tree_of(file) is None for file, _ in path):
         return False
@@ -56,6 +57,9 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
     if not any(first is scope for scope, _ in scopes):
         scopes.append((first, 0))
     scopes += [] if sums else [(scope_at(*frame), frame[1]) for frame in path[1:]]
+    if by_metric and inside:  # which calls the script's methods, and has the loop
+        hooks = [f for file in {file for file, _ in path} for f in functions(file) if _HOOKS.search(f.name)]
+        scopes = [(hook, hook.lineno) for hook in hooks]
     nodes = [n for scope, line in scopes for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
     files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
     calls = {
@@ -63,8 +67,6 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
         for n in nodes
         if isinstance(n, ast.Call) and (not sums or _COUNTED.search(", ".join(map(ast.unparse, n.args))))
     }
-    if by_metric and inside:  # which calls the script's methods
-        nodes += [n for file in {file for file, _ in path} for n in nodes_of(file)]
     searched = {id(scope) for scope, _ in scopes} | {id(scope_at(*frame)) for frame in path}
     nodes += [n for scope in _named(files, calls) if id(scope) not in searched for n in ast.walk(scope)]
     printed = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}

@@ -53,11 +53,11 @@ def _share_of_whole(run: RecordedRun, loader: str, one: Evaluation) -> list[Find
     read = len(set(one.passes[0].indices or ()))
     if not size or 2 * read > 1.5 * size:
         return []
-    events = one.after[0]
+    events, *of_others = (events[p.end - p.begin :] for p, events in zip(one.passes, one.after))
     exchanged = [v for e in events if e["k"] == "coll" for v in e.get("result") or ()]
-    ours, theirs = _captures(events), [n for events in one.after[1:] for n in _captures(events)]
+    ours, theirs = _captures(events), [n for events in of_others for n in _captures(events)]
     for said in (e for e in events if e["k"] == "said"):
-        for value, half in _printed(said["text"]):
+        for value, half in [*_printed(said["text"]), *_of_whole(said["text"], size)]:
             for name, own in sorted(_both(ours)):
                 if not own or abs(own / size - value) > half or _same(own, (size, read)):
                     continue
@@ -68,7 +68,7 @@ def _share_of_whole(run: RecordedRun, loader: str, one: Evaluation) -> list[Find
                 explained = [v / d for v in exchanged for d in (1.0, size, run.world_size)]
                 if any(abs(v - value) <= half for v in explained) or not any(abs(w / size - value) > half for w in whole):
                     continue
-                line = _division(run, name, size, ours)
+                line = _division(run, name, size, ours) or (said["at"] if f"{own:g}/{size}" in said["text"] else None)
                 if line is not None:
                     evidence = (
                         f"rank 0 logged {said['text'].strip()!r}: {own:g}, which it had in `{name}` after the {read} "
@@ -103,6 +103,13 @@ def _printed(text: str) -> Iterator[tuple[float, float]]:
             continue
         yield float(digits), 0.501 * unit
         yield float(digits) / 100, 0.00501 * unit
+
+
+def _of_whole(text: str, size: int) -> Iterator[tuple[float, float]]:
+    """The fractions that a text writes as two numbers, `57/128`, the second of which is `size`."""
+    for part, whole in re.findall(r"(?<![\d.])(\d+) ?(?:/|of|out of) ?(\d+)(?![\d.])", text):
+        if int(whole) == size and len(part) >= DIGITS - 1:
+            yield int(part) / size, 0.1 / size
 
 
 def _same(value: float, others: Sequence[float]) -> bool:

@@ -187,6 +187,16 @@ def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
     return next(([file, line] for file, line in path if file == near[0] and scope_at(file, line) is scope), path[0])
 
 
+def validation_log(at: Any) -> Line:
+    """Of a script whose evaluation Lightning runs: the line that logs the metric."""
+    for f in functions(at[0]) if at else ():
+        if f.name in ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end"):
+            for n in ast.walk(f):
+                if isinstance(n, ast.Call) and called(n) in ("log", "log_dict"):
+                    return [at[0], n.lineno]
+    return None
+
+
 def loss_return(at: Any) -> Line:
     """Of a script whose backward a library makes: the line that gives it the loss, where that is plain."""
     found = [n for n in functions(at[0]) if n.name in _LOSS_OF] if at else []
