@@ -11,7 +11,9 @@ from typing import Any
 _MAX_DEPTH = 3  # how far assignments to the names in an expression are followed
 _NEAR = 8  # lines within which what is reduced is divided
 
-WORLD = re.compile(r"world_?size|get_world_size|num_replicas|n_?gpus?\b|num_gpus|num_processes|WORLD_SIZE|ngpus|nproc", re.IGNORECASE)
+WORLD = re.compile(
+    r"world_?size|get_world_size|num_replicas|n_?gpus?\b|num_gpus|num_processes|WORLD_SIZE|ngpus|nproc", re.IGNORECASE
+)
 RATE = re.compile(r"\blr\b|learning_?rate|_lr\b|\blr_|base_lr|\['lr'\]", re.IGNORECASE)
 BATCH = re.compile(r"batch", re.IGNORECASE)
 _IS_WORLD = re.compile(r"get_world_size\(|WORLD_SIZE")

@@ -92,6 +92,10 @@ class EventLog:
         """Does this process record? A forked child does not."""
         return self._pid != 0
 
+    def owns(self, file: str) -> bool:
+        """Is a file of code the script's own?"""
+        return self._is_script(file)
+
     @contextmanager
     def overhead(self) -> Iterator[None]:
         """Count the time of this block as overhead, and record an error in it as an event instead of raising it."""
@@ -122,7 +126,7 @@ class EventLog:
             name = frame.f_code.co_filename
             outside_torch = self._outside_torch.get(name)
             if outside_torch is None:
-                outside_torch = self._outside_torch[name] = self.is_script(name) or _is_library(name)
+                outside_torch = self._outside_torch[name] = self._is_script(name) or _is_library(name)
             if outside_torch:
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
@@ -131,7 +135,7 @@ class EventLog:
     def called_by_library(self) -> bool:
         """Does a library of the script's make the current call, and not the script itself?"""
         innermost = next(iter(self.call_stack()), None)
-        return innermost is not None and not self.is_script(innermost[0])
+        return innermost is not None and not self._is_script(innermost[0])
 
     def script_stack(self, most: int = 6, skip: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
         """[file, line] of the frames in the script's folder, the innermost first, without those to `skip`."""
@@ -139,7 +143,7 @@ class EventLog:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < most:
             name = frame.f_code.co_filename
-            if self.is_script(name) and not (skip is not None and skip(frame)):
+            if self._is_script(name) and not (skip is not None and skip(frame)):
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
         return found
@@ -160,7 +164,7 @@ class EventLog:
         branches: dict[str, bool] = {}
         while frame is not None and len(lines) < 8:
             name, line = frame.f_code.co_filename, frame.f_lineno
-            if self.is_script(name):
+            if self._is_script(name):
                 statement = self._statement(name, line)
                 lines.append(f"{os.path.basename(name)}:{line}")
                 branches |= {f"{os.path.basename(name)}:{where}": taken for where, taken in statement.branches.items()}
@@ -184,8 +188,7 @@ class EventLog:
                 self._trees[file] = None
         return self._trees[file]
 
-    def is_script(self, name: str) -> bool:
-        """Is a file of code the script's own?"""
+    def _is_script(self, name: str) -> bool:
         is_script = self._script_files.get(name)
         if is_script is None:
             is_script = self._script_files[name] = self._in_script_folder(name)

@@ -142,11 +142,11 @@ class _LoaderRecorder:
 
     def _variables(self) -> dict[str, float] | None:
         """At the end of a loop over a loader."""
+        numbers: dict[str, float] | None = None
         with self._log.overhead():
             self._log.variables.pass_ended = True
-            numbers: dict[str, float] | None = self._log.variables.numbers()
-            return numbers
-        return None
+            numbers = self._log.variables.numbers()
+        return numbers
 
     def wrap_prefetching_iter(self, original: Any) -> Any:
         """`__iter__` of a loader that reads a batch ahead, as Accelerate's do: its pass has ended before the script has
@@ -354,8 +354,8 @@ def _base_indices(dataset: Any, index: Any) -> list[int] | None:
 def _row_digests(
     batch: Any, given: list[Any], indices: list[int] | None
 ) -> tuple[list[list[int]] | None, list[Any] | None]:
-    """For each tensor of the batch with a row for each example: the rows' digests, and their `padded_rows`. A tensor that
-    holds the indices gets zeros, since it says nothing about the examples."""
+    """For each tensor of the batch with a row for each example: the rows' digests, and their `padded_rows`. A tensor
+    that holds the indices gets zeros, since it says nothing about the examples."""
     size = None if indices is None else len(indices)
     found: list[list[int]] = []
     padded: list[Any] = []

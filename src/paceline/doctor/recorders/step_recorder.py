@@ -21,7 +21,9 @@ from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, scale_of, unscaled
 
-_LENGTH = re.compile(r"(total|train\w*|max|decay|num)_?(steps|iters?|iterations|updates)$|^(t_max|total|steps)$", re.IGNORECASE)
+_LENGTH = re.compile(
+    r"(total|train\w*|max|decay|num)_?(steps|iters?|iterations|updates)$|^(t_max|total|steps)$", re.IGNORECASE
+)
 _MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
 _MAX_CLIPS = 50  # calls of clipping whose effect is measured
 _MAX_COUNTED = 400  # backward passes, or calls of zero_grad, that are looked into

@@ -72,7 +72,9 @@ def _side(data: np.ndarray) -> list[list[int]]:  # (rows, steps, features)
     steps = data.shape[1]
     unlike = (data != data[:, -1:]).any(axis=2)
     real = np.where(unlike.any(axis=1), steps - unlike[:, ::-1].argmax(axis=1), 0).tolist()
-    return [
-        [steps - n, zlib.crc32(row[-1].tobytes()), *(zlib.crc32(row[: min(m, _ROW_ELEMENTS)].tobytes(), m) for m in (n, steps))]
-        for row, n in zip(data, real)
-    ]
+    return [[steps - n, zlib.crc32(row[-1].tobytes()), _head(row, n), _head(row, steps)] for row, n in zip(data, real)]
+
+
+def _head(row: np.ndarray, steps: int) -> int:
+    """A checksum of the first steps of a row, and of their number."""
+    return zlib.crc32(row[: min(steps, _ROW_ELEMENTS)].tobytes(), steps)

@@ -55,14 +55,14 @@ class VariableRecorder:
         known = self._classes.get(cls)
         if known is None:
             file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-            known = self._classes[cls] = file is not None and self.log.is_script(file)
+            known = self._classes[cls] = file is not None and self.log.owns(file)
         return known
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         frame: FrameType | None = sys._getframe(2)
         frames = 0
         while frame is not None and frames < _MAX_FRAMES:
-            if self.log.is_script(frame.f_code.co_filename):
+            if self.log.owns(frame.f_code.co_filename):
                 frames += 1
                 top = frame.f_code.co_name == "<module>"
                 for name, value in islice(list(frame.f_locals.items()), _MAX_NAMES):
@@ -104,7 +104,10 @@ def _as_number(value: Any) -> float | None:
         value = value.detach().item()
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         return None
-    number = float(value) if abs(value) < 1e300 else math.nan
+    try:
+        number = float(value)
+    except OverflowError:  # a long integer
+        return None
     return number if math.isfinite(number) else None
 
 

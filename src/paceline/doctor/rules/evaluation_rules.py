@@ -172,8 +172,8 @@ def _gathered_sums(one: Evaluation) -> list[float]:
 
 
 def _token_counts(one: Evaluation) -> tuple[set[int], set[int]]:
-    """The numbers of tokens that the ranks have read, by each tensor of padded sequences: with those of the examples that
-    were read twice, and of each example once."""
+    """The numbers of tokens that the ranks have read, by each tensor of padded sequences: with those of the examples
+    that were read twice, and of each example once."""
     all_, once = set(), set()
     for rows in lengths([y for p in one.passes for y in p.yields]):
         if len(rows) == sum(one.reads.values()) and len({n for _, n in rows}) > 1:

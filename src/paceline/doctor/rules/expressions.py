@@ -91,18 +91,25 @@ def _sources(files: Sequence[str], piece: Piece) -> Iterator[Piece]:
 def _set_to(file: str, nodes: Iterator[ast.AST], name: str, attribute: bool = False) -> Iterator[Piece]:
     """The numbers that are assigned to a name, or to an attribute of any object."""
     for n in nodes:
-        targets = n.targets if isinstance(n, ast.Assign) else [n.target] if isinstance(n, (ast.AugAssign, ast.AnnAssign)) else []
-        value = getattr(n, "value", None)
-        for target in targets:
-            pairs = [(target, value)]
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(target.elts, value.elts))
-            for one, what in pairs:
-                mine = isinstance(one, ast.Attribute) and one.attr == name
-                if (mine if attribute else isinstance(one, ast.Name) and one.id == name) and what is not None:
-                    whole = ast.copy_location(ast.BinOp(one, n.op, what), n) if isinstance(n, ast.AugAssign) else what
-                    if _is_number(file, whole):
-                        yield Piece(file, whole)
+        for target, value in assigned(n):
+            mine = isinstance(target, ast.Attribute) and target.attr == name
+            if (mine if attribute else isinstance(target, ast.Name) and target.id == name) and _is_number(file, value):
+                yield Piece(file, value)
+
+
+def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """(target, value) of what a statement assigns; the value of `a *= b` is `a * b`."""
+    if isinstance(node, ast.AugAssign):
+        return [(node.target, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))]
+    if isinstance(node, ast.AnnAssign):
+        return [] if node.value is None else [(node.target, node.value)]
+    found: list[tuple[ast.expr, ast.expr]] = []
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # type: ignore[attr-defined]
+            found += zip(target.elts, node.value.elts)  # type: ignore[attr-defined]
+        else:
+            found.append((target, node.value))  # type: ignore[attr-defined]
+    return found
 
 
 def _is_number(file: str, value: ast.expr) -> bool:
@@ -134,10 +141,8 @@ def _arguments(files: Sequence[str], scope: Any, name: str) -> Iterator[Piece]:
     if name not in names and name not in [a.arg for a in scope.args.kwonlyargs]:
         return
     method = names[:1] in (["self"], ["cls"])
-    owner = next(
-        (c.name for file in files for c in nodes_of(file) if isinstance(c, ast.ClassDef) and scope in c.body), scope.name
-    )
-    called_as = owner if scope.name == "__init__" else scope.name
+    classes = (c for file in files for c in nodes_of(file) if isinstance(c, ast.ClassDef) and scope in c.body)
+    called_as = next((c.name for c in classes if scope.name == "__init__"), scope.name)
     place = names.index(name) - method if name in names else None
     for file in files:
         for n in nodes_of(file):
@@ -157,8 +162,3 @@ def divided_by(piece: Piece, pattern: re.Pattern[str], unless: re.Pattern[str] |
     """Does an expression divide by something of this pattern? unless: what is divided has this pattern."""
     divisions = piece.operands(ast.Div, ast.FloorDiv)
     return any(pattern.search(right) and not (unless and unless.search(left)) for left, right in divisions)
-
-
-def multiplied_by(piece: Piece, pattern: re.Pattern[str]) -> bool:
-    """Does an expression multiply by something of this pattern?"""
-    return any(pattern.search(side) for pair in piece.operands(ast.Mult) for side in pair)

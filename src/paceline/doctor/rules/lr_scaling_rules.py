@@ -11,7 +11,7 @@ import re
 from collections import Counter
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.expressions import Piece, call_at, divided_by, pieces
+from paceline.doctor.rules.expressions import Piece, assigned, call_at, divided_by, pieces
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 from paceline.doctor.rules.schedule_rules import micro_batches
 from paceline.doctor.script_ast import BATCH, RATE, WORLD, called, holds, nodes_of, world_pattern
@@ -70,13 +70,15 @@ def _scaled_alone(run: RecordedRun) -> list[Finding]:
         return []
     files = sorted({e["at"][0] for e in run.events(0, "optimizer", "loader", "backward", "pass", "ddp") if e["at"]})
     rate = _argument(files, optimizer["at"], ("lr", 1))
-    scaled = [p for p in rate if WORLD.search(p.text) and _factors(p)]
+    scaled = [p for p in rate if _factors(p, WORLD)]
     if len(scaled) != 1 or any(divided_by(p, WORLD) or _ROOT.search(p.text) for p in rate):
         return []
-    if any(_factors(p, batches=True) for p in rate) or not _was_run(scaled[0], rate, optimizer["lr"][0], run.world_size):
+    linear = any(_factors(p, BATCH) for p in rate)
+    if linear or not _was_run(scaled[0], rate, optimizer["lr"][0], run.world_size):
         return []
+    # A library may have made the loader anew, at another line.
     made = [e["at"] for e in run.events(0, "loader") if (e["size"], e["batch"]) == (loader["size"], loader["batch"])]
-    parts = next(filter(None, (_argument(files, at, ("batch_size", 1)) for at in made if at)), [])  # a library makes anew
+    parts = next(filter(None, (_argument(files, at, ("batch_size", 1)) for at in made if at)), [])
     divided = next((p for p in parts if divided_by(p, WORLD)), None)
     each, what = loader["batch"], "examples"
     if divided is None:
@@ -121,27 +123,19 @@ def _argument(files: list[str], line: list[object], named: tuple[str, int]) -> l
 
 def _micro_batch_numbers(files: list[str]) -> list[Piece]:
     """What is assigned to names of accumulation."""
-    found: list[Piece] = []
-    for file in files:
-        for n in nodes_of(file):
-            if isinstance(n, (ast.Assign, ast.AugAssign)):
-                targets = n.targets if isinstance(n, ast.Assign) else [n.target]
-                if any(_PARTS.search(ast.unparse(t)) for t in targets):
-                    value = n.value if isinstance(n, ast.Assign) else ast.copy_location(ast.BinOp(n.target, n.op, n.value), n)
-                    found += pieces(files, file, [value])
-    return found
+    made = [(file, *pair) for file in files for n in nodes_of(file) for pair in assigned(n)]
+    return [p for file, to, value in made if _PARTS.search(ast.unparse(to)) for p in pieces(files, file, [value])]
 
 
-def _factors(piece: Piece, batches: bool = False) -> bool:
-    """Does it multiply by the number of processes, or by a batch?"""
-    pattern = BATCH if batches else WORLD
+def _factors(piece: Piece, pattern: re.Pattern[str]) -> bool:
+    """Does it multiply by something of this pattern?"""
     return any(pattern.search(side) for pair in piece.operands(ast.Mult) for side in pair)
 
 
 def _was_run(line: Piece, made_of: list[Piece], value: float, factor: float) -> bool:
     """Was the line with the factor run? By the numbers in the source where they tell, or else by where it stands."""
-    numbers = [float(p.node.value) for p in made_of if isinstance(p.node, ast.Constant) and type(p.node.value) in (int, float)]
-    numbers += [float(n.value) for p in made_of for n in ast.walk(p.node) if isinstance(n, ast.Constant) and type(n.value) is float]
+    constants = [(p, n) for p in made_of for n in ast.walk(p.node) if isinstance(n, ast.Constant)]
+    numbers = [n.value for p, n in constants if type(n.value) is float or (type(n.value) is int and n is p.node)]
     if any(_near(number * factor, value) for number in numbers):
         return True
     conditions = [n for n in nodes_of(line.file) if isinstance(n, (ast.If, ast.IfExp)) and holds(n, line.node.lineno)]

@@ -65,8 +65,8 @@ def _share_of_whole(run: RecordedRun, loader: str, one: Evaluation) -> list[Find
                 if all(other == own for other in others):
                     continue  # it may be a sum of all ranks, of an evaluation before
                 whole = [own + other for other in others]  # of two ranks; of more it is larger still
-                explained = [v / d for v in exchanged for d in (1.0, size, run.world_size)]
-                if any(abs(v - value) <= half for v in explained) or not any(abs(w / size - value) > half for w in whole):
+                of_all = [v / d for v in exchanged for d in (1.0, size, run.world_size)]
+                if any(abs(v - value) <= half for v in of_all) or all(abs(w / size - value) <= half for w in whole):
                     continue
                 line = _division(run, name, size, ours) or (said["at"] if f"{own:g}/{size}" in said["text"] else None)
                 if line is not None:
@@ -143,7 +143,8 @@ def _files(run: RecordedRun) -> list[str]:
 
 def _mean_of_quotients(one: Evaluation) -> list[Finding]:
     """mean_of_means: each rank divides its sum by a count of its own, and the quotients are averaged."""
-    per_rank = [[e for e in events if e["k"] == "coll" and e["op"] in EXCHANGES and e.get("sent")] for events in one.after]
+    exchanges = ([e for e in events if e["k"] == "coll" and e["op"] in EXCHANGES] for events in one.after)
+    per_rank = [[e for e in events if e.get("sent")] for events in exchanges]
     if len({len(calls) for calls in per_rank}) > 1:
         return []
     calls = list(zip(*per_rank))
@@ -183,9 +184,9 @@ def _quotient(
             whole = all(c >= MIN_COUNT and c == int(c) for c in counts)
             if not whole or max(counts) - min(counts) <= UNLIKE * max(counts) or _DURATION.search(bottom):
                 continue
-            for top in names:
+            for top in (name for name in names if name != bottom and not _DURATION.search(name)):
                 sums = [theirs[top] for theirs in numbers]
-                if top != bottom and not _DURATION.search(top) and _close([s / c for s, c in zip(sums, counts)], values):
+                if _close([s / c for s, c in zip(sums, counts)], values):
                     return (top, bottom), (sums, counts)
     return None
 

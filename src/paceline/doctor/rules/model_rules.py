@@ -42,8 +42,8 @@ def _modes(run: RecordedRun) -> list[Finding]:
 
 def _mean_losses(run: RecordedRun) -> list[Finding]:
     """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens or the nodes of its
-    graphs, and the gradients are averaged. Not where a rank multiplies its mean by its share of all counts, or a hook or the script rescales the
-    gradients."""
+    graphs, and the gradients are averaged. Not where a rank multiplies its mean by its share of all counts, or a hook
+    or the script rescales the gradients."""
     if (
         not any(run.events(0, "ddp", "fsdp"))
         or any(run.all_events("join"))

@@ -3,10 +3,12 @@
 An event is a dict. Its fields `k`, the kind, `t`, seconds without recording's own, and `at`, [file, line] of the script
 or [], are in all of them. The others, by kind:
 
-    loader        loader: name; size, batch, workers, sampler and more of its settings; holds: digests of the data set;
-                  length: batches; sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the Subset's indices
+    loader        loader: name; size, batch, workers, sampler and more of its settings; length: batches; holds: digests
+                  of the data set; sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the
+                  Subset's indices
     pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
-    yield         loader, n; idx: indices; rows: digests by tensor; padded: padded_rows by tensor; waited: seconds; grad: are gradients enabled?
+    yield         loader, n; idx: indices; rows, padded: digests and padded_rows by tensor; waited: seconds; grad: are gradients
+                  enabled?
     pass_end      loader, n. The loader was read to its end. vars: the numbers in the script's variables
     loop_end      loader; vars. The loop over a loader that reads a batch ahead has ended
     worker        n; worker: its number; begun: generator -> state at its begin, of the generators that were used
@@ -36,11 +38,13 @@ or [], are in all of them. The others, by kind:
     sched_error   the same without opt, lr and library; text
     clip          scale: loss scale in the gradients; norm; bound; changed: did it make gradients smaller?
     coll          op; n, d, by, root: elements, dtype, reduction, root; of: "grad" or "weight", number: the parameter's;
-                  result: of a small sum; sent, vars: what it was given after an evaluation; path: call stack. Of gradients: clipped, digest, given (sample), by (lines)
+                  result: of a small sum; sent, vars: what it was given after an evaluation; path: call stack.
+                  Of gradients: clipped, digest, given (sample), by (lines)
     p2p, refused  op; text: of the error
     group         op; world: size after it
     spawn         joined: is the process in a group already? torch.multiprocessing was called
-    said          how, text, path, vars: output; wrote: path: a file that was opened; save: path, bytes, seconds, wrapped
+    said          how, text, path, vars: output; wrote: path: a file that was opened; save: path, bytes, seconds,
+                  wrapped
     wait          kind, seconds: a call that waits for the device
     trouble       text: of an error inside a recorder
     end           failed: the script has ended

@@ -21,7 +21,12 @@ LOW, BACK = 0.02, 0.5  # of the highest rate: how far one falls that comes down 
 MANY = 5  # drops of a rate that should drop once in many epochs
 MIN_BATCHES = 4  # of an epoch, so that it can be told from a step
 MIN_UPDATES = 6  # of a schedule whose length is compared with their number
-_WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that should be as long as the training
+_WHOLE = (
+    "CosineAnnealingLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "LambdaLR",
+)  # schedules that should be as long as the training
 _OF_A_SET = re.compile(r"len\(([\w.]*\.dataset|(?![\w.]*(load|_dl\b))[\w.]*(data|set|train|x)\w*)\)", re.IGNORECASE)
 _OF_A_LOADER = re.compile(r"len\([\w.]*(load\w*|_dl)\)", re.IGNORECASE)
 _WITH_LINES = ("optimizer", "sched", "sched_made", "loader", "backward", "pass", "ddp")
@@ -96,7 +101,7 @@ def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Fi
         horizon, opt = last["horizon"], last.get("opt")
         updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
         rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0]]
-        if last["type"] not in (*_WHOLE, "LambdaLR") or not horizon or not run.completed or not rates or run.world_size < 2:
+        if last["type"] not in _WHOLE or not horizon or not run.completed or not rates or run.world_size < 2:
             continue
         if count < MIN_UPDATES or abs(count - len(updates)) > 1:
             continue
@@ -122,7 +127,7 @@ def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str
     all the data), the text of its length and of what that is made of, does it divide a share by the processes?)."""
     made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == last["sched"]), None)
     call = call_at(made)
-    if call is None:
+    if made is None or call is None:
         text = call_arguments(last["type"], *_lines(run))
         return (call_line(last["type"], *_lines(run)) or last["at"], None), text, bool(WORLD.search(text))
     files = sorted({e["at"][0] for e in run.events(0, *_WITH_LINES) if e["at"]})

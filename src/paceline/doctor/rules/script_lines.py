@@ -27,6 +27,7 @@ _OF_OTHERS = ("choice", "choices", "sample", "shuffle", "randint", "randrange", 
 _DRAWS = {f"torch.{name}" for name in _OF_TORCH} | {f"{own}.{name}" for own in ("random", "np.random", "numpy.random")
                                                    for name in _OF_OTHERS}  # fmt: skip
 _LOSS_OF = ("compute_loss", "training_step")  # methods that libraries call for the loss
+_BACKWARDS = ("backward", "manual_backward")
 _RANKS = re.compile(r"rank|main|master|is_")
 
 
@@ -213,12 +214,11 @@ def loss_line(backward: Event) -> Line:
     if tree_of(at[0]) is None:
         return None
     nodes = list(ast.walk(scope_at(*at)))
-    calls = [n for n in nodes if isinstance(n, ast.Call) and called(n) in ("backward", "manual_backward") and holds(n, at[1])]
-    texts = [ast.unparse(part) for n in calls for part in (*n.args, *([n.func.value] if isinstance(n.func, ast.Attribute) else []))]
-    names = {name for text in texts for name in re.findall(r"[A-Za-z_]\w*", text)}
-    set_ = [n.lineno for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign)) and n.lineno < at[1]
-            if any(isinstance(t, ast.Name) and t.id in names for t in _targets(n))]  # fmt: skip
-    return [at[0], max(set_)] if set_ else None
+    calls = [n for n in nodes if isinstance(n, ast.Call) and called(n) in _BACKWARDS and holds(n, at[1])]
+    names = {part.id for n in calls for part in ast.walk(n) if isinstance(part, ast.Name)}
+    made = [n for n in nodes if any(isinstance(t, ast.Name) and t.id in names for t in _targets(n))]
+    lines = [n.lineno for n in made if n.lineno < at[1]]  # type: ignore[attr-defined]
+    return [at[0], max(lines)] if lines else None
 
 
 def _files(run: RecordedRun) -> list[str]:
