@@ -17,6 +17,7 @@ WORLD = re.compile(
 RATE = re.compile(r"\blr\b|learning_?rate|_lr\b|\blr_|base_lr|\['lr'\]", re.IGNORECASE)
 BATCH = re.compile(r"batch", re.IGNORECASE)
 _IS_WORLD = re.compile(r"get_world_size\(|WORLD_SIZE")
+_READS = ("get_world_size", "int", "get", "getenv", "max")  # calls that give that number
 _MICRO_BATCHES = re.compile(r"accum|micro|chunk", re.IGNORECASE)
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
@@ -82,6 +83,7 @@ def world_pattern(file: str) -> re.Pattern[str]:
                 one.id
                 for one, value in pairs
                 if isinstance(one, ast.Name) and not isinstance(value, (ast.BinOp, ast.Tuple, ast.IfExp))
+                if not isinstance(value, ast.Call) or called(value) in _READS
                 if _IS_WORLD.search(ast.unparse(value)) and not RATE.search(one.id) and not BATCH.search(one.id)
             }
     more = "".join(rf"|\b{re.escape(name)}\b" for name in sorted(names))

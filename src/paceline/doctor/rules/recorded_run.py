@@ -7,8 +7,8 @@ or [], are in all of them. The others, by kind:
                   of the data set; sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the
                   Subset's indices
     pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
-    yield         loader, n; idx: indices; rows, padded: digests and padded_rows by tensor; waited: seconds; grad: are gradients
-                  enabled?
+    yield         loader, n; idx: indices; rows, padded: digests, padded_rows by tensor; waited: seconds; grad: are
+                  gradients enabled?
     pass_end      loader, n. The loader was read to its end. vars: the numbers in the script's variables
     loop_end      loader; vars. The loop over a loader that reads a batch ahead has ended
     worker        n; worker: its number; begun: generator -> state at its begin, of the generators that were used

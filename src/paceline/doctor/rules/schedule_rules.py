@@ -11,7 +11,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.expressions import call_at, divided_by, pieces, text_of
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
-from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
+from paceline.doctor.script_ast import BATCH, WORLD, accumulates, call_arguments, call_line
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
 OVER_SHARE = 0.2  # of the steps, that come after that
@@ -31,6 +31,7 @@ _OF_A_SET = re.compile(r"len\(([\w.]*\.dataset|(?![\w.]*(load|_dl\b))[\w.]*(data
 _OF_A_LOADER = re.compile(r"len\([\w.]*(load\w*|_dl)\)", re.IGNORECASE)
 _WITH_LINES = ("optimizer", "sched", "sched_made", "loader", "backward", "pass", "ddp")
 _WORLD_ALONE = re.compile(r"^\W*world_size\W*$")
+_WORLD_CALL = re.compile(r"^(int\()?[\w.]*(world_size\(\)|environ.*world_size.*)\)?$")
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
 UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
 MIN_REPEATS = 3  # of what is a habit, and no accident
@@ -138,7 +139,10 @@ def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str
     divides = next((piece for piece in found if divided_by(piece, pattern, unless=_OF_A_SET)), None)
     whole = next((piece for piece in found if _OF_A_SET.search(piece.text)), None)
     line = next((piece.line for piece in (divides, whole) if piece is not None), None)
-    return (made, line), text, divides is not None
+    # A batch that the processes share is no share of the steps, nor is the number of processes by itself.
+    batches = [p for p in found if divided_by(p, WORLD) and not divided_by(p, WORLD, unless=BATCH)]
+    rest = [p for p in found if p not in batches and not _WORLD_ALONE.search(p.text) and not _WORLD_CALL.search(p.text)]
+    return (made, line), text_of(rest), divides is not None
 
 
 def _lines(run: RecordedRun) -> list[list[Any]]:
