@@ -82,7 +82,8 @@ def world_pattern(file: str) -> re.Pattern[str]:
             names |= {
                 one.id
                 for one, value in pairs
-                if isinstance(one, ast.Name) and not isinstance(value, (ast.BinOp, ast.Tuple, ast.IfExp))
+                if isinstance(one, ast.Name) and not isinstance(value, (ast.Tuple, ast.IfExp))
+                if not any(isinstance(part, ast.BinOp) for part in ast.walk(value))
                 if not isinstance(value, ast.Call) or called(value) in _READS
                 if _IS_WORLD.search(ast.unparse(value)) and not RATE.search(one.id) and not BATCH.search(one.id)
             }

@@ -11,7 +11,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.expressions import call_at, divided_by, pieces, text_of
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
-from paceline.doctor.script_ast import BATCH, WORLD, accumulates, call_arguments, call_line
+from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
 OVER_SHARE = 0.2  # of the steps, that come after that
@@ -30,8 +30,9 @@ _WHOLE = (
 _OF_A_SET = re.compile(r"len\(([\w.]*\.dataset|(?![\w.]*(load|_dl\b))[\w.]*(data|set|train|x)\w*)\)", re.IGNORECASE)
 _OF_A_LOADER = re.compile(r"len\([\w.]*(load\w*|_dl)\)", re.IGNORECASE)
 _WITH_LINES = ("optimizer", "sched", "sched_made", "loader", "backward", "pass", "ddp")
-_WORLD_ALONE = re.compile(r"^\W*world_size\W*$")
-_WORLD_CALL = re.compile(r"^(int\()?[\w.]*(world_size\(\)|environ.*world_size.*)\)?$")
+_BATCH_SIZE = re.compile(r"batch_?size|\b(batch|bs)\b", re.IGNORECASE)
+_NO_SHARE = re.compile(f"{_OF_A_SET.pattern}|{_BATCH_SIZE.pattern}", re.IGNORECASE)  # all of it, before a division
+_WORLD_ALONE = re.compile(r"^\W*(int\()?[\w.]*(environ[\w.]*\W+)?world_size\W*$")  # nothing but that number
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
 UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
 MIN_REPEATS = 3  # of what is a habit, and no accident
@@ -136,12 +137,12 @@ def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str
     text = text_of(found)
     # The length of a loader is a share already; so may be a name that says nothing, but not the length of a data set.
     pattern = WORLD if _OF_A_LOADER.search(text) else _WORLD_ALONE
-    divides = next((piece for piece in found if divided_by(piece, pattern, unless=_OF_A_SET)), None)
+    divides = next((piece for piece in found if divided_by(piece, pattern, unless=_NO_SHARE)), None)
     whole = next((piece for piece in found if _OF_A_SET.search(piece.text)), None)
     line = next((piece.line for piece in (divides, whole) if piece is not None), None)
     # A batch that the processes share is no share of the steps, nor is the number of processes by itself.
-    batches = [p for p in found if divided_by(p, WORLD) and not divided_by(p, WORLD, unless=BATCH)]
-    rest = [p for p in found if p not in batches and not _WORLD_ALONE.search(p.text) and not _WORLD_CALL.search(p.text)]
+    batches = [p for p in found if divided_by(p, WORLD) and not divided_by(p, WORLD, unless=_BATCH_SIZE)]
+    rest = [p for p in found if p not in batches and not _WORLD_ALONE.search(p.text)]
     return (made, line), text_of(rest), divides is not None
 
 
