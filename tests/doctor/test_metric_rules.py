@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,7 +126,7 @@ def test_the_numbers_of_a_scripts_variables() -> None:
         def __init__(self) -> None:
             self.sum, self.count, self.name, self._own = 3.5, 4, "loss", 7
 
-    log = SimpleNamespace(owns=lambda file: file == __file__, models=None)
+    log = SimpleNamespace(owns=lambda file: file == __file__, models=None, overhead=contextlib.nullcontext)
     recorder = VariableRecorder(log)  # type: ignore[arg-type]
     assert recorder.numbers() is None  # a model is trained
 

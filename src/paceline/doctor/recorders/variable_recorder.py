@@ -43,11 +43,12 @@ class VariableRecorder:
             return None
         self._captures += 1
         found: dict[str, float] = {}
-        for name, value in self._named():
-            for path, number in _numbers_in(name, value, _MAX_DEPTH, self._is_own):
-                found.setdefault(path, number)
-            if len(found) >= _MAX_NUMBERS:
-                break
+        with self.log.overhead():
+            for name, value in self._named():
+                for path, number in _numbers_in(name, value, _MAX_DEPTH, self._is_own):
+                    found.setdefault(path, number)
+                if len(found) >= _MAX_NUMBERS:
+                    break
         return found
 
     def _is_own(self, cls: type) -> bool:

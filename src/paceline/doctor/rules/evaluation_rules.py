@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding
 from paceline.doctor.script_ast import divided_by_world
 
 MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
+_MAX_COUNTS = 4  # numbers in a gather that may be counts of examples
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
 # In a line of output: file names, counts of things, rates, times, epochs, steps, bytes.
@@ -26,11 +28,11 @@ _NO_METRIC = re.compile(  # a file's name, a rate, a time, a count of epochs or 
     r"|\d[\d.]*\s*(s|secs?|seconds|ms|min|minutes|h|hours|it/s|[kmg]i?b)\b|\d+:\d\d(:\d\d)?([.,]\d+)?|\d{4}-\d\d-\d\d",
     re.IGNORECASE,
 )
-EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
+_EXCHANGES = (*_SUMS, *_GATHERS, "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single")
 
 
 @dataclass
-class Evaluation:
+class _Evaluation:
     """One evaluation on all ranks."""
 
     passes: list[Pass]  # of each rank, over the evaluation's loader
@@ -50,7 +52,7 @@ def findings(run: RecordedRun) -> list[Finding]:
     local: list[Finding] = []
     means: list[Finding] = []
     for loader in sorted({p.loader for p in run.passes[0]} - run.training_loaders):
-        for one in evaluations(run, loader):
+        for one in _evaluations(run, loader):
             if not padded:
                 padded = _padded(run, loader, one)
             if not local:
@@ -62,7 +64,7 @@ def findings(run: RecordedRun) -> list[Finding]:
     return [*padded, *local, *means]
 
 
-def evaluations(run: RecordedRun, loader: str) -> list[Evaluation]:
+def _evaluations(run: RecordedRun, loader: str) -> list[_Evaluation]:
     """The evaluations with a loader; [] where only some ranks evaluate: on all data, or sharded elsewhere."""
     per_rank = [
         [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
@@ -74,8 +76,22 @@ def evaluations(run: RecordedRun, loader: str) -> list[Evaluation]:
     for passes in zip(*per_rank):
         if all(p.yields for p in passes):
             after = [_until_training(run, rank, p) for rank, p in enumerate(passes)]
-            rounds.append(Evaluation(list(passes), after))
+            rounds.append(_Evaluation(list(passes), after))
     return rounds
+
+
+def sharded_evaluations(run: RecordedRun) -> Iterator[tuple[str, list[Pass], list[list[Event]]]]:
+    """(a loader's name, each rank's pass over it, each rank's events from the pass until training goes on) of the
+    evaluations in which every rank reads a part, to its end."""
+    for loader in sorted({p.loader for p in run.passes[0]} - run.training_loaders):
+        for one in _evaluations(run, loader):
+            if _sharded(one) and all(p.complete for p in one.passes):
+                yield loader, one.passes, one.after
+
+
+def is_exchange(event: Event) -> bool:
+    """Is it a collective by which the script's ranks tell each other results?"""
+    return event["k"] == "coll" and event["op"] in _EXCHANGES and not event.get("of")
 
 
 def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
@@ -93,13 +109,13 @@ def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
     return events[one.begin : end]
 
 
-def is_sharded(one: Evaluation) -> bool:
+def _sharded(one: _Evaluation) -> bool:
     """Does each rank read a part, by its indices?"""
     union = len(one.reads)
     return all(p.indices and len(set(p.indices)) < union for p in one.passes)
 
 
-def _disjoint(run: RecordedRun, loader: str, one: Evaluation) -> bool:
+def _disjoint(run: RecordedRun, loader: str, one: _Evaluation) -> bool:
     """Does each rank read data of its own, by their content? A stream's part, a data set that was cut before, or one
     that deals out its examples itself and has the same ones in every evaluation."""
     read: list[set[int]] = []
@@ -120,16 +136,16 @@ def _leaves(one: Pass) -> int:
     return min((len(y["rows"]) for y in one.yields if y["rows"]), default=0)
 
 
-def _padded(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:
+def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
     """padded_evaluation: some examples are read twice, and the script neither drops nor discounts them."""
     reads = one.reads
     total, unique = sum(reads.values()), len(reads)
     twice = total - unique
     if not all(p.complete for p in one.passes) or not 0 < twice < total / 3:
         return []
-    if not is_sharded(one) or not _same_data(one):
+    if not _sharded(one) or not _same_data(one):
         return []
-    exchanged = [e for e in one.after[0] if e["k"] == "coll" and e["op"] in EXCHANGES and not e.get("of")]
+    exchanged = [e for e in one.after[0] if e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of")]
     if not exchanged:
         return []
     values = [v for e in exchanged if e["op"] in _SUMS for v in e.get("result") or []]
@@ -163,15 +179,18 @@ def _padded(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:
     return [finding_at("padded_evaluation", line or at, evidence + counted)]
 
 
-def _gathered_sums(one: Evaluation) -> list[float]:
-    """Of what all ranks gathered, and is small: the sums over the ranks."""
-    calls = [[e for e in events if e["k"] == "coll" and e["op"] in _GATHERS and e.get("sent")] for events in one.after]
+def _gathered_sums(one: _Evaluation) -> list[float]:
+    """Of the few numbers that all ranks gathered once, after the evaluation's loop: the sums over the ranks. What is
+    gathered in every batch may be labels, and their sums anything."""
+    calls = [[e for e in events if e["k"] == "coll" and e["op"] in _GATHERS] for events in one.after]
     if len({len(found) for found in calls}) > 1:
         return []
-    return [sum(values) for es in zip(*calls) for values in zip(*(e["sent"] for e in es))]
+    often = Counter(str(e["at"]) for e in calls[0])
+    few = [es for es in zip(*calls) if often[str(es[0]["at"])] == 1 and 0 < len(es[0].get("sent") or ()) <= _MAX_COUNTS]
+    return [sum(values) for es in few for values in zip(*(e.get("sent") or () for e in es))]
 
 
-def _token_counts(one: Evaluation) -> tuple[set[int], set[int]]:
+def _token_counts(one: _Evaluation) -> tuple[set[int], set[int]]:
     """The numbers of tokens that the ranks have read, by each tensor of padded sequences: with those of the examples
     that were read twice, and of each example once."""
     all_, once = set(), set()
@@ -182,10 +201,10 @@ def _token_counts(one: Evaluation) -> tuple[set[int], set[int]]:
     return all_ - once, once - all_
 
 
-def _mean_of_means(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:
+def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
     """mean_of_means: numbers of unequal shards are added and divided by the number of ranks."""
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
-    shared = (is_sharded(one) and _same_data(one)) or _disjoint(run, loader, one)
+    shared = (_sharded(one) and _same_data(one)) or _disjoint(run, loader, one)
     if not shared or not all(p.complete for p in one.passes) or len(set(sizes)) == 1:
         return []
     exchanged = [
@@ -221,7 +240,7 @@ def _counts(value: float, unique: int, total: int) -> bool:
     return value >= unique and value == int(value) and value % unique == 0 and value % total != 0
 
 
-def _same_data(one: Evaluation) -> bool:
+def _same_data(one: _Evaluation) -> bool:
     """Do indices that two ranks read mean the same example, by the rows' digests?"""
     seen: dict[int, list[int]] = {}
     for p in one.passes:
@@ -252,7 +271,7 @@ def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
             continue
         events = _until_training(run, 0, one)
         said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e)]
-        if said and not any(e["k"] == "coll" and e["op"] in EXCHANGES and not e.get("of") for e in events):
+        if said and not any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             evidence = (
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
                 f"{about['size']} examples; then it logged {said[0]['text'].strip()!r}"
@@ -267,12 +286,12 @@ def _until_next_evaluation(loader: str, events: list[Event]) -> list[Event]:
     return events[: next(begins, len(events))]
 
 
-def _local_metric(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:
+def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
     """local_metric: rank 0 alone logs a number after all evaluated their shards, and nothing was exchanged."""
-    if not (is_sharded(one) and _same_data(one)) and not _disjoint(run, loader, one):
+    if not (_sharded(one) and _same_data(one)) and not _disjoint(run, loader, one):
         return []
     for events in one.after:
-        if any(e["k"] == "coll" and e["op"] in EXCHANGES and not e.get("of") for e in events):
+        if any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             return []
         if any(e["k"] == "p2p" for e in events):
             return []
@@ -285,7 +304,7 @@ def _local_metric(run: RecordedRun, loader: str, one: Evaluation) -> list[Findin
     if not said or any(others) or any(paths - written[0] for paths in written[1:]):
         return []  # every rank tells of its own shard, or keeps what it has of it
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
-    own, union = (len(set(one.passes[0].indices or [])), len(one.reads)) if is_sharded(one) else (sizes[0], sum(sizes))
+    own, union = (len(set(one.passes[0].indices or [])), len(one.reads)) if _sharded(one) else (sizes[0], sum(sizes))
     evidence = (
         f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
         "ranks evaluate; nothing was exchanged in between"

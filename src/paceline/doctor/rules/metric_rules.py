@@ -10,12 +10,12 @@ import ast
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.evaluation_rules import EXCHANGES, Evaluation, evaluations, is_sharded
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.doctor.rules.evaluation_rules import is_exchange, sharded_evaluations
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 from paceline.doctor.script_ast import called, divided_by_world, holds, nodes_of, scope_at, tree_of
 
 CLOSE = 2e-5  # relative difference of a number in float32 and the quotient that it comes from
@@ -30,26 +30,32 @@ _AVERAGES = re.compile(r"""["'](mean|avg|average)["']|\.mean\(|\bmean\(|sync_dis
 Numbers = dict[str, float]
 
 
+class Evaluation(NamedTuple):
+    """An evaluation in which every rank reads a part of the data."""
+
+    loader: str  # the loader's name
+    passes: list[Pass]  # of each rank, over that loader
+    after: list[list[Event]]  # of each rank, the events from the begin of its pass until training goes on
+
+
 def findings(run: RecordedRun) -> list[Finding]:
     """local_metric, mean_of_means: the first of each."""
     if run.world_size < 2 or run.processes < 2:
         return []
     local: list[Finding] = []
     means: list[Finding] = []
-    for loader in sorted({p.loader for p in run.passes[0]} - run.training_loaders):
-        for one in evaluations(run, loader):
-            if is_sharded(one) and all(p.complete for p in one.passes):
-                local = local or _share_of_whole(run, loader, one)
-                means = means or _mean_of_quotients(one)
+    for one in (Evaluation(*parts) for parts in sharded_evaluations(run)):
+        local = local or _share_of_whole(run, one)
+        means = means or _mean_of_quotients(one)
     return [*local, *means]
 
 
 # --- rank 0's own sum, divided by the size of the whole
 
 
-def _share_of_whole(run: RecordedRun, loader: str, one: Evaluation) -> list[Finding]:
+def _share_of_whole(run: RecordedRun, one: Evaluation) -> list[Finding]:
     """local_metric: rank 0 tells a sum over its shard, divided by the number of examples of all ranks."""
-    size = run.loaders[0].get(loader, {}).get("size")
+    size = run.loaders[0].get(one.loader, {}).get("size")
     read = len(set(one.passes[0].indices or ()))
     if not size or 2 * read > 1.5 * size:
         return []
@@ -83,7 +89,7 @@ def _captures(events: list[Event]) -> list[Numbers]:
     found = []
     for e in events:
         found += [e["vars"]] if e.get("vars") else []
-        if e["k"] == "coll" and e["op"] in EXCHANGES and not e.get("of"):
+        if is_exchange(e):
             break
     return found
 
@@ -143,7 +149,7 @@ def _files(run: RecordedRun) -> list[str]:
 
 def _mean_of_quotients(one: Evaluation) -> list[Finding]:
     """mean_of_means: each rank divides its sum by a count of its own, and the quotients are averaged."""
-    exchanges = ([e for e in events if e["k"] == "coll" and e["op"] in EXCHANGES] for events in one.after)
+    exchanges = ([e for e in events if is_exchange(e)] for events in one.after)
     per_rank = [[e for e in events if e.get("sent")] for events in exchanges]
     if len({len(calls) for calls in per_rank}) > 1:
         return []
