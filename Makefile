@@ -2,6 +2,9 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+# -e makes the environment read Paceline from src, so that a change counts at once. `make EDITABLE= ...` installs the built
+# wheel in its place, as users do; .ci/run tests that.
+EDITABLE ?= -e
 READY  := $(VENV)/.ready
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
@@ -21,10 +24,12 @@ demo: $(READY)  ## train on real digits with 1 process and with 2, and compare t
 WORKERS ?= 2
 
 test: $(READY)  ## all tests but the fuller matrices
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not conformance and not campaign and not system"
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not conformance and not full and not campaign and not system"
 
+# PART=ci leaves out the tests marked `full`. .ci/run does so to stay short; run all of it before you close an issue.
 conformance: $(VENV)/.trackers $(VENV)/.foreign $(VENV)/.onnx  ## the fuller matrices: jobs x strategies x world sizes against plain PyTorch; trackers; other libraries
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "conformance and not campaign"
+	$(if $(filter-out ci,$(PART)),$(error make conformance PART=$(PART): there is no such part. Give PART=ci, or none for all))
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "(conformance or full) and not campaign$(if $(PART), and not full)"
 
 # Needs root on Debian with slurm-wlm, munge, openmpi-bin, openssh-server, openssh-client, iproute2 and g++.
 test-system: $(VENV)/.deepspeed $(VENV)/.system  ## with Slurm, Open MPI, sshd, hosts in network namespaces and DeepSpeed, all of them real; kills at random
@@ -131,35 +136,35 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "make: '$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools \
-	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]' \
+	  && $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE) '.[dev]' \
 	  || { echo "make: installing into $(VENV) failed (pip's message is above). Nothing half done is kept: run make again." >&2; \
 	       rm -rf $(VENV); exit 1; }
 	@touch $@
 	@echo "$(VENV) is ready."
 
 $(VENV)/.trackers: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[mlflow,wandb]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE) '.[mlflow,wandb]'
 	@touch $@
 
 $(VENV)/.foreign: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[foreign]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE) '.[foreign]'
 	@touch $@
 
 $(VENV)/.onnx: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[onnx]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE) '.[onnx]'
 	@touch $@
 
 $(VENV)/.deepspeed: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[deepspeed]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE) '.[deepspeed]'
 	@echo "Compiling DeepSpeed's extension for CPUs, once (a minute or two; not within a test's deadline)."
 	@DS_ACCELERATOR=cpu PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c \
 	  'from deepspeed.accelerator import get_accelerator as on; on().create_op_builder("ShareMemCommBuilder").load()' >/dev/null
 	@touch $@
 
 $(VENV)/.system: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[system]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE) '.[system]'
 	@touch $@
 
 $(VENV)/.docs: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE) '.[docs]'
 	@touch $@

@@ -1,10 +1,11 @@
 """`@pytest.mark.ranks(2, 3)`: a test whose body runs in 2 processes at once, one of each rank, and again in 3.
 
-    @pytest.mark.ranks(2, conformance=3, campaign=(2, 4))
+    @pytest.mark.ranks(2, conformance=3, full=4, campaign=5)
     def test_the_sum_is_that_of_all_ranks() -> None: ...
 
 is collected once for each number of processes: `test_...[2ranks]` as it is, `test_...[3ranks]` with the marker
-`conformance`. `ranks(1)` runs it in pytest's own process, without a process group.
+`conformance`, `test_...[4ranks]` with `full`, and so on. `ranks(1)` runs it in pytest's own process, without a process
+group.
 
 The ranks are launched once, and the tests of a module that need equally many run one after the other in the same
 processes (`Session` in tests/ranks.py). A test passes where its body returns on every rank. Its arguments come from
@@ -52,8 +53,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _sizes(test: str, marker: pytest.Mark) -> list[tuple[int, tuple[pytest.MarkDecorator, ...]]]:
     found: list[tuple[int, tuple[pytest.MarkDecorator, ...]]] = [(size, ()) for size in marker.args]
     for name, given in marker.kwargs.items():
-        if name not in ("conformance", "campaign"):
-            raise pytest.UsageError(f"{test}: ranks({name}=...): 'conformance' and 'campaign' are what there is")
+        if name not in ("conformance", "full", "campaign"):
+            raise pytest.UsageError(f"{test}: ranks({name}=...): give 'conformance', 'full' or 'campaign'")
         of_this = given if isinstance(given, tuple) else (given,)
         found += [(size, (getattr(pytest.mark, name),)) for size in of_this]
     sizes = [size for size, _ in found]

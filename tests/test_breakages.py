@@ -148,9 +148,13 @@ def test_the_line_to_break_is_there(name: str) -> None:
     assert (ROOT / "src" / "paceline" / breakage.file).read_text().count(breakage.right) == 1, "adapt BREAKAGES"
 
 
-@pytest.mark.conformance
+def marks(number: int) -> pytest.MarkDecorator:
+    """.ci/run has every third."""
+    return pytest.mark.full if number % 3 else pytest.mark.conformance
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", BREAKAGES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(number)) for number, name in enumerate(BREAKAGES)])
 def test_is_noticed(name: str, tmp_path: Path) -> None:
     breakage = BREAKAGES[name]
     copy = tmp_path / "src" / "paceline"

@@ -20,7 +20,7 @@ import pytest
 import torch
 from benchmarks.gpu import __main__ as runner
 from benchmarks.gpu import everything, jobs, one, page, several, soak, steps
-from benchmarks.gpu.check import PARTS, Check, Place
+from benchmarks.gpu.check import PARTS, Check, CheckFault, Place
 from benchmarks.gpu.jobs import LIMIT, Way
 from benchmarks.gpu.overlap import ACCUMULATES, NODE, overlap
 from benchmarks.gpu.ranks import exchanged, over_ranks
@@ -32,7 +32,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def command(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    """As `make gpu` does: from the source tree. Its byte code goes elsewhere, since .ci/run takes byte code in src for
+    a test that missed the wheel."""
+    paths = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "PYTHONPYCACHEPREFIX": str(ROOT / "build" / "byte_code"),
+    }
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *words],
         cwd=ROOT,
@@ -291,13 +296,13 @@ def test_figures_of_a_gpu_that_are_kept_here_were_measured_on_one() -> None:
 
 
 # The other parts take many minutes on a CPU, and their deadlines fit a machine that does nothing else.
-IN_CONFORMANCE = ("right", "ranks", "costs")
+TIERS = {"ranks": "conformance", "right": "full", "costs": "full"}
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(part, marks=getattr(pytest.mark, "conformance" if part in IN_CONFORMANCE else "campaign"))
+    [pytest.param(part, marks=getattr(pytest.mark, TIERS.get(part, "campaign")))
      for part in PARTS],
 )  # fmt: skip
 def test_a_part_passes_on_a_cpu(part: str, tmp_path: Path) -> None:
@@ -313,3 +318,42 @@ def test_a_part_passes_on_a_cpu(part: str, tmp_path: Path) -> None:
     tables = list(figures.tables(tmp_path / "gpu.md", tmp_path))
     assert tables
     assert [figures.not_held(table, document) for table in tables] == [[] for _ in tables]
+
+
+def test_a_plain_loop_that_fails_or_does_not_repeat_itself_is_a_fault_of_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order = jobs.plain_order(jobs.MLP, epochs=1)
+    device = torch.device("cpu")
+    with pytest.raises(CheckFault, match="the plain loop: IndexError"):
+        jobs.plain(jobs.MLP, Way(), [[[10**6]]], device)
+    theirs = jobs.plain(jobs.MLP, Way(), order, device)
+    jobs.check_repeats(jobs.MLP, Way(), order, device, theirs)
+    with pytest.raises(CheckFault, match="differs from itself by"):
+        jobs.check_repeats(jobs.MLP, Way(), order[:-1], device, theirs)
+
+    def cannot_judge(place: Place) -> Any:
+        yield "a check"
+        raise CheckFault("plain PyTorch failed")
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Ended(tmp_path, Check("it", "right", 60, cannot_judge, 0)))
+    assert runner.run(Check("it", "right", 60, cannot_judge, 0), "cpu", 60)["status"] == "check at fault"
+
+
+class Ended:
+    """In place of a process: runs the check here, and has ended with an error."""
+
+    returncode = 1
+
+    def __init__(self, folder: Path, check: Check) -> None:
+        self._folder, self._check = folder, check
+
+    def __call__(self, words: list[str], **_: Any) -> Ended:
+        path = Path(words[words.index("--json") + 1])
+        place = Place(torch.device("cpu"), self._folder, self._folder)
+        with pytest.raises(SystemExit):
+            one.run(self._check, place, lambda result: path.write_text(json.dumps(result)) and None)
+        return self
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        return "", None

@@ -80,7 +80,7 @@ def test_what_a_rank_did_is_told(target: str, told: str) -> None:
 # --- tests that are marked `ranks`
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_marked_test_runs_on_every_rank(factor: int, request_size: int) -> None:
     if request_size == 1:
@@ -260,8 +260,8 @@ def test_a_function_that_runs_ranks_of_its_own_ends_the_session_of_a_module() ->
     [
         ("ranks(2)", "monkeypatch", "the fixture 'monkeypatch' acts on pytest's process"),
         ("ranks()", "", "ranks needs different numbers of processes"),
-        ("ranks(2, conformance=2)", "", "ranks needs different numbers of processes"),
-        ("ranks(2, nightly=3)", "", r"ranks\(nightly=...\): 'conformance' and 'campaign' are what there is"),
+        ("ranks(2, full=2)", "", "ranks needs different numbers of processes"),
+        ("ranks(2, nightly=3)", "", r"ranks\(nightly=...\): give 'conformance', 'full' or 'campaign'"),
     ],
 )
 def test_a_marker_that_cannot_be_is_told(marker: str, arguments: str, told: str, pytester: pytest.Pytester) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,56 @@ def test_commands_in_the_documents_are_there(name: str) -> None:
 
 def test_no_environment_of_the_compatibility_tests_is_committed() -> None:
     assert "build/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def would_run(*words: str) -> str:
+    """The commands of `make ...` in an environment that is not there yet."""
+    command = ["make", "--dry-run", "--always-make", "VENV=build/not-there", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_make_links_the_source_and_for_ci_it_installs_the_wheel() -> None:
+    assert "--no-build-isolation -e '.[dev]'" in would_run("test")
+    for target in ("test", "conformance", "test-system"):
+        installs = re.findall(r"--no-build-isolation (.*)'\.\[", would_run(target, "EDITABLE="))
+        assert installs, target
+        assert set(installs) == {" "}, target
+
+
+def test_conformance_is_whole_and_ci_runs_a_part_of_it() -> None:
+    assert '-m "(conformance or full) and not campaign"' in would_run("conformance")
+    assert '-m "(conformance or full) and not campaign and not full"' in would_run("conformance", "PART=ci")
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        would_run("conformance", "PART=half")
+    assert "PART=half: there is no such part. Give PART=ci" in refused.value.stderr
+
+
+# In place of the Makefile: each run of pytest has a closing line, and one imports a module from src or from elsewhere.
+TARGETS = """
+lint:
+	@echo all is well
+test conformance:
+	@echo "== 2 passed, 1 skipped in 1.50s =="
+test-system:
+	@PYTHONPATH=$${FOUND:-other} python3 -c "import paceline" && echo "== 1 failed, 4 passed in 2.00s =="
+"""
+
+
+@pytest.mark.parametrize("found", ["other", "src"])
+def test_ci_sums_its_runs_and_fails_where_the_source_is_imported(found: str, tmp_path: Path) -> None:
+    for folder in ("bin", ".ci", "src/paceline", "other/paceline"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("src", "other"):
+        (tmp_path / folder / "paceline" / "__init__.py").touch()
+    for program in ("sbatch", "munged", "mpirun", "sshd", "ssh", "ip", "g++"):  # so that nothing is installed
+        (tmp_path / "bin" / program).touch(0o755)
+    (tmp_path / "bin" / "sudo").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    (tmp_path / "bin" / "sudo").chmod(0o755)
+    (tmp_path / "Makefile").write_text(TARGETS)
+    (tmp_path / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text())
+    environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "FOUND": found}
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1].strip("= ") == "1 failed, 8 passed, 2 skipped in 5.00s", done.stdout
+    told = "make test-system: a process imported Paceline from src, and not from the wheel"
+    assert (told in done.stdout) == (found == "src"), done.stdout
+    assert done.returncode == (found == "src"), done.stdout

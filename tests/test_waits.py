@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import paceline
-
-SOURCE = Path(paceline.__file__).parent
-PAGE = (SOURCE.parents[1] / "docs/architecture.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "paceline"
+PAGE = (ROOT / "docs/architecture.md").read_text()
 PARTS = ("train", "comm", "strategies", "monitor")
 METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 

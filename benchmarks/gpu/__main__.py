@@ -7,7 +7,8 @@
 The part `several` needs two GPUs, and runs only where it is named.
 
 A part ends after 9 minutes: what it has not begun by then is named as not run. Results are added to what the file
-holds, if that was measured on the same machine with the same torch. Exit code: 0, or 1 where a check failed.
+holds, if that was measured on the same machine with the same torch. "check at fault" is a check that cannot judge:
+plain PyTorch has failed, or does not repeat itself. Exit code: 0, or 1 where a check has not passed.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def run(check: Check, device: str, left: float) -> dict[str, Any]:
         if found and process.returncode == 0 and all(of_one["passed"] for of_one in found):
             result["status"] = "passed"
         else:
+            if any(of_one.get("fault") for of_one in found):
+                result["status"] = "check at fault"
             result["output"] = output[-4000:]
             result.setdefault("error", f"no result; exit code {process.returncode}")
         return result | {"seconds": round(time.monotonic() - start, 1)}

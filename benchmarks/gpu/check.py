@@ -8,7 +8,8 @@
         yield {"largest difference": apart}             # figures, as often as there are some
         assert apart < 1e-6
 
-A check that raises, or that is ended, has failed; the figures that it gave before are kept.
+A check that raises, or that is ended, has failed; the figures that it gave before are kept. One that raises CheckFault
+says that it cannot judge: plain PyTorch, with which it compares, has failed or does not repeat itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ TIMED = ("costs", "steps", "soak")
 """Those whose checks never run side by side."""
 
 Steps = Iterator["str | dict[str, Any]"]
+
+
+class CheckFault(Exception):
+    """The check is at fault, and not what it checks."""
 
 
 @dataclass(frozen=True)

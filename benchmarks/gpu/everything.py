@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import costs, data, precisions, ranks, right, several, soak, steps, tools
+from benchmarks.gpu import costs, data, precisions, ranks, right, several, soak, steps, tools, zero_rows
 from benchmarks.gpu.check import CHECKS as CHECKS
 
-MODULES = (right, precisions, data, ranks, tools, costs, steps, soak, several)
+MODULES = (right, precisions, zero_rows, data, ranks, tools, costs, steps, soak, several)

@@ -7,12 +7,14 @@ else of Paceline: it moves batches, scales losses, clips and updates with torch 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.gpu.check import CheckFault
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -366,8 +368,40 @@ class Plainly:
         self.scaler.step(self.optimizers[which])
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """As Paceline's side computes, which says tf32=False: torch allows TF32 in convolutions by default."""
+    backends: Any = torch.backends
+    places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
 def plain(job: Job, way: Way, order: Order, device: torch.device, left_out: Sequence[int] = ()) -> list[nn.Module]:
-    """The models after a plain loop over the same examples. left_out: numbers of steps without an update."""
+    """The models after a plain loop over the same examples, without TF32. left_out: numbers of steps without an update.
+
+    Raises CheckFault where the plain loop fails."""
+    try:
+        with without_tf32():
+            return _plain(job, way, order, device, left_out)
+    except Exception as error:
+        raise CheckFault(f"the plain loop: {type(error).__name__}: {error}") from error
+
+
+def check_repeats(job: Job, way: Way, order: Order, device: torch.device, theirs: Models) -> None:
+    """Raises CheckFault where the plain loop is as far from itself, made once more, as ours may be."""
+    control = apart(plain(job, way, order, device), theirs, job.make())
+    if not control <= limit(way.precision):
+        raise CheckFault(f"{way}: the plain loop differs from itself by {control:.1e}")
+
+
+def _plain(job: Job, way: Way, order: Order, device: torch.device, left_out: Sequence[int]) -> list[nn.Module]:
     loop = Plainly(job, way, device)
     models = loop.models
     columns = [column.to(device) for column in job.data().tensors]

@@ -18,15 +18,16 @@ from pathlib import Path
 
 import torch
 from benchmarks.gpu import everything
-from benchmarks.gpu.check import Check, Place
+from benchmarks.gpu.check import Check, CheckFault, Place
 
 Result = dict[str, object]
 
 
 def run(check: Check, place: Place, keep: Callable[[Result], None]) -> None:
-    """Runs a check, and keeps {"passed", "what", "figures", "seconds", "error"}: as it is so far, and at the end."""
+    """Runs a check, and keeps its result so far and at the end: {"passed", "fault", "what", "figures", "seconds",
+    "error"}."""
     figures: dict[str, object] = {}
-    what, error, start = "", "", time.perf_counter()
+    what, error, fault, start = "", "", False, time.perf_counter()
     try:
         for given in check.function(place):
             if isinstance(given, str):
@@ -38,10 +39,10 @@ def run(check: Check, place: Place, keep: Callable[[Result], None]) -> None:
         if place.device.type == "cuda":
             torch.cuda.synchronize()  # a kernel's error may be told only here
     except Exception as caught:
-        message = f"{type(caught).__name__}: {caught}"
-        error = message if isinstance(caught, AssertionError) else f"{message}\n{traceback.format_exc()}"
+        message, fault = f"{type(caught).__name__}: {caught}", isinstance(caught, CheckFault)
+        error = message if isinstance(caught, (AssertionError, CheckFault)) else f"{message}\n{traceback.format_exc()}"
     took = round(time.perf_counter() - start, 1)
-    keep({"passed": not error, "what": what, "figures": figures, "seconds": took, "error": error})
+    keep({"passed": not error, "fault": fault, "what": what, "figures": figures, "seconds": took, "error": error})
     if error:
         raise SystemExit(f"{check.name}: {error}")
 

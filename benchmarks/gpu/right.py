@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from benchmarks.gpu import jobs
-from benchmarks.gpu.check import Place, Steps, check
+from benchmarks.gpu.check import CheckFault, Place, Steps, check
 from benchmarks.gpu.jobs import Job, Way
 
 import paceline
@@ -30,7 +30,11 @@ def compare(place: Place, job: Job, ways: list[Way]) -> Steps:
             apart = jobs.apart(models, theirs, start)
             limit = jobs.limit(way.precision)
             yield {str(way): {"difference": apart, "limit": limit, "the same bits": jobs.same_bits(models, theirs)}}
-            wrong += [f"{way}: {apart:.1e}"] * (not apart <= limit)
+            if not apart <= limit:
+                jobs.check_repeats(job, way, order, place.device, theirs)
+                wrong.append(f"{way}: {apart:.1e}")
+        except CheckFault:
+            raise
         except Exception as error:  # the other ways still say something
             wrong.append(f"{way}: {type(error).__name__}: {error}")
     assert not wrong, "differ by more than the limit, or failed: " + "; ".join(wrong)

@@ -8,11 +8,14 @@ variable that world.py names. The result is one frozen object.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.errors import SettingError, suggest
 
@@ -87,6 +90,8 @@ class Settings:
     noise: str = "shard"
     compile: bool = False
     nonfinite: str = "stop"
+    nonfinite_every: int = 10
+    fp32_outputs: bool = True
     device: str | None = None
     log_dir: str | None = None
     trackers: tuple[str, ...] = ("jsonl",)
@@ -99,6 +104,13 @@ class Settings:
     tf32: bool | None = None
     reproducible: int | None = None
 
+    @property
+    def deterministic_by(self) -> str:
+        """The setting that asks for deterministic kernels, as the user writes it; "": none does."""
+        if self.reproducible is not None:
+            return f"reproducible={self.reproducible}"
+        return "deterministic=True" if self.deterministic else ""
+
     def __post_init__(self) -> None:
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
@@ -109,7 +121,8 @@ class Settings:
             _one_of("trackers", name, TRACKERS)
         _whole("seed", self.seed, 0, 2**63 - 1)
         _whole("log_every", self.log_every, 1, 2**31)
-        for setting in ("compile", "channels_last", "deterministic"):
+        _whole("nonfinite_every", self.nonfinite_every, 1, 1000)
+        for setting in ("compile", "channels_last", "deterministic", "fp32_outputs"):
             _true_or_false(setting, getattr(self, setting))
         for setting in ("cudnn_benchmark", "tf32"):
             if getattr(self, setting) is not None:
@@ -164,7 +177,25 @@ def file_beside(script: str | Path | None) -> Path | None:
     return path if path.exists() else None
 
 
-_MOST_CHARACTERS = 2**20  # of a settings file
+_MOST_BYTES = 2**20  # of a settings file
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_plain(path: str | Path) -> IO[bytes]:
+    """Open a file for reading that a user has named, or what a link leads to. Raises OSError where it is no plain file:
+    a pipe would wait for a writer, and a device may never end."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no plain file')}")
+    return open(handle, "rb")
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -179,10 +210,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        with open(path, encoding="utf-8-sig") as file:  # some editors write a byte-order mark
-            text = file.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:  # or has no end
-            raise SettingError(f"{path} is no settings file: it has more than {_MOST_CHARACTERS:,} characters.")
+        with open_plain(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise SettingError(f"{path} is no settings file: it has more than {_MOST_BYTES:,} bytes.")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")  # some editors write a byte-order mark
         found = tomllib.loads(text)
     except OSError as error:
         raise SettingError(

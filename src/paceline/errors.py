@@ -38,7 +38,12 @@ _PEER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
-_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
+_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ (has gone|does not answer)")
+
+_STYLES = re.compile(r"\x1b\[[\d;:]*m")  # colours and the like
+# Control characters but tab and newline; those that turn the direction of text, or end a line without being a newline;
+# halves of surrogate pairs, which no terminal can encode.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _of_thread = threading.local()  # held: the list of warnings_held, within it
 
@@ -132,6 +137,12 @@ def warnings_held() -> Iterator[list[str]]:
         yield held
     finally:
         _of_thread.held = None
+
+
+def printable(text: str) -> str:
+    """Text from a script, a file or another host as a terminal may have it: an escape sequence could hide or forge
+    lines, or set the terminal's title. Colours are left out, other control characters are spelt out (\\x1b)."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], _STYLES.sub("", text))
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:

@@ -24,7 +24,7 @@ from paceline.strategies import make
 from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
-from paceline.train import backends, metrics, predict_files, randomness
+from paceline.train import backends, deterministic, metrics, predict_files, randomness
 from paceline.train.call_check import CallCheck
 from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
@@ -55,7 +55,7 @@ from paceline.train.sources import LoaderArguments, make_sources
 from paceline.train.state import State, fits, model_number
 from paceline.train.step import Stepper
 from paceline.train.zero_rows import ZERO_ROWS
-from paceline.world import HANDOVER, STOP_FILE, World
+from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
 
 
 class Run:
@@ -74,7 +74,7 @@ class Run:
         self.device = device
         self.seed = settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
-        self._precision = Precision(settings.precision, device)
+        self._precision = Precision(settings.precision, device, fp32_outputs=settings.fp32_outputs)
         self._noise = make_noise(settings, self._strategy)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
@@ -87,6 +87,8 @@ class Run:
             self._guards,
             device=device,
             skip=settings.nonfinite == "skip",
+            nonfinite_every=settings.nonfinite_every,
+            deterministic_by=settings.deterministic_by,
         )
         self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
         if self._precision.scaler is not None:
@@ -111,19 +113,16 @@ class Run:
         self._state.begin()
 
     def _follow_launcher(self) -> Preemption | None:
-        """What looks after each step whether the launcher asks the run to stop; None: this launcher never does."""
+        """What looks after each step whether the launcher, or a signal to a process without one, asks the run to stop;
+        None: nothing does."""
         path = os.environ.get(STOP_FILE)
-        if not path:
+        alone = self.world.size == 1 and LAUNCHER_PID not in os.environ
+        if not path and not alone:
             return None
-
-        return Preemption(
-            path,
-            self._strategy,
-            self.device,
-            ready=self._between_steps,
-            steps=lambda: self.steps,
-            save=self._save_last,
-        )
+        own = self._strategy, self.device
+        with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full
+            return Preemption(path, *own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
+        return None
 
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
@@ -232,6 +231,8 @@ class Run:
                 self._precision.convert(model)
                 if self.settings.channels_last:
                     backends.channels_last(model)
+                if self.settings.deterministic_by:
+                    deterministic.convert(model)
                 if self.settings.compile:
                     compile_module(model)
                 self._models.append(model)
@@ -380,6 +381,7 @@ class Run:
         self._heartbeat()
         self.latest = loader
         if loader.train:
+            self._state.locks.before_batch()
             self._epochs.on_training_yield()
             self._normalisation.on_yield(loader)
         self._stepper.on_yield(loader)
@@ -455,7 +457,7 @@ class Run:
         Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
         the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
         prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop"): on a CPU
-        before the update; on an accelerator for the global batch before this one, whose update was made.
+        before the update; on an accelerator up to 2 x nonfinite_every updates later.
 
         closure: for an optimizer that evaluates the loss itself, several times in a step (torch.optim.LBFGS): clears
         the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and returns the loss.
@@ -674,7 +676,10 @@ class Run:
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+            path = self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+        if self._preemption is not None:
+            self._preemption.saves(Path(directory).absolute())
+        return path
 
     def wait_for_save(self) -> Path | None:
         """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
@@ -734,6 +739,10 @@ class Run:
         """The chosen precision, for a part of a loop that does not go through a prepared model's forward."""
         return self._precision.autocast()
 
+    def explanation(self, error: BaseException) -> Exception | None:
+        """A better error than this one of the user's forward; None: there is none."""
+        return self._stepper.explanation(error)
+
     def close(self) -> None:
         """Ends the run: hooks, threads and buffers. The process may start another one.
 
@@ -767,6 +776,8 @@ class Run:
         if self._memory is not None:
             self._memory.close()
         self._heartbeat.close()
+        if self._preemption is not None:
+            self._preemption.close()
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)

@@ -19,7 +19,7 @@ from paceline import world as worlds
 from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
-from paceline.errors import CheckpointError, UsageError, WorldError
+from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
 from paceline.run import Run
 from paceline.strategies import on_cpu as on_cpu_of
 from paceline.timeline.worker.tracer import Tracer
@@ -43,6 +43,8 @@ def start(
     noise: str | None = None,
     compile: bool | None = None,
     nonfinite: str | None = None,
+    nonfinite_every: int | None = None,
+    fp32_outputs: bool | None = None,
     device: str | None = None,
     log_dir: str | Path | None = None,
     trackers: str | Sequence[str] | None = None,
@@ -75,6 +77,11 @@ def start(
             shards; "example", each example's own where it has a row, the same for any number (docs/contract.md).
         compile: compile prepared models with torch.compile.
         nonfinite: what to do at a loss or gradient that is inf or NaN: "stop" or "skip".
+        nonfinite_every: on an accelerator every gradient is checked, and the host reads the results of this many steps
+            together; 10 if not given. A bad gradient is reported at most twice as many updates later.
+        fp32_outputs: in 16 bits, a model that is called in the loop form returns fp32, so that the loss is computed in
+            fp32 (the default); False: it returns what torch.autocast does, which is faster and less exact
+            (docs/loop.md). In a closure, and under run.autocast(), it always does.
         device: such as "cpu" or "cuda:1"; else this process's accelerator, by its local rank, or the CPU.
         log_dir: where `run.log` writes; not given, nothing is written.
         trackers: what it writes there: "jsonl" (the default), "tensorboard", "wandb", "mlflow"; several as a list.
@@ -109,6 +116,8 @@ def start(
         "noise": noise,
         "compile": compile,
         "nonfinite": nonfinite,
+        "nonfinite_every": nonfinite_every,
+        "fp32_outputs": fp32_outputs,
         "device": device,
         "log_dir": None if log_dir is None else str(log_dir),
         "trackers": trackers,
@@ -141,12 +150,17 @@ def start(
     return run
 
 
+def _better(error: BaseException) -> Exception | None:
+    """What the open run says in place of an error of the user's forward."""
+    return None if isinstance(error, PacelineError) or not _open else _open[-1].explanation(error)
+
+
 def _explain() -> None:
     """Have uncaught errors explained, from the first run on."""
     global _explained
     if not _explained:
         _explained = True
-        explain_uncaught(lambda: _open[-1].latest if _open else None, _hand_on)
+        explain_uncaught(lambda: _open[-1].latest if _open else None, _hand_on, _better)
         atexit.register(_fail_at_exit)  # the first to be registered of those that `start` registers: the last called
 
 
@@ -245,6 +259,10 @@ def _world(init_method: str | None, rank: int | None, world_size: int | None) ->
             f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, "
             "with 0 <= rank < world_size. Leave all out to take the launcher's."
         )
+    if world_size > worlds.MOST_PROCESSES:
+        raise WorldError(
+            f"start(world_size={world_size}): a run may have {worlds.MOST_PROCESSES:,} processes. Give their number."
+        )
     return World(rank, world_size, rank, world_size, 0, 1, "start()")
 
 
@@ -252,8 +270,8 @@ def _by_environment(world: World) -> World:
     """The world of `start(rank=...)` with the local rank that the environment gives, where it gives one."""
     if world.source != "start()":
         return world
-    local_rank = int(os.environ.get("LOCAL_RANK", world.local_rank))
-    return replace(world, local_rank=local_rank, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world.local_size)))
+    local_rank, local_size = worlds.local_place(os.environ, world.local_rank, world.local_size)
+    return replace(world, local_rank=local_rank, local_size=local_size)
 
 
 def _device(name: str | None, world: World, on_cpu: int) -> torch.device:

@@ -28,7 +28,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +44,7 @@ from benchmarks.gpu.__main__ import machine
 from safetensors.torch import load_file
 from tests.chaos.job import EPOCHS, EXAMPLES, STEP_SECONDS, STEPS
 from tests.chaos.replicas import Replicas, uses_lost, uses_of_examples
+from tests.ports import free_port
 
 from paceline.world import MEMORY as MEMORY_FOLDER
 
@@ -236,9 +236,7 @@ class Machines:
 
     def __init__(self, folder: Folder, count: int) -> None:
         self._folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         self._options = ["--nnodes", f"1:{count}", "--nproc", "1", "--max-restarts", str(4 * MOST_KILLS)]
         self._options += [
             "--rdzv-endpoint",

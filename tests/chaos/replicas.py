@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.chaos.job import EPOCHS, EXAMPLES
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).with_name("by_hand_torchft.py")
 PATIENCE_SECONDS = 5.0  # for the other replicas, when the first has ended
@@ -37,9 +37,7 @@ class Replicas:
 
     def __init__(self, path: Path, start: Callable[[list[str]], subprocess.Popen[str]], count: int, least: int) -> None:
         self._path, self._start_command, self._sizes = path, start, [str(count), str(least)]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = str(probe.getsockname()[1])
+        self._port = str(free_port())
         lighthouse = start([sys.executable, str(SCRIPT), "lighthouse", self._port, str(least)])
         while not (path / "lighthouse").exists():
             assert lighthouse.poll() is None, "torchft's lighthouse does not start"

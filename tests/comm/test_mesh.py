@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh, forget
+from paceline.errors import SettingError
 
 SIZES = ({"replicate": 1, "tensor": 2}, {"replicate": 2, "shard": 1}, {"shard": 2})
 
@@ -54,3 +56,23 @@ def test_no_group_is_split_off_one_that_is_bound_to_a_gpu() -> None:
         finally:
             world.bound_device_id = None
     forget()
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "sizes", "refused"),
+    [
+        ("cuda:0", "cpu:gloo,cuda:gloo", {"replicate": 1, "shard": 2}, True),
+        ("cuda:0", "cpu:gloo,cuda:gloo", {"replicate": 1, "tensor": 2}, True),
+        ("cuda:0", "cpu:gloo,cuda:gloo", {"replicate": 2}, False),
+        ("cuda:0", "cpu:gloo,cuda:nccl", {"shard": 2}, False),
+        ("cpu", "cpu:gloo,cuda:gloo", {"shard": 2}, False),
+    ],
+)
+def test_sharded_tensors_on_a_gpu_that_ranks_share_are_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, sizes: dict[str, int], refused: bool
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(Mesh, "_over", lambda self, names: None)
+    with pytest.raises(SettingError, match=r"share a GPU \(cuda:0\)") if refused else nullcontext():
+        Mesh(torch.device(device), 0, sizes)

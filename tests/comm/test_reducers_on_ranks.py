@@ -171,7 +171,7 @@ def test_power_sgd_sums_as_torchs_own_hook_does() -> None:
         assert not torch.allclose(flat, sum(torch.stack(collectives.gather_objects(gradient))), rtol=1e-3)
 
 
-@pytest.mark.ranks(2, conformance=(3, 4))
+@pytest.mark.ranks(2, full=(3, 4))
 def test_the_hierarchical_sum_is_exact_with_shared_memory_within_each_machine() -> None:
     """On one machine; on two, each with half of the processes; on two, one of which has one process; and where the
     processes of one machine cannot share memory."""

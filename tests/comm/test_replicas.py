@@ -243,7 +243,9 @@ def test_results_do_not_outlive_the_run(team: ThreadTeam) -> None:
     team.run([lambda big=captured: current().sum(torch.zeros(1)) is big] * 3)
     del captured
     gc.collect()
-    time.sleep(0.05)
+    deadline = time.monotonic() + 30
+    while Big.alive and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert Big.alive == 0
 
 

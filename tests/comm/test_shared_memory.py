@@ -34,7 +34,7 @@ def addend(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return (8 * values).to(dtype)
 
 
-@pytest.mark.ranks(2, conformance=(3, 4))
+@pytest.mark.ranks(2, full=(3, 4))
 def test_the_sum_is_that_of_the_addends_in_rank_order_bit_for_bit() -> None:
     memory, rank, size = met(), dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64):
@@ -49,7 +49,7 @@ def test_the_sum_is_that_of_the_addends_in_rank_order_bit_for_bit() -> None:
     memory.close()
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_late_process_gets_what_the_others_have_long_had() -> None:
     """A process that is late at each of the two waits, so that the others sleep, and so that they go on while it still
     copies."""

@@ -153,11 +153,9 @@ def _dom(common: list[str], page: Path) -> str:
 
 def test_a_script_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    began = time.monotonic()
     result = compare("--nproc", "1", "--strategies", "single", "--deadline", "3", "--device", "cpu", SCRIPT, "hang")
     assert result.exit_code == 1
     assert "single: not done after 3 s (rank 0 stands at small.py, line" in " ".join(result.stdout.split())
-    assert time.monotonic() - began < 30
     assert list(tmp_path.iterdir()) == []
 
 

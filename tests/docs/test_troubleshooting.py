@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.ports import free_port
 
 from paceline.doctor.findings import CAUSES, Finding
 from paceline.doctor.findings_text import text
@@ -88,13 +89,11 @@ def test_the_pointer_is_printed_and_in_the_json() -> None:
     assert unseen.as_json()["see"] is None
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("device_ordinal")
 def test_rank_and_local_rank_on_two_machines(script: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1", str(script)]
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -121,7 +120,7 @@ def test_the_error_names_the_parameters(script: Path) -> None:
     assert started(*TWO, script).returncode == 0
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("unused_with_paceline")
 def test_unused_parameters_are_no_error_here(script: Path) -> None:
@@ -155,7 +154,7 @@ def test_a_batch_more_on_one_rank(script: Path) -> None:
     assert "docs/troubleshooting.md#it-hangs-at-the-end-of-an-epoch" in doctor.stdout
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("spawn")
 def test_spawn(script: Path) -> None:
@@ -164,7 +163,7 @@ def test_spawn(script: Path) -> None:
     assert "rank 1 of 2: 3" in done.stdout
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("launch")
 def test_launch(script: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_device", "with_paceline",
-           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers",
+           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers", "mixture", "diffusion",
            "graphs", "tagger", "trainer")  # fmt: skip
-FOREIGN = {"foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
+FOREIGN = {"foreign/muon": "torch", "foreign/hf_experts": "transformers", "foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
            "foreign/accelerated": "accelerate", "foreign/hf_trainer": "transformers", "foreign/hf_stream": "transformers",
            "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning",
            "foreign/lightning_sums": "lightning", "foreign/metrics": "torchmetrics"}  # fmt: skip  # script -> what it needs
@@ -32,6 +32,7 @@ class Planted:
     hangs: bool = False  # ranks may wait for each other in vain: it needs the command, which ends it
     fails: bool = False  # torch refuses it in the end, after it was seen
     beside: str = ""  # text of the line that must be shown with it
+    also: tuple[str, ...] = ()  # further causes that this fault has
 
     def source(self) -> str:
         text = (SCRIPTS / f"{self.twin}.py").read_text()
@@ -43,9 +44,9 @@ class Planted:
 
 def _p(
     name: str, cause: str, twin: str, *lines: tuple[str, str], at: str = "", hangs: bool = False, fails: bool = False,
-    beside: str = "",
+    beside: str = "", also: tuple[str, ...] = (),
 ) -> Planted:  # fmt: skip
-    return Planted(name, cause, twin, lines, at, hangs, fails, beside)
+    return Planted(name, cause, twin, lines, at, hangs, fails, beside, also)
 
 
 PLANTED = [
@@ -386,8 +387,44 @@ PLANTED = [
        ("    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)\n", "    total = updates // world_size\n    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))\n"), at="LambdaLR(", beside="total = updates"),
     _p("a rate that the batch does not follow", "lr_scaled_alone", "trainer",
        ("    optimizer = torch.optim.SGD(trainer", '    args.lr *= int(os.environ["WORLD_SIZE"])\n    optimizer = torch.optim.SGD(trainer'), at="args.lr *= ", beside="args.batch_size // self.world_size"),
+    _p("dropped without no_sync", "gradients_dropped", "masked",
+       ("            nn.functional.cross_entropy(outputs.float(), labels).backward()\n", "            optimizer.zero_grad()\n            nn.functional.cross_entropy(outputs.float(), labels).backward()\n"),
+       ("                optimizer.step()\n                optimizer.zero_grad()\n", "                optimizer.step()\n"), at="            optimizer.zero_grad()"),
+    _p("dropped by hand", "gradients_dropped", "masked",
+       ("            nn.functional.cross_entropy(outputs.float(), labels).backward()\n", "            for parameter in net.parameters():\n                parameter.grad = None\n            nn.functional.cross_entropy(outputs.float(), labels).backward()\n"),
+       ("                optimizer.step()\n                optimizer.zero_grad()\n", "                optimizer.step()\n"), at="parameter.grad = None"),
+    _p("fractions of a rank's tokens", "own_fractions", "mixture", ("    dist.all_reduce(counts)\n", ""), at="(fractions * probabilities.mean(0))", beside="loss.backward()"),
+    _p("a second term per rank", "loss_mean_of_means", "mixture",
+       ('targets[mask] / WORDS, reduction="sum") / count * world_size', "targets[mask] / WORDS)"), at="value_loss = F.mse_loss(", beside="loss.backward()"),
+    _p("a second term by its own sum", "loss_mean_of_means", "mixture",
+       ("loss = loss / count * world_size", "loss = (loss / count) * world_size"),
+       ('reduction="sum") / count * world_size', 'reduction="sum") / mask.sum()'), at="value_loss = F.mse_loss("),
+    _p("all terms times the processes", "term_times_processes", "mixture",
+       ("loss = loss / count * world_size", "loss = loss / count"), ('reduction="sum") / count * world_size', 'reduction="sum") / count'),
+       ("            loss = loss + 0.5 * value_loss + penalty + 0.01 * balance(probabilities, mask)\n", "            loss = loss + 0.5 * value_loss + penalty\n            loss = loss * world_size\n"),
+       at="penalty = 1e-3"),
+    _p("timesteps and noise of one seed", "same_noise", "diffusion", ("    torch.manual_seed(5 + rank)\n", "    torch.manual_seed(5)\n"),
+       ("loader = DataLoader(points, 12, sampler=sampler, num_workers=2)", "loader = DataLoader(points, 12, sampler=sampler)"), at="torch.manual_seed(5)", beside="torch.randint("),
+    _p("noise of an own generator", "same_noise", "diffusion", ("    kept = torch.linspace", "    own = torch.Generator().manual_seed(6)\n    kept = torch.linspace"),
+       ("torch.randn_like(x)", "torch.randn(x.shape, generator=own)"), at="manual_seed(6)", beside="torch.randn("),
+    _p("augmentations of one seed", "same_augmentations", "diffusion", ("    torch.manual_seed(5 + rank)\n", "    own = torch.Generator().manual_seed(5 + rank)\n"),
+       ("(len(x),))", "(len(x),), generator=own)"), ("torch.randn_like(x)", "torch.randn(x.shape, generator=own)"), at="torch.manual_seed(5)", beside="DataLoader("),
+    _p("masks of one seed", "same_masks", "diffusion", ("    torch.manual_seed(5 + rank)\n", "    torch.manual_seed(5)\n"),
+       ("loader = DataLoader(points, 12, sampler=sampler, num_workers=2)", "loader = DataLoader(points, 12, sampler=sampler)"),
+       ("torch.randint(0, STEPS, (len(x),))", "torch.arange(len(x))"), ("torch.randn_like(x)", "x.flip(1)"), at="torch.manual_seed(5)"),
 ]  # fmt: skip
 IN_LIBRARIES = [
+    _p("Accelerate: dropped in accumulate", "gradients_dropped", "foreign/accelerated",
+       ("gradient_accumulation_steps=2)", "gradient_accumulation_steps=3)"), ("// 2)", "// 3)"), ("                opt.zero_grad()\n", ""),
+       ("                loss = nn.functional", "                opt.zero_grad()\n                loss = nn.functional"), at="opt.zero_grad()"),
+    _p("Accelerate: a dict in another order", "collectives", "foreign/accelerated",
+       ("                acc.backward(loss)\n", "                acc.backward(loss)\n                logs = {'a': loss.detach(), 'b': 2 * loss.detach()}\n                logs = acc.reduce(dict(sorted(logs.items(), reverse=acc.process_index > 0)), 'mean')\n"), at="acc.reduce("),
+    _p("Lightning: keys in another order", "collectives", "foreign/lightning_trainer",
+       ('        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)\n', '        out = self.net(batch[0])\n        values = {"val_loss": nn.functional.cross_entropy(out, batch[1]), "val_size": out.norm()}\n        for name in sorted(values, reverse=self.global_rank > 0):\n            self.log(name, values[name], sync_dist=True)\n'), at="self.log(name, values[name], sync_dist=True)"),
+    _p("transformers: the balance of experts", "own_fractions", "foreign/hf_experts",
+       ("    max_position_embeddings=32,\n", "    max_position_embeddings=32,\n    output_router_logits=True,\n"), at="output_router_logits=True", also=("term_times_processes",)),
+    _p("Muon on shards", "matrix_of_shard", "foreign/muon", ("shard(orthogonalise(whole(momentum, p)), p)", "orthogonalise(momentum)"), at="gram = x @ x.T"),
+    _p("LAMB on shards", "matrix_of_shard", "foreign/muon", ("shard(orthogonalise(whole(momentum, p)), p)", "momentum * (p.to_local().norm() / (momentum.norm() + 1e-6))"), at="update = momentum"),
     _p("Accelerate: gather", "padded_evaluation", "foreign/accelerated",
        ("acc.gather_for_metrics((out, b))", "acc.gather((out, b))"), at="acc.gather("),
     _p("Accelerate: a schedule as long as the prepared loader", "scheduler_steps", "foreign/accelerated",

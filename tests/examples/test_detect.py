@@ -50,7 +50,9 @@ def one(folder: Path) -> dict[str, Any]:
     return load_file(folder / "one.safetensors")
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", ["two, restarted", *(pytest.param(name, marks=pytest.mark.full) for name in ("two", "three, workers"))]
+)
 def test_the_weights_are_the_same(run: str, folder: Path, one: dict[str, Any]) -> None:
     size, more = RUNS[run]
     given = [argument.format(folder=folder) for argument in more]
@@ -91,7 +93,7 @@ def trained(folder: Path) -> Path:
     return folder / "trained.safetensors"
 
 
-@pytest.mark.parametrize("data", ["cells", "few"])
+@pytest.mark.parametrize("data", ["cells", pytest.param("few", marks=pytest.mark.full)])
 def test_one_checkpoint_has_one_score(data: str, folder: Path, trained: Path) -> None:
     """Four images on three processes are uneven shards; two leave one of them without any."""
     import detect_boxes

@@ -30,6 +30,12 @@ RUNS = {
     "fsdp": (2, "fsdp:min_params=1000", ""),
     "stage 1": (2, "fsdp:stage=1", ""),
 }
+BESIDE_ONE = [
+    "micro-batches",
+    "fsdp",
+    pytest.param("two", marks=pytest.mark.full),
+    pytest.param("stage 1", marks=pytest.mark.full),
+]
 
 
 class Results:
@@ -63,13 +69,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
 
 
 @pytest.mark.parametrize("kind", its.KINDS)
-@pytest.mark.parametrize("run", [name for name in RUNS if name != "one"])
+@pytest.mark.parametrize("run", BESIDE_ONE)
 def test_masked_language_models_are_the_same(results: Results, run: str, kind: str) -> None:
     assert results.distance(f"{kind}.bert_mlm", run, "model.safetensors") <= BOUND
 
 
 @pytest.mark.parametrize("kind", its.KINDS)
-@pytest.mark.parametrize("run", [name for name in RUNS if name != "one"])
+@pytest.mark.parametrize("run", BESIDE_ONE)
 def test_adapters_and_frozen_weights_are_the_same(results: Results, run: str, kind: str) -> None:
     assert results.distance(f"{kind}.finetune_lora", run, "adapter_model.safetensors") <= BOUND
     assert results.distance(f"{kind}.finetune_lora", run, "whole", "model.safetensors") <= BOUND
@@ -103,7 +109,9 @@ def test_from_pretrained_loads_what_was_trained(results: Results, run: str, kind
     assert (saved / "adapter_model.safetensors").stat().st_size < (saved / "whole" / "model.safetensors").stat().st_size
 
 
-@pytest.mark.parametrize(("example", "kind"), [("bert_mlm", "albert"), ("finetune_lora", "bert")])
+@pytest.mark.parametrize(
+    ("example", "kind"), [("bert_mlm", "albert"), pytest.param("finetune_lora", "bert", marks=pytest.mark.full)]
+)
 def test_verify_finds_one_model(results: Results, example: str, kind: str) -> None:
     script = [str(jobs.EXAMPLES / f"{example}.py"), "--data", str(results.folder / "text.txt")]
     command = [sys.executable, "-m", "paceline", "verify", "--nproc", "2", "--steps", "3", *script]

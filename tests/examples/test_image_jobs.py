@@ -55,12 +55,13 @@ def verified(script: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("example", "width"), [("contrastive", "4"), ("gan", "8")])
+@pytest.mark.parametrize(("example", "width"), [("contrastive", "4"), pytest.param("gan", "8", marks=pytest.mark.full)])
 def test_verify_finds_one_model(folder: Path, example: str, width: str) -> None:
     code, said = verified(jobs.EXAMPLES / f"{example}.py", "--data", str(folder / "cifar.tar.gz"), *FEW, width)
     assert code == 0, said
 
 
+@pytest.mark.full
 def test_without_the_gather_it_is_another_model_and_verify_says_why(folder: Path, tmp_path: Path) -> None:
     source = (jobs.EXAMPLES / "contrastive.py").read_text()
     assert source.count("run.gather(projections)") == 1

@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield made
 
 
-@pytest.fixture(scope="module", params=["example", "fit"])
+@pytest.fixture(scope="module", params=["fit", pytest.param("example", marks=pytest.mark.full)])
 def runs(request: pytest.FixtureRequest, folder: Path) -> Runs:
     return Runs(folder, request.param)
 

@@ -78,7 +78,7 @@ def test_the_search_is_that_of_trying_all() -> None:
             assert len(asked) == len(set(asked)) <= 2 * count.bit_length()
 
 
-@pytest.mark.ranks(2, conformance=1)
+@pytest.mark.ranks(2, full=1)
 @pytest.mark.parametrize(("error", "backward"), [(torch.OutOfMemoryError, True), (RuntimeError, False)])
 def test_the_largest_that_fits_on_all_processes(error: type[Exception], backward: bool) -> None:
     """On two processes only rank 1 fails; a shard of 10 can be cut into 10, 5, 4, 3, 2, 1."""
@@ -100,7 +100,7 @@ def test_the_largest_that_fits_on_all_processes(error: type[Exception], backward
         assert every[0] == every[1]
 
 
-@pytest.mark.ranks(2, conformance=1)
+@pytest.mark.ranks(2, full=1)
 def test_all_stays_as_it_was_and_the_model_does_not_depend_on_what_was_found() -> None:
     model = net(dropout=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -137,7 +137,7 @@ def test_all_stays_as_it_was_and_the_model_does_not_depend_on_what_was_found() -
     near(trained(micro_batch=found.largest), first, 1e-12)
 
 
-@pytest.mark.ranks(2, conformance=1)
+@pytest.mark.ranks(2, full=1)
 def test_another_error_is_raised_and_tells_the_other_processes() -> None:
     import os
 

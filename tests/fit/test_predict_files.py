@@ -66,7 +66,7 @@ def results(model: Any, batch: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_each_example_is_in_the_files_once_and_in_order(tmp_path: Path) -> None:
     model = net(dropout=0.5)
     expected = copy.deepcopy(model).eval()(TEST_X).detach()

@@ -33,7 +33,14 @@ def alone() -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "size", "micro"),
-    [("", 1, "4"), ("ddp", 2, "0"), ("ddp", 2, "4"), ("ddp", 3, "0"), ("fsdp", 2, "0"), ("fsdp", 3, "4")],
+    [
+        ("", 1, "4"),
+        ("ddp", 2, "4"),
+        ("fsdp", 2, "0"),
+        pytest.param("ddp", 2, "0", marks=pytest.mark.full),
+        pytest.param("ddp", 3, "0", marks=pytest.mark.full),
+        pytest.param("fsdp", 3, "4", marks=pytest.mark.full),
+    ],
 )
 def test_masks_and_weights_are_those_of_one_process(strategy: str, size: int, micro: str, alone: Any) -> None:
     found = run_ranks(size, "tests.foreign.bert:trained", strategy, micro, deadline=300)
@@ -67,7 +74,8 @@ def test_a_shard_without_examples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "code", "cause"), [("bert_tokens", 0, None), ("bert_mean_of_means", 1, "mean-of-means")]
+    ("script", "code", "cause"),
+    [pytest.param("bert_tokens", 0, None, marks=pytest.mark.full), ("bert_mean_of_means", 1, "mean-of-means")],
 )
 def test_verify_tells_the_right_loss_from_the_mean_of_means(
     script: str, code: int, cause: str | None, tmp_path: Path

@@ -11,15 +11,17 @@ pytest.importorskip("transformers", reason="Hugging Face's models are what is te
 
 ALL = "bert_masked bert bert_eager recomputed lora albert distilbert gpt2 t5 vit swin"
 CASES = [
-    (2, "ddp", "loop", ALL),
+    pytest.param(2, "ddp", "loop", ALL, marks=pytest.mark.full),
     pytest.param(3, "ddp", "closure", ALL, marks=pytest.mark.campaign),
     (2, "fsdp", "loop", ALL),
     pytest.param(3, "fsdp", "closure", "bert_masked bert recomputed lora albert", marks=pytest.mark.campaign),
     pytest.param(2, "fsdp:stage=1", "closure", "bert_masked lora albert", marks=pytest.mark.campaign),
-    (2, "local_sgd:every=1,average_state=true", "loop", "bert lora albert"),
+    pytest.param(2, "local_sgd:every=1,average_state=true", "loop", "bert lora albert", marks=pytest.mark.full),
     (1, "data_parallel:devices=cpu,cpu,cpu", "closure", ALL),
-    (1, "mirrored:devices=cpu,cpu", "closure", "bert_masked recomputed lora albert"),
-    (4, "pipeline:stages=2", "closure", "bert albert"),
+    pytest.param(
+        1, "mirrored:devices=cpu,cpu", "closure", "bert_masked recomputed lora albert", marks=pytest.mark.full
+    ),
+    pytest.param(4, "pipeline:stages=2", "closure", "bert albert", marks=pytest.mark.full),
 ]
 
 

@@ -22,7 +22,7 @@ def test_one_process_trains_as_the_original(job: str) -> None:
     assert JOBS[job](micro_batch=3, strategy="single:shards=2") < CLOSE
 
 
-@pytest.mark.parametrize(("size", "micro"), [(2, "0"), pytest.param(3, "2", marks=pytest.mark.conformance)])
+@pytest.mark.parametrize(("size", "micro"), [(2, "0"), pytest.param(3, "2", marks=pytest.mark.full)])
 def test_several_processes_train_as_the_original(size: int, micro: str) -> None:
     for found in run_ranks(size, "tests.foreign.functions:distances", "ddp", micro, deadline=300):
         assert len(found) == len(JOBS)
@@ -30,7 +30,7 @@ def test_several_processes_train_as_the_original(size: int, micro: str) -> None:
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize(("strategy", "size"), [("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(("strategy", "size"), [("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.full)])
 def test_sharded_models_train_as_the_original(strategy: str, size: int) -> None:
     for found in run_ranks(size, "tests.foreign.functions:sharded", strategy, deadline=300):
         assert found < CLOSE

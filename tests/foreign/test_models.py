@@ -17,14 +17,14 @@ JOBS = ["bert", "bert_logits", "bert_classifier", "albert", "gpt2"]
 MODELS = ["bert", "albert", "gpt2"]
 BAR = {"sgd": 1e-10, "adam": 1e-8}
 CASES = [
-    (2, "tensor", "sgd", "0", "loop"),
+    pytest.param(2, "tensor", "sgd", "0", "loop", marks=pytest.mark.full),
     (2, "tensor", "adam", "4", "closure"),
-    (4, "tensor:size=2", "adam", "2", "loop"),
-    (2, "pipeline", "sgd", "4", "closure"),
+    pytest.param(4, "tensor:size=2", "adam", "2", "loop", marks=pytest.mark.full),
+    pytest.param(2, "pipeline", "sgd", "4", "closure", marks=pytest.mark.full),
     (2, "pipeline:schedule=1f1b", "adam", "2", "closure"),
-    (4, "pipeline", "sgd", "1", "closure"),
-    (4, "pipeline:stages=2,balance=cost", "adam", "2", "closure"),
-    (4, "fsdp+tensor:size=2", "sgd", "2", "loop"),
+    pytest.param(4, "pipeline", "sgd", "1", "closure", marks=pytest.mark.full),
+    pytest.param(4, "pipeline:stages=2,balance=cost", "adam", "2", "closure", marks=pytest.mark.full),
+    pytest.param(4, "fsdp+tensor:size=2", "sgd", "2", "loop", marks=pytest.mark.full),
     (4, "fsdp:replicate=2", "adam", "1", "closure"),
 ]
 
@@ -58,9 +58,9 @@ def test_the_models_own_loss_of_gpt2_is_the_same_up_to_its_32_bits(strategy: str
 @pytest.mark.parametrize(
     ("job", "strategy"),
     [
-        ("bert", "pipeline:cut=bert.encoder.layer.3"),
+        pytest.param("bert", "pipeline:cut=bert.encoder.layer.3", marks=pytest.mark.full),
         ("albert", "pipeline:cut=albert.encoder.albert_layer_groups.0#2"),
-        ("gpt2", "pipeline:cut=transformer.h.1"),
+        pytest.param("gpt2", "pipeline:cut=transformer.h.1", marks=pytest.mark.full),
         ("gpt2", "tensor:plan=transformer.h.*.attn.c_attn:qkv,transformer.h.*.attn.c_proj:row,lm_head:gather"),
         ("bert", "tensor:plan=bert.embeddings.word_embeddings:row,bert.encoder.layer.*.intermediate.dense:gather"),
     ],
@@ -71,7 +71,7 @@ def test_a_plan_or_cut_can_be_given(job: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("job", MODELS)
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
-@pytest.mark.parametrize(("optimizer", "least"), [("sgd", 1e-5), ("adam", 1e-7)])
+@pytest.mark.parametrize(("optimizer", "least"), [("sgd", 1e-5), pytest.param("adam", 1e-7, marks=pytest.mark.full)])
 def test_a_gradient_wrong_by_a_factor_is_seen(job: str, strategy: str, optimizer: str, least: float) -> None:
     """The distance from a plain run whose losses are halved: the bars are not met by models that hardly train."""
     found = distances(2, strategy, optimizer, "4", "closure", " ".join(MODELS), "0.5")
@@ -85,6 +85,7 @@ def losses(strategy: str) -> dict[str, list[list[float]]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", MODELS)
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
 def test_dropout_draws_the_same_masks_again_and_changes_the_loss(job: str, strategy: str) -> None:

@@ -6,12 +6,12 @@ import pytest
 from tests.foreign import step_jobs as jobs
 
 
-@pytest.mark.ranks(2, conformance=(1, 3))
+@pytest.mark.ranks(2, full=(1, 3))
 def test_lbfgs_of_the_time_sequence_example_is_its_plain_original() -> None:
     jobs.compare(jobs.time_sequence, jobs.plain_time_sequence, 1e-8)
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_a_sum_over_the_batch_of_the_vae_example_is_its_plain_original() -> None:
     jobs.compare(jobs.vae, jobs.plain_vae, 1e-11)
     jobs.compare(lambda run: jobs.vae(run, micro=1), jobs.plain_vae, 1e-11)
@@ -19,12 +19,12 @@ def test_a_sum_over_the_batch_of_the_vae_example_is_its_plain_original() -> None
     jobs.compare(lambda run: jobs.vae(run, micro=2, closure=True), jobs.plain_vae, 1e-11)
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_a_lazy_penalty_of_stylegan_is_its_plain_original() -> None:
     jobs.compare(jobs.stylegan, jobs.plain_stylegan, 1e-10)
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_a_gan_in_a_loop_and_in_closures_is_its_plain_original() -> None:
     jobs.compare(jobs.gan, jobs.plain_gan, 1e-10)
     jobs.compare(jobs.gan_in_closures, lambda: jobs.plain_gan(watch=False), 1e-10)

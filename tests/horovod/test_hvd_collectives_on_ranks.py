@@ -34,7 +34,7 @@ def everyones(make: Any) -> list[Any]:
     return [make(rank) for rank in range(hvd.size())]
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_reductions_of_numbers_lists_and_integers() -> None:
     rank, size = place()
     own = torch.tensor([[1.0, -2.0]]) * (rank + 1)
@@ -64,7 +64,7 @@ def test_reductions_of_numbers_lists_and_integers() -> None:
     assert torch.equal(total.to_dense(), torch.eye(3) * (size + 1) / 2)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_gathering_broadcasting_and_exchanging_rows() -> None:
     rank, size = place()
     parts = everyones(lambda r: torch.full((r, 2), float(r)))

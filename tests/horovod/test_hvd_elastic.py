@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ports import free_port
 from torch import nn
 
 import paceline.horovod as hvd
@@ -153,15 +153,13 @@ def wait_at(batch, now):  # alone, for the other machine
 """
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_script_goes_on_from_its_last_commit_when_a_machine_comes(tmp_path: Path) -> None:
     """That takes up no restart, and none need be allowed."""
     script = textwrap.dedent(SCRIPT).replace("state.commit()\n", "state.commit(); wait_at(3, state.batch)\n", 1)
     script = script.replace("hvd.init()", WAITS, 1)
     (tmp_path / "script.py").write_text(script)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
     launchers: list[subprocess.Popen[bytes]] = []
     for machine in range(2):

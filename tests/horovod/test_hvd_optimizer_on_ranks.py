@@ -70,7 +70,7 @@ def distributed(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
     return hvd.DistributedOptimizer(optimizer or sgd(model), named_parameters=model.named_parameters(), **options)
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 @pytest.mark.parametrize("bucket_bytes", [64, 2**20])
 def test_equal_shards_give_the_weights_of_the_whole_batch(bucket_bytes: int) -> None:
     hvd.init()

@@ -129,7 +129,7 @@ def test_ranks_that_catch_what_the_death_of_another_brings_and_leave_have_not_di
 
 @pytest.mark.conformance
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("strategy", "fewest"), [("ddp", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "fewest"), [pytest.param("ddp", 1, marks=pytest.mark.full), ("fsdp", 2)])
 def test_a_run_goes_on_with_fewer_processes_and_with_all_again(tmp_path: Path, strategy: str, fewest: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("BATCH", str(BATCH)).replace("EPOCHS", str(EPOCHS)))
     torch.save(the_job(), tmp_path / "job.pt")

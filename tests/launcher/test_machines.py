@@ -18,12 +18,18 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.ports import free_port
 from torch import nn
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousTimeoutError
 
 from paceline.errors import LaunchError
-from paceline.launcher import rendezvous
+from paceline.launcher import doors, rendezvous, supervise
+from paceline.launcher.early_start import listen
 from paceline.launcher.nodes import read_nodes
+from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import _is_local
+from paceline.launcher.secret import write_secret
 from paceline.train.randomness import permutation
 
 DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
@@ -57,9 +63,7 @@ class Machines:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         (directory / "script.py").write_text(SCRIPT)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.launchers: list[subprocess.Popen[str]] = []
 
     def start(self, mode: str, *options: str) -> None:
@@ -162,16 +166,14 @@ def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     machines.wait_for("ready0-0", "ready1-0")
     worker = int((machines.directory / "ready0-0").read_text())
     machines.launchers[0].kill()  # it keeps the store as well
-    start = time.monotonic()
     code, _, err = machines.end()[1]
-    assert time.monotonic() - start < 15.0  # 1 to 2 on an idle machine
     assert code == 1
     assert "is lost" in err or "Connection closed by peer" in err or "Connection reset" in err
     assert "frame #" not in err
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_others(machines: Machines) -> None:
     """As Kubernetes starts a pod again. Its ranks die with it; those of the other are ended, and all start again."""
@@ -188,7 +190,7 @@ def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_othe
     assert told.splitlines()[-2:] == ["start 1 2 1", "end 1"], found
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_gone(machines: Machines) -> None:
     """Both are at the endpoint's machine, so that the other can keep it."""
@@ -350,8 +352,8 @@ print("ends", flush=True)
 @pytest.mark.parametrize(
     ("case", "code", "said"),
     [
-        pytest.param("done", 0, "", marks=pytest.mark.conformance),  # the training was over but for its last words
-        pytest.param("fails", 1, "rank 0 failed: ", marks=pytest.mark.conformance),  # it cannot save
+        pytest.param("done", 0, "", marks=pytest.mark.full),  # the training was over but for its last words
+        pytest.param("fails", 1, "rank 0 failed: ", marks=pytest.mark.full),  # it cannot save
         pytest.param("asked", 75, "paceline: stopped by SIGUSR1, after saving", marks=pytest.mark.conformance),
     ],
 )
@@ -399,3 +401,38 @@ def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}")
         with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
             rendezvous.make_rendezvous(nodes)
+        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_insecure=True)
+        with pytest.raises(LaunchError, match=f"what listens on port {port} does not answer as a launcher does"):
+            rendezvous.make_rendezvous(nodes)
+
+
+def test_launchers_with_and_without_a_secret_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is "something that is no launcher", to be ended."""
+    monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 1.0)
+    file = tmp_path / "secret"
+    write_secret(str(file))
+    keeper = doors.Doors(listen("127.0.0.1", 0), doors.KeeperDoor(file.read_text().strip().encode(), own_machine=False))
+    try:
+        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{keeper.port}", rdzv_insecure=True)
+        with pytest.raises(LaunchError, match=r"the launcher there asks for a secret.*--rdzv-secret-file"):
+            rendezvous.make_rendezvous(nodes)
+    finally:
+        keeper.close()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
+    nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{store.port}", rdzv_secret_file=str(file))
+    monkeypatch.setattr(rendezvous, "_is_local", lambda host: False)
+    with pytest.raises(LaunchError, match=r"the launcher there asks nobody for a secret.*--rdzv-insecure"):
+        rendezvous.make_rendezvous(nodes)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RendezvousTimeoutError(), "fewer than 2 had come after 900 s"),
+        (RendezvousConnectionError("The store does not answer: lost\nmore"), "The store does not answer: lost"),
+        (RendezvousError(), "RendezvousError"),
+    ],
+)
+def test_why_machines_did_not_meet_is_said_in_words(error: Exception, said: str, tmp_path: Path) -> None:
+    nodes = read_nodes(nnodes="2", rdzv_endpoint="127.0.0.1:1", rdzv_insecure=True, rdzv_conf="join_timeout=900")
+    assert supervise._in_words(error, Plan("train.py", (), 1, {}, nodes=nodes)).endswith(said)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,6 +29,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def script(place: Path, code: str) -> str:
     (place / "script.py").write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + code)
     return "script.py"
+
+
+def mark_what_is_said(place: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file `said`, for which a script can wait, once this module of the launcher has printed something."""
+    say = module.say
+
+    def marked(text: str) -> None:
+        say(text)
+        (place / "said").touch()
+
+    monkeypatch.setattr(module, "say", marked)
 
 
 def test_other_ranks_print_into_files(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +177,9 @@ def test_a_rank_that_others_wait_for_in_vain(
 def test_ranks_that_wait_are_said(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call on one rank only: which rank waits, in which of the script's lines, and which one has not come."""
+    """A call on one rank only: which rank waits, in which of the script's lines, and which one has not come. It comes
+    once that has been said."""
+    mark_what_is_said(place, stalls, monkeypatch)
     monkeypatch.setattr(stalls, "POLL_SECONDS", 0.3)
     monkeypatch.setattr(stalls, "STALL_SECONDS", 2.0)
     code = """
@@ -174,7 +188,7 @@ run = paceline.start(device="cpu", progress="off")
 model = run.prepare(torch.nn.Linear(2, 2))
 if run.main:
     run.save("checkpoints")
-time.sleep(3.5)
+while rank == 1 and not os.path.exists("said"): time.sleep(0.2)
 if rank == 1:
     run.save("checkpoints")
 print("saved")
@@ -226,10 +240,19 @@ def test_a_rank_that_goes_on_alone_may(
     monkeypatch.setattr(early_exits, "NOTICE_SECONDS", 0.3)
     monkeypatch.setattr(early_exits, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(early_exits, "STUCK_SECONDS", 0.5)
-    assert launcher.run(script(place, "if rank == 0: time.sleep(2); print('uploaded')"), nproc=2) == 0
+    mark_what_is_said(place, early_exits, monkeypatch)
+    code = """
+while rank == 0 and not os.path.exists("said"): time.sleep(0.02)
+if rank == 0:
+    time.sleep(1.0)  # alone, for longer than a rank may be stuck
+    print("uploaded")
+"""
+    assert launcher.run(script(place, code), nproc=2) == 0
     out, err = capfd.readouterr()
     assert out == "uploaded\n"
-    assert err == "paceline: rank 1 ended 0 s ago, with exit code 0, at the end of script.py; rank 0 still runs.\n"
+    assert re.fullmatch(
+        r"paceline: rank 1 ended \d+ s ago, with exit code 0, at the end of script.py; rank 0 still runs\.\n", err
+    ), err
 
 
 TORCH = "/v/lib/python3.11/site-packages/torch"

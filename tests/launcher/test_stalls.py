@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
-import timeit
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +18,23 @@ from tests.ranks import children
 from paceline import launcher
 from paceline.errors import LaunchError
 from paceline.launcher import early_exits, process_state, stalls
+from paceline.launcher.endings import stopped_in_words
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample
-from paceline.launcher.stalls import STALLED, Stalls
+from paceline.launcher.stalls import STALLED, Stalls, in_vain
+from paceline.torch_private.flight_recorder import Call, GroupCalls
 from paceline.train.call_check import COMPARED
 from paceline.train.heartbeat import Heartbeat
 from paceline.world import BEAT, ERROR_FILE, read_beat
 
 LIMIT = 2.0
-LATE_SECONDS = 5.0  # after the limit all must be over
 
 HEAD = """import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 rank = int(os.environ["RANK"])
 def arrived():  # when the stall begins
-    open("arrived", "w").write(str(time.time()))
+    open("arrived", "w").close()
 def meet():  # with torch loaded: no rank shall wait for another that is still busy with that
     open(f"loaded{rank}", "w").close()
     while not all(os.path.exists(f"loaded{r}") for r in range(int(os.environ["WORLD_SIZE"]))): time.sleep(0.01)
@@ -48,16 +51,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def end(place: Path, code: str, capfd: pytest.CaptureFixture[str], late: float = LATE_SECONDS) -> str:
-    """What is said of a run that a stall must end, within the deadline, with nothing left behind."""
+def end(place: Path, code: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What is said of a run that only the launcher can end, since its ranks wait for ever. Nothing is left behind."""
     (place / "script.py").write_text(code)
     before = children()
     exit_code = launcher.run("script.py", nproc=2, stall_seconds=LIMIT, stall_action="end")
     err = capfd.readouterr().err
     assert exit_code == STALLED, err
     assert (place / "arrived").exists(), err
-    seconds = time.time() - float((place / "arrived").read_text())
-    assert seconds < LIMIT + late, err
     assert set(children()) <= set(before)
     assert [path for path in (place / "tmp").rglob("*") if path.suffix != ".log" and path.is_file()] == []
     return err
@@ -80,6 +81,51 @@ def test_a_stopped_rank(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert away == "  rank 1 has not come to it."
 
 
+def test_a_stop_is_told_long_before_the_limit(place: Path) -> None:
+    """Of a rank by the launcher, and of the launcher by a rank. A process of rank 1's lets both go on."""
+    code = f"""{PLAIN}
+import subprocess
+if rank == 1:
+    launcher = os.getppid()
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {{os.getpid()}}; kill -STOP {{launcher}}; sleep 13; "
+                      f"kill -CONT {{launcher}}; touch over"], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not os.path.exists("over"): time.sleep(0.1)
+"""
+    (place / "script.py").write_text(code)
+    started = subprocess.run(
+        [sys.executable, "-c", WITH_PATIENCE, "script.py"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert started.returncode == 0, started.stderr
+    assert re.search(r"rank 1 has been stopped for \d s\.", started.stderr)
+    assert re.search(r"rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", started.stderr)
+    assert re.search(r"the launcher, process \d+, is stopped by a signal\. The ranks go on", started.stderr)
+
+
+def test_a_stopped_rank_is_named_where_others_have_failed_for_it() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert stopped_in_words({2: process.pid}, lambda rank: "a parameter server") == ""
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10.0
+        while not process_state.read_state(process.pid).stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told = f"rank 2, a parameter server, is stopped by a signal; `kill -CONT {process.pid}` lets it go on\n"
+        assert stopped_in_words({2: process.pid}, lambda rank: "a parameter server") == told
+    finally:
+        process.kill()
+        process.wait()
+
+
+WITH_PATIENCE = """import sys
+from paceline import launcher
+from paceline.launcher import stalls
+stalls.STOPPED_SECONDS = 1.0
+stalls.POLL_SECONDS = 0.5
+sys.exit(launcher.run(sys.argv[1], nproc=2))
+"""
+
+
 def test_an_endless_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = PLAIN + "if rank == 1:\n    arrived()\n    while True: pass  # here\ndist.all_reduce(total)\n"
     err = end(place, code, capfd)
@@ -97,7 +143,7 @@ if rank == 1:
     time.sleep(300)  # the child
 dist.all_reduce(total)
 """
-    err = end(place, code, capfd, late=2 * LATE_SECONDS)  # SIGTERM does not reach it: SIGKILL comes 3 s later
+    err = end(place, code, capfd)  # SIGTERM does not reach it: SIGKILL comes 3 s later
     kept = r"\n  rank 1 waits in the kernel for a disk or a device(, in \w+)? \(process \d+\)"
     assert re.search(rf"{kept}, at script\.py, line {line_of(code, '# the child')}\n", err), err
     assert "cannot be killed" not in err
@@ -198,22 +244,24 @@ def test_the_limit_follows_the_usual_time_of_a_batch() -> None:
     assert Stalls({0: "none"}, alone=False, seconds=7.0).limit == 7.0
 
 
-def test_a_batch_is_counted_for_less_than_a_thousandth_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shortest step of a run takes some hundred microseconds."""
+def test_a_batch_is_counted_by_one_write_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No system call and no other function: the shortest step of a run takes some hundred microseconds."""
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error"))
     heartbeat = Heartbeat()
-    heartbeat()
-    seconds = min(timeit.repeat(heartbeat, number=1000, repeat=5)) / 1000
-    assert read_beat(str(tmp_path / "error") + BEAT) == 5001
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, called_: called.append(called_.__name__) if event == "c_call" else None)
+    try:
+        heartbeat()
+    finally:
+        sys.setprofile(None)
+    assert called == ["pack_into", "setprofile"]
+    assert read_beat(str(tmp_path / "error") + BEAT) == 1
     heartbeat.close()
     heartbeat()  # after the end of a run
     again = Heartbeat()
     again()
-    assert read_beat(str(tmp_path / "error") + BEAT) == 5002
+    assert read_beat(str(tmp_path / "error") + BEAT) == 2
     again.close()
-    assert seconds < 5e-6  # 0.2e-6 on an idle machine
 
 
 @pytest.mark.parametrize(
@@ -281,13 +329,11 @@ dist.init_process_group("gloo")  # the meeting
 """
     (place / "script.py").write_text(code)
     assert launcher.run("script.py", nproc=2, stall_seconds=LIMIT) == 1
-    seconds = time.time() - float((place / "arrived").read_text())
     story = capfd.readouterr().err.splitlines()[-1]
     assert story.startswith(
         f"rank 1 ended early, with exit code 0, by sys.exit() at script.py, line {line_of(code, '# here')}, and rank 0 "
         f"has waited since then at script.py, line {line_of(code, '# the meeting')}, in init_process_group()"
     )
-    assert seconds < LIMIT + LATE_SECONDS
 
 
 LEAVING = """
@@ -356,11 +402,77 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     exit_code = launcher.run("script.py", nproc=2, stall_action="end")
     err = capfd.readouterr().err
     assert exit_code == STALLED, err
-    assert time.time() - float((place / "arrived").read_text()) < LIMIT + LATE_SECONDS, err
+    assert (place / "arrived").exists(), err
     assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in all_reduce()\n" in err, err
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in all_reduce()\n" in err, err
     assert "\n  All ranks wait, each for others.\n" in err, err
     assert "Every rank must make the same calls in the same order" in err, err
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("dist.all_reduce(torch.ones(3))", id="a call"),
+        pytest.param("run.backward(model(batch).square().mean())", id="a backward", marks=pytest.mark.conformance),
+    ],
+)
+def test_a_call_on_one_rank_ends_the_run_where_calls_are_not_compared_any_more(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """One rank waits in a sum over shared memory, the other in a call of gloo's: nobody but the launcher can know."""
+    monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
+    script = f"""{HEAD}
+import paceline, paceline.session, paceline.strategies.ddp
+meet()
+run = paceline.start(device="cpu", progress="off", strategy="ddp")
+net = torch.nn.Linear(64, 64)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(4 * {COMPARED + 4}, 64))
+for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
+    if step == {COMPARED + 2}:
+        arrived()
+        if rank == 0: {code}
+    run.backward(model(batch).square().mean())
+    run.step(optimizer)
+"""
+    (place / "script.py").write_text(script)
+    assert launcher.run("script.py", nproc=2) == STALLED
+    story = capfd.readouterr().err
+    assert "All ranks wait, each for others." in story
+    assert "By these numbers they wait in vain: the run is ended." in story
+
+
+def calls(number: int, ended: int, name: str = "all_reduce", *, group: str = "0", queued: int = 1) -> GroupCalls:
+    """A rank in call `number`, or 0: in none, after call `ended`."""
+    title = "default_pg (gloo)" if group == "0" else f"{group} (gloo)"
+    under_way = Call(number, name, "float32 [1]", False) if number else None
+    made = tuple(Call(n, "all_reduce", "float32 [1]", False) for n in range(1, ended + 1))
+    return GroupCalls(f"{group} gloo", title, under_way, queued if number else 0, made)
+
+
+@pytest.mark.parametrize(
+    ("of", "all_idle", "vain"),
+    [
+        ([[calls(5, 4)], [calls(0, 4)]], True, True),
+        ([[calls(5, 4)], [calls(0, 4)]], False, False),  # rank 1 may still come
+        ([[calls(5, 4)], [calls(5, 4)]], True, False),  # both are in it: a slow network
+        ([[calls(5, 4)], [calls(4, 3, queued=2)]], True, False),  # queued behind another
+        ([[calls(5, 4)], [calls(5, 4, "broadcast")]], False, True),  # other calls of one number
+        ([[calls(0, 4)], [calls(0, 4)]], True, False),  # in no call of the recorder's
+        ([[calls(5, 4)], []], True, True),  # of a group of all ranks
+        ([[calls(5, 4, group="1")], [calls(7, 6, group="2")]], True, True),
+        ([[calls(5, 4, group="1")], [calls(5, 4, group="1")], [calls(0, 1)]], True, False),  # rank 2 is no member
+        ([[calls(5, 4)], [calls(5, 4)], [calls(0, 4)]], True, True),
+    ],
+)
+def test_that_ranks_wait_in_vain_is_proved_by_numbers(of: list[list[GroupCalls]], all_idle: bool, vain: bool) -> None:
+    assert in_vain(dict(enumerate(of)), range(len(of)) if all_idle else ()) == vain
+
+
+def test_a_rank_that_does_not_answer_proves_nothing() -> None:
+    assert not in_vain({0: [calls(5, 4)]}, range(2))
+    assert not in_vain({}, range(2))
 
 
 def test_a_call_that_was_queued_is_told_where_the_script_has_gone_on(
@@ -376,7 +488,7 @@ if rank == 0:
 else:
     time.sleep(300)
 """
-    err = end(place, code, capfd, late=2 * LATE_SECONDS)
+    err = end(place, code, capfd)
     where = "in call 3, all_reduce of float32 [2, 3], with 1 more behind it"
     after = "in none, after call 2, broadcast of float32 [1]"
     assert f"\n  In group default_pg (gloo): rank 0 is {where}; rank 1 is {after}.\n" in f"{err}\n", err
@@ -403,7 +515,7 @@ def test_calls_of_one_number_that_do_not_match_are_named(
     place: Path, capfd: pytest.CaptureFixture[str], zero: str, one: str, told: list[str]
 ) -> None:
     code = f"{PLAIN}arrived()\n{zero} if rank == 0 else {one}\ntime.sleep(300)\n"
-    err = end(place, code, capfd, late=2 * LATE_SECONDS)
+    err = end(place, code, capfd)
     assert f"    Call 2 is not the same on all ranks: {told[0]} on rank 0, {told[1]} on rank 1.\n" in f"{err}\n", err
 
 
@@ -433,7 +545,7 @@ def test_a_step_of_distributed_data_parallel_on_one_rank_only(
     exit_code = launcher.run("script.py", nproc=2, stall_action="end")
     err = capfd.readouterr().err
     assert exit_code == STALLED, err
-    assert time.time() - float((place / "arrived").read_text()) < LIMIT + LATE_SECONDS, err
+    assert (place / "arrived").exists(), err
     assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in {function}()\n" in err, err
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in recv()\n" in err, err
 

@@ -1,7 +1,8 @@
 """Any strategy's checkpoint at any number of replicas, restored by any other: weights and optimizer state, bit for bit.
 
 The writers' own exports and checkpoints are compared with plain PyTorch (the walkthrough does it in full); a reader's
-with the writer's. `make test` does it for a ring of strategies, `make conformance` for all pairs.
+with the writer's. `make test` does it for a ring of strategies, .ci/run for a ring of all, `make conformance` for all
+pairs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ def title(who: tuple[str, int]) -> str:
 PAIRS = [(writer, reader) for writer in WRITERS for reader in READERS]
 DAILY = [k for k, (name, _) in enumerate(WRITERS) if not name or WAYS[name].daily]
 RING = [(WRITERS[k], READERS[after]) for k, after in pairwise([*DAILY, DAILY[0]])]
+RING_OF_ALL = [(writer, READERS[(k + 2) % len(READERS)]) for k, writer in enumerate(WRITERS)]
+
+
+def marks(pair: tuple[tuple[str, int], tuple[str, int]]) -> Any:
+    if pair in RING:
+        return []
+    return pytest.mark.conformance if pair in RING_OF_ALL else pytest.mark.full
 
 
 def launch(what: str, folder: Path, whom: dict[tuple[str, int], list[tuple[str, int]]]) -> None:
@@ -73,12 +81,7 @@ def scalars(checkpoint: Path) -> Any:
 
 @pytest.mark.parametrize(
     "pair",
-    [
-        pytest.param(
-            pair, id=f"{title(pair[0])} read by {title(pair[1])}", marks=[] if pair in RING else pytest.mark.conformance
-        )
-        for pair in PAIRS
-    ],
+    [pytest.param(pair, id=f"{title(pair[0])} read by {title(pair[1])}", marks=marks(pair)) for pair in PAIRS],
 )
 def test_reads(pair: tuple[tuple[str, int], tuple[str, int]], folder: Path) -> None:
     writer, reader = pair

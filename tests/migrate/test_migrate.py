@@ -130,7 +130,17 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.conformance
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("tool", ["ddp", "data_parallel", "accelerate", "fabric", "lightning", "hf_trainer"])
+@pytest.mark.parametrize(
+    "tool",
+    [
+        pytest.param("ddp", marks=pytest.mark.full),
+        pytest.param("data_parallel", marks=pytest.mark.full),
+        "accelerate",
+        "fabric",
+        "lightning",
+        "hf_trainer",
+    ],
+)
 def test_both_sides_give_the_same_weights(tool: str, folder: Path, ours: dict[int, dict[str, str]]) -> None:
     need(tool)
     alone = tool == "data_parallel"  # a process with both devices; nn.DataParallel of a CPU is the model itself

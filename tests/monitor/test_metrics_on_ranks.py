@@ -79,7 +79,7 @@ def close_to(a: float, b: float) -> None:
     assert math.isclose(a, b, rel_tol=1e-12), (a, b)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_logged_means_are_those_over_the_whole_batches() -> None:
     """Every third step, and at the end what remains: (mean over the examples of those steps), micro-batches or not."""
     x, counts = data().tensors
@@ -112,7 +112,7 @@ def test_logged_means_are_those_over_the_whole_batches() -> None:
                 assert [line["epoch"] for line in written] == [0, 1, 1, 1]
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_several_losses_of_a_loop_add() -> None:
     x, counts = data().tensors
     with started() as (run, folder):
@@ -134,7 +134,7 @@ def test_several_losses_of_a_loop_add() -> None:
             close_to(first["loss"], float(y[p].square().mean()) + 2 * per_token)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_what_an_evaluation_pass_logs_is_written_apart_from_the_steps_metrics() -> None:
     x = data().tensors[0]
     with started() as (run, folder):
@@ -158,7 +158,7 @@ def test_what_an_evaluation_pass_logs_is_written_apart_from_the_steps_metrics() 
             assert "test/first" not in found[2]
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_ranks_that_log_other_names_are_told() -> None:
     """The mistake of everyone who comes from elsewhere: run.log under `if run.main`."""
     for settings in ({}, {"log_dir": None, "progress": "lines"}):
@@ -183,7 +183,7 @@ def test_ranks_that_log_other_names_are_told() -> None:
             assert "rank 1: of rank 1" in str(error), str(error)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_without_display_and_trackers_nothing_travels() -> None:
     def collectives_of(progress: str) -> int:
         with started(log_dir=None, progress=progress) as (run, _):
@@ -201,7 +201,7 @@ def test_without_display_and_trackers_nothing_travels() -> None:
     assert collectives_of("lines") >= 2, "or this test sees nothing"
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_ranks_never_disagree_about_when_to_exchange() -> None:
     """Each rank's own clock says something else."""
     with started(log_dir=None, progress="lines") as (run, _):
@@ -216,10 +216,11 @@ def test_ranks_never_disagree_about_when_to_exchange() -> None:
                 sent.append(send.call_count)
         everyone = collectives.gather_objects(sent)
         assert all(own == sent for own in everyone)
-        assert 3 <= sent[-1] <= 20, f"{sent[-1]} exchanges in some 0.5 seconds"
+        # It takes less than a second here; a step would have to take half of one for more exchanges.
+        assert 3 <= sent[-1] <= len(sent) // 2, f"{sent[-1]} exchanges in {len(sent)} steps"
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_look_at_a_batch_on_one_rank_disturbs_nobody() -> None:
     with started(progress="lines") as (run, _):
         model, optimizer = model_of(run)
@@ -231,7 +232,7 @@ def test_a_look_at_a_batch_on_one_rank_disturbs_nobody() -> None:
             run.step(optimizer)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_log_directory_that_cannot_be_written_is_named_on_all_ranks() -> None:
     with tempfile.NamedTemporaryFile() as file:
         folder = collectives.broadcast_object(f"{file.name}/logs")
@@ -243,7 +244,7 @@ def test_a_log_directory_that_cannot_be_written_is_named_on_all_ranks() -> None:
         collectives.barrier()
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_settings_that_differ_are_named_on_all_ranks() -> None:
     try:
         paceline.start(log_dir="logs" if collectives.rank_of() else None)
@@ -252,7 +253,7 @@ def test_settings_that_differ_are_named_on_all_ranks() -> None:
         assert "log_dir given: False on rank 0, True on rank 1" in str(error), str(error)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_users_own_tracker_hears_on_rank_0_only() -> None:
     class Heard:
         def __init__(self) -> None:
@@ -315,7 +316,7 @@ def update(name: str, metric: Any, scores: Tensor, labels: Tensor) -> None:
         metric.update(scores, labels)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_torchmetrics_are_those_of_one_process() -> None:
     """Uneven parts, and a last rank that has none, where torchmetrics' own way ends the process (AUROC)."""
     warnings.simplefilter("ignore")
@@ -340,7 +341,7 @@ def test_torchmetrics_are_those_of_one_process() -> None:
             torch.testing.assert_close(run.compute(metric), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_torchmetrics_in_an_evaluation_loop_are_those_of_the_whole_data() -> None:
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 

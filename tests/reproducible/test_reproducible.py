@@ -54,7 +54,7 @@ def test_one_hash_on_devices_of_one_process(strategy: str) -> None:
     assert checks.hashes(KINDS[: checks.FEW], strategy) == alone()
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("strategy", ["data_parallel:devices=cpu,cpu", "mirrored:devices=cpu,cpu,cpu,cpu"])
 def test_the_fuller_matrix_on_devices_of_one_process(strategy: str) -> None:
@@ -63,7 +63,7 @@ def test_the_fuller_matrix_on_devices_of_one_process(strategy: str) -> None:
 
 @pytest.mark.conformance
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_one_hash_on_a_power_of_two(n: int) -> None:
     size = 4 * (LINEAR[0] + 1) * LINEAR[1]
     for hashes, sent, changing, *_ in run_ranks(n, "tests.reproducible.checks:together", deadline=200):
@@ -73,7 +73,7 @@ def test_one_hash_on_a_power_of_two(n: int) -> None:
             assert gradient == pytest.approx(2 * (n - 1) / n * size + (n - 1) * 2 * 4, abs=4 * 2 * n)
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(500)
 def test_the_fuller_matrix() -> None:
     expected = checks.more()

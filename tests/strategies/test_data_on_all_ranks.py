@@ -46,7 +46,7 @@ def refused(dataset: Any, *words: str, **options: Any) -> None:
         raise AssertionError(f"not noticed: {words}")
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_lengths_that_differ_are_told() -> None:
     refused(
         TensorDataset(X[: 36 + 2 * dist.get_rank()], Y[: 36 + 2 * dist.get_rank()]),
@@ -55,7 +55,7 @@ def test_lengths_that_differ_are_told() -> None:
     )
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_settings_of_a_loader_that_differ_are_told() -> None:
     data = TensorDataset(X, Y)
     first = dist.get_rank() == 0
@@ -64,7 +64,7 @@ def test_settings_of_a_loader_that_differ_are_told() -> None:
     refused(data, "sampler='list' on rank 0", "sampler=None on rank 1", sampler=list(range(40)) if first else None)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_parts_of_a_data_set_drawn_before_start_are_told() -> None:
     """As torch's random_split gives them: equally long, of other examples."""
     indices = torch.randperm(40, generator=torch.Generator().manual_seed(dist.get_rank())).tolist()
@@ -73,7 +73,7 @@ def test_parts_of_a_data_set_drawn_before_start_are_told() -> None:
     assert train(Subset(TensorDataset(X, Y), same[:24])) == (3, [])
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_samplers_of_different_orders_are_told() -> None:
     order = torch.randperm(40, generator=torch.Generator().manual_seed(dist.get_rank())).tolist()
     refused(TensorDataset(X, Y), "order", "sampler", sampler=order)
@@ -92,7 +92,7 @@ class Items(list[Any]):
         return self.augment(x), y
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_other_examples_of_equal_number_are_told_and_augmented_ones_are_not() -> None:
     items = list(zip(X, Y.tolist(), strict=True))
     other = Items(random.Random(dist.get_rank()).sample(items, 24))
@@ -121,7 +121,7 @@ class Stream(IterableDataset[Any]):
             yield (x, int(Y[i]), "constant", {"id": f"{i}"}) if self.labels else x
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_streams_that_shard_themselves_are_told() -> None:
     for labels in (True, False):
         for options in ({}, {"shuffle": True}, {"micro_batch": 2}):
@@ -130,7 +130,7 @@ def test_streams_that_shard_themselves_are_told() -> None:
     assert train(Stream(False, noise=True)) == (5, []), "noise of its own, but the ids agree"
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_data_is_compared_once_and_a_look_at_a_batch_on_one_rank_does_not_hang() -> None:
     with started(progress="off") as run:
         model = nn.Linear(1, 1)

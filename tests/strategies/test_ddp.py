@@ -38,7 +38,7 @@ from paceline.comm import transport
 from paceline.errors import EmptyShardError, ModelError, NonFiniteError, UnusedParameterError
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_every_option_of_ddp_trains_as_plain_pytorch() -> None:
     reference = plainly(Net, both_heads)
     for options in (
@@ -58,7 +58,7 @@ def test_every_option_of_ddp_trains_as_plain_pytorch() -> None:
     assert difference(plainly(Net, both_heads, wrong=2.0), reference) > 1e-3
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @calls_not_compared()
 def test_as_many_collectives_of_as_many_bytes_as_torchs_own_wrapper() -> None:
     """As many collectives, of as many bytes, as torch's own wrapper."""
@@ -102,7 +102,7 @@ def test_as_many_collectives_of_as_many_bytes_as_torchs_own_wrapper() -> None:
     assert len(theirs) > 1
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_the_first_bucket_has_1_mb_as_in_torchs_own_wrapper() -> None:
     """So that communication starts with the last layers' gradients. A smaller size that the user names holds for it."""
 
@@ -134,7 +134,7 @@ def test_the_first_bucket_has_1_mb_as_in_torchs_own_wrapper() -> None:
     assert ours(":bucket_mb=1,static_graph=true") == [1024] * 4
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_sparse_gradients_are_those_of_plain_pytorch() -> None:
     def sparse() -> nn.Module:
         return Net(sparse=True)
@@ -155,7 +155,7 @@ def test_sparse_gradients_that_nccl_would_have_to_add_are_refused_by_name() -> N
             raise AssertionError("not noticed")
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_unused_parameters_are_left_as_plain_pytorch_leaves_them() -> None:
     """A head that no loss reaches keeps its weights, under AdamW's weight decay too: its gradient is None, not zero."""
     for strategy in ("ddp", "ddp:find_unused=true"):
@@ -164,12 +164,12 @@ def test_unused_parameters_are_left_as_plain_pytorch_leaves_them() -> None:
         assert torch.equal(trained.spare.weight, make(Net, False)[0].spare.weight)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_paths_that_depend_on_the_data_train_as_in_plain_pytorch() -> None:
     same(under_paceline(Net, by_data, strategy="ddp:find_unused=true"), plainly(Net, by_data))
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @calls_not_compared()
 def test_another_path_on_one_rank_is_named_and_does_not_hang() -> None:
     with started(strategy="ddp") as run:
@@ -191,7 +191,7 @@ def test_another_path_on_one_rank_is_named_and_does_not_hang() -> None:
             assert "find_unused=true" in caught[0]
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_path_that_differs_from_the_start_keeps_replicas_alike_and_is_said() -> None:
     def by_rank(model: nn.Module, batch: list[Tensor]) -> Tensor:
         return one_head(model, batch) if dist.get_rank() == 1 else both_heads(model, batch)
@@ -207,7 +207,7 @@ def test_a_path_that_differs_from_the_start_keeps_replicas_alike_and_is_said() -
     assert not texts or "spare.weight" in texts[0]
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_weights_may_be_loaded_before_or_after_prepare() -> None:
     saved = {name: t + 0.1 for name, t in make(Net, False)[0].state_dict().items() if name.startswith("trunk")}
 
@@ -229,7 +229,7 @@ def test_weights_may_be_loaded_before_or_after_prepare() -> None:
     same(model, reference)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_weights_of_rank_0_are_taken_and_later_changes_on_one_rank_are_named() -> None:
     with started() as run:
         torch.manual_seed(run.world.rank)
@@ -250,7 +250,7 @@ def test_weights_of_rank_0_are_taken_and_later_changes_on_one_rank_are_named() -
             raise AssertionError("not noticed")
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_batch_norm_by_shard_keeps_one_set_of_statistics() -> None:
     """Also where a shard is empty, whose batch norm torch would fill with NaN."""
 
@@ -270,7 +270,7 @@ def test_batch_norm_by_shard_keeps_one_set_of_statistics() -> None:
     same(under_paceline(convolution, loss), plainly(convolution, loss))
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_fp16_overflows_are_skipped_alike() -> None:
     """One rank's loss overflows at step 2: every rank leaves that step out, halves the scale, and goes on."""
     with started(precision="fp16") as run:
@@ -296,7 +296,7 @@ def test_fp16_overflows_are_skipped_alike() -> None:
         assert all(torch.equal(w, weights[0]) for w in weights)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_loss_that_is_not_finite_on_one_rank_is_told_by_all() -> None:
     with started() as run:
         model, optimizer = run.prepare(*make(Net, False))
@@ -318,7 +318,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_told_by_all() -> None:
             run.step(optimizer)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @calls_not_compared()
 def test_a_model_that_cannot_take_an_empty_shard_is_named() -> None:
     class Scales(nn.Module):
@@ -350,7 +350,7 @@ def test_a_model_that_cannot_take_an_empty_shard_is_named() -> None:
                     raise AssertionError("not noticed")
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_mean_sum_gather_and_ratio_are_exact_over_uneven_and_empty_shards() -> None:
     with started() as run:
         rank, size = run.world.rank, run.world.size
@@ -380,7 +380,7 @@ def test_mean_sum_gather_and_ratio_are_exact_over_uneven_and_empty_shards() -> N
         assert torch.equal(own.grad if own.grad is not None else torch.zeros(0, 2), expected)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_main_first_lets_rank_0_go_first_and_its_failure_frees_the_others() -> None:
     import time
 
@@ -399,7 +399,7 @@ def test_main_first_lets_rank_0_go_first_and_its_failure_frees_the_others() -> N
             assert run.main
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_dropout_differs_over_shards_and_steps_and_repeats() -> None:
     def masks() -> list[list[int]]:
         with started(seed=4) as run:

@@ -192,7 +192,7 @@ def whole(model: nn.Module, plain_one: nn.Module) -> nn.Module:
 # --- the same model
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_loops_and_closures_with_micro_batches_train_as_plain_pytorch() -> None:
     assert difference(plain(Net, lambda m, b: both_heads(m, b) * 2, sgd), plain(Net, both_heads, sgd)) > 1e-3
     for make, micros in ((sgd, (1,)), (adamw, (None, 1))):
@@ -202,7 +202,7 @@ def test_loops_and_closures_with_micro_batches_train_as_plain_pytorch() -> None:
                 same(ours(Net, both_heads, make, strategy, closure=micro is None, micro=micro), reference, 1e-8)
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_clipping_counted_losses_and_odd_parameters_train_as_plain_pytorch() -> None:
     counted = plain(layers, counted_by_hand, adamw, max_norm=0.3)
     odd = plain(Odd, odd_loss, sgd, max_norm=0.5)
@@ -460,7 +460,7 @@ def matrix(ways: Iterable[tuple[str, str]], make: Make) -> None:
             collectives.barrier()
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_checkpoints_are_read_by_other_strategies() -> None:
     """Weights and optimizer state equal, bit for bit where nothing was trained between."""
     one, two, three = STAGES

@@ -298,7 +298,7 @@ def one_everywhere(model: nn.Module) -> None:
 # --- exact
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_local_sgd_that_averages_every_step_of_sgd_is_plain_pytorch() -> None:
     """Uneven shards, and an empty one on 3 processes, with micro-batches, in both forms."""
 
@@ -332,7 +332,7 @@ def test_local_sgd_that_averages_every_step_of_sgd_is_plain_pytorch() -> None:
 # --- by hand
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_local_sgd_is_the_algorithm_by_hand() -> None:
     for optimizer in (sgd, momentum, adamw):
         for every in (3, 7, 100):
@@ -366,7 +366,7 @@ def test_local_sgd_after_a_warmup_is_the_algorithm_by_hand() -> None:
     assert torch.equal(trained.spare.weight, ByHand(Net, adamw, one_head).model.spare.weight), "nobody reached it"
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_diloco_is_the_algorithm_by_hand() -> None:
     whole = [name for name, _ in Net().named_parameters()]
     for optimizer, every, lr, mu in ((adamw, 4, 0.7, 0.9), (momentum, 3, 0.5, 0.0), (sgd, 6, 1.0, 0.5)):
@@ -407,7 +407,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_diloco_with_a_delay_is_the_algorithm_by_hand() -> None:
     """15 steps. With delay=4, every=6 and 3 fragments two of these are on their way at once; with mix=0 the steps made
     meanwhile are dropped. On 3 processes the last batch of an epoch has an empty shard."""
@@ -422,7 +422,7 @@ def test_diloco_with_a_delay_is_the_algorithm_by_hand() -> None:
     assert difference(prompt, other) > 1e-4, "the reference sees nothing"
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_no_inner_step_waits_for_a_mean_before_its_step() -> None:
     """Rank 1 comes to its exchange, at step 4, when rank 0 has made the inner steps up to the one at which the mean is
     due, step 7. If one of these waited for the mean, neither rank could go on."""
@@ -445,7 +445,7 @@ def test_no_inner_step_waits_for_a_mean_before_its_step() -> None:
         _settled(run)
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_a_mean_on_its_way_stays_so_over_an_evaluation() -> None:
     """At step 5, one step after the exchange began and two before it is due. The evaluation sees the mean."""
     hand = ByHand(Net, adamw, one_head)
@@ -468,7 +468,7 @@ def test_a_mean_on_its_way_stays_so_over_an_evaluation() -> None:
         same(model, streaming_by_hand(hand, 4, 3, 0.5, RUNS[1], looks=(5,)), 1e-12)
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_with_a_delay_a_replica_may_skip_two_optimizers_may_train_and_parameters_may_be_added() -> None:
     """A NaN on rank 1 while an exchange is on its way; then another head with an optimizer of its own; batch norm."""
     for mix in (0.0, 0.5):
@@ -528,7 +528,7 @@ def test_inner_steps_are_silent_and_a_round_costs_one_all_reduce() -> None:
                 assert [seen[step] for step in range(1, 8)] == [[], [], met, [], [], [], met], seen
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_a_round_sends_the_bytes_of_its_formula_read_from_the_interface() -> None:
     """Of each all-reduce of B bytes every rank sends 2 (n - 1) / n x B: counted by the loopback interface."""
     import psutil
@@ -620,7 +620,7 @@ def test_the_end_of_the_epochs_and_an_export_are_one_model() -> None:
         one_everywhere(model)
 
 
-@pytest.mark.ranks(2, conformance=3, campaign=4)
+@pytest.mark.ranks(2, full=3, campaign=4)
 def test_a_loop_that_is_left_says_that_replicas_are_apart() -> None:
     """Once, on rank 0, and only where they are; it does not wait for other ranks, one of which may have failed."""
     said = []

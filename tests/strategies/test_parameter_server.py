@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ import paceline
 from paceline.comm import sockets, wire
 from paceline.comm.sockets import Gone, Line, Listening, new_keys
 from paceline.config import parse_strategy
-from paceline.errors import SettingError, WorldError
+from paceline.errors import SettingError, WorldError, in_words, only_tells_of_a_lost_peer
 from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import rejoining
@@ -159,10 +160,8 @@ def test_either_side_notices_that_the_other_has_gone() -> None:
     assert listening.receive(0.5) is None, "the end of its former connection is taken for its own"
     lines[1] = again
     listening.close()
-    began = time.monotonic()
     with pytest.raises(WorldError, match="parameter server of rank 9 has gone"):
-        lines[1].receive(20)
-    assert time.monotonic() - began < 5
+        lines[1].receive(600)  # longer than a test may take
     lines[1].close()
 
 
@@ -175,6 +174,43 @@ line.send([b"hello"])
 line.receive(30)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
+
+
+SERVES = """
+import os, signal, sys
+from paceline.comm.sockets import Listening
+listening = Listening("127.0.0.1")
+listening.admit([sys.argv[1].encode()])
+print(listening.endpoint, listening.keys.public.decode(), flush=True)
+listening.receive(60)
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "said"), [(signal.SIGSTOP, "does not answer: nothing was heard"), (signal.SIGKILL, "has gone: its conn")]
+)
+def test_a_stopped_server_is_not_told_as_dead(signum: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr(sockets, "SILENCE_SECONDS", 2.0)
+    keys = new_keys()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVES, keys.public.decode(), str(int(signum))], stdout=subprocess.PIPE, text=True
+    )
+    line = None
+    try:
+        assert process.stdout is not None
+        endpoint, public = process.stdout.readline().split()
+        line = sockets.Line(endpoint, public.encode(), keys, 4, "the parameter server of rank 2")
+        line.send([b"hello"])
+        with pytest.raises(WorldError, match=f"the parameter server of rank 2 {said}") as caught:
+            line.receive(60)
+        assert only_tells_of_a_lost_peer([in_words(caught.value)])
+    finally:
+        process.kill()
+        process.communicate()
+        if line is not None:
+            line.close()
 
 
 @pytest.mark.conformance
@@ -255,7 +291,7 @@ KILLED = [("step", 0, 1), ("backward", 0, 1), ("forward", 1, 1), ("step", 1, 2),
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("where", "victim", "servers"),
-    KILLED,
+    [pytest.param(*case, marks=[pytest.mark.full] * (number > 1)) for number, case in enumerate(KILLED)],
 )
 @pytest.mark.conformance
 def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: str, victim: int, servers: int) -> None:
@@ -264,7 +300,7 @@ def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: st
     assert code == 0, text
     assert set(left) == set(range(workers)) - {victim}
     assert f"rank {victim} was killed by SIGKILL" in text
-    assert f"worker of rank {victim} has died; {workers - 1} go on" in text
+    assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
     are_plain_pytorch(left)
 
 
@@ -278,7 +314,7 @@ def are_plain_pytorch(left: dict[int, Any]) -> None:
 
 
 def test_who_has_died_or_joined_is_told() -> None:
-    assert rejoining.news({1}, set()) == "the worker of rank 1 has died"
+    assert rejoining.news({1}, set()) == "the worker of rank 1 has died or is stopped"
     assert rejoining.news({2, 1}, {3}) == "the workers of ranks 1, 2 have died and the worker of rank 3 has joined"
 
 
@@ -288,7 +324,10 @@ COME_BACK = [("forward", 1, 2, 1), ("step", 1, 3, 1), ("backward", 0, 3, 2), ("s
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("where", "victim", "workers", "servers"),
-    [pytest.param(*case, marks=[pytest.mark.conformance]) for case in COME_BACK],
+    [
+        pytest.param(*case, marks=pytest.mark.full if number else pytest.mark.conformance)
+        for number, case in enumerate(COME_BACK)
+    ],
 )
 def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
     tmp_path: Path, where: str, victim: int, workers: int, servers: int
@@ -299,7 +338,7 @@ def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
     assert set(left) == set(range(workers))
     assert f"rank {victim} was killed by SIGKILL" in text
     if where in ("forward", "backward"):  # else the others hear of its death and of its coming at the same meeting
-        assert f"worker of rank {victim} has died; {workers - 1} go on" in text
+        assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
     assert f"worker of rank {victim} has joined; {workers} go on" in text
     assert "Detected call of" not in text, "torch does not know that the optimizer has made its step"
     are_plain_pytorch(left)
@@ -326,7 +365,7 @@ def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_one_that_cannot_join_harms_nobody(tmp_path: Path) -> None:
     """The script has all workers sum something between run.epochs and the loader, where the others have been."""
     code, text, left = launched(tmp_path, 3, "", "forward", 1, "net", "refused", restarts=1)
@@ -337,7 +376,7 @@ def test_one_that_cannot_join_harms_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_one_that_comes_too_late_is_not_waited_for(tmp_path: Path) -> None:
     code, text, left = launched(tmp_path, 3, "", "forward", 1, "net", "late", restarts=1)
     assert code == 0, text
@@ -348,19 +387,17 @@ def test_one_that_comes_too_late_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("workers", "servers", "mode"),
-    [(1, 1, "sync"), pytest.param(2, 2, "sync", marks=pytest.mark.conformance)],
+    [(1, 1, "sync"), pytest.param(2, 2, "sync", marks=pytest.mark.full)],
 )
 def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path: Path, workers: int, servers: int, mode: str) -> None:
     victim = workers + servers - 1
     options = f"servers={servers},mode={mode}"
-    began = time.monotonic()
     code, text, left = launched(tmp_path, workers + servers, options, "server", victim, "net")
     assert code == 128 + 9
     assert not left
     assert f"rank {victim}, a parameter server, was killed by SIGKILL" in text, text
     assert "a script that calls run.restore goes on from its last checkpoint" in text
     assert "Traceback" not in text
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.timeout(120)
@@ -386,12 +423,12 @@ def test_a_function_returns_nothing_on_a_server() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_worker_that_dies_in_an_evaluation_is_named_and_the_run_ends(tmp_path: Path) -> None:
     code, text, left = launched(tmp_path, 4, "servers=1", "evaluation", 1, "net")
     assert code != 0
     assert not left
-    assert "the worker of rank 1 has died outside of a training batch" in text, text
+    assert "the worker of rank 1 has died or is stopped outside of a training batch" in text, text
 
 
 def once(workers: int) -> torch.Tensor:
@@ -410,9 +447,9 @@ def once(workers: int) -> torch.Tensor:
 NOT_IN_STEP = [
     ("after", 1, 1, -1),  # killed after its push, before it has said so: not applied twice
     ("step", 1, 2, -1),  # before it: its part is computed by another
-    ("slow", -1, 1, -1),
+    pytest.param("slow", -1, 1, -1, marks=pytest.mark.full),
     ("slow", -1, 2, 0),
-    ("step", 0, 1, 2),
+    pytest.param("step", 0, 1, 2, marks=pytest.mark.full),
 ]
 
 
@@ -445,7 +482,7 @@ def test_not_in_step_each_example_is_used_once(
 NEXT_EPOCH = [("after", 1, 2, 1), ("step", 0, 3, 2)]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("where", "victim", "workers", "servers"), NEXT_EPOCH)
 def test_not_in_step_a_worker_that_was_killed_comes_back_in_the_next_epoch(

@@ -83,14 +83,14 @@ def by_hand(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return loss.sum / loss.count
 
 
-@pytest.mark.ranks(3, conformance=4)
+@pytest.mark.ranks(3, full=4)
 def test_in_step_it_trains_as_plain_pytorch_and_servers_end_cleanly() -> None:
     """Closure and loop, SGD and AdamW, uneven and empty shards; with the servers having ended cleanly (`started`)."""
     alike(train(Net, checks.both_heads), plainly(Net, checks.both_heads))
     alike(train(Net, checks.both_heads, adam=True, closure=False), plainly(Net, checks.both_heads, adam=True), 1e-8)
 
 
-@pytest.mark.ranks(3, conformance=4)
+@pytest.mark.ranks(3, full=4)
 def test_batch_norm_micro_batches_counts_and_sparse_gradients_train_as_plain_pytorch() -> None:
     alike(train(with_norm, checks.both_heads), plainly(with_norm, checks.both_heads))
     alike(train(checks.layers, checks.counted_loss, micro=1), plainly(checks.layers, by_hand))
@@ -98,7 +98,7 @@ def test_batch_norm_micro_batches_counts_and_sparse_gradients_train_as_plain_pyt
     alike(train(Net, checks.by_data), plainly(Net, checks.by_data))  # which gradients there are differs over ranks
 
 
-@pytest.mark.ranks(3, conformance=4)
+@pytest.mark.ranks(3, full=4)
 def test_clipping_is_of_the_whole_global_batch() -> None:
     """Both from the mean over the whole global batch, on the workers; what they leave is what the servers use."""
     plain, optimizer = make(Net, False)
@@ -112,7 +112,7 @@ def test_clipping_is_of_the_whole_global_batch() -> None:
     alike(train(Net, checks.both_heads, norm=0.3), plain)
 
 
-@pytest.mark.ranks(3, conformance=4)
+@pytest.mark.ranks(3, full=4)
 def test_two_models_prepared_one_by_one_train_as_plain_pytorch() -> None:
     """A server runs on to each `prepare`. The second model learns from the first one's output, after its update."""
 
@@ -167,7 +167,7 @@ def part(stop: int | None, folder: str, strategy: Any = None) -> nn.Module:
     return built[0]
 
 
-@pytest.mark.ranks(3, conformance=4)
+@pytest.mark.ranks(3, full=4)
 def test_checkpoints_go_to_ddp_and_come_from_it() -> None:
     """In mid-epoch, from the servers to ddp and back, with a schedule, AdamW's state and numbers from evaluation."""
     with tempfile.TemporaryDirectory() as own:
@@ -182,7 +182,7 @@ def test_checkpoints_go_to_ddp_and_come_from_it() -> None:
     alike(ended, straight, 1e-10)
 
 
-@pytest.mark.ranks(3, conformance=4)
+@pytest.mark.ranks(3, full=4)
 def test_weights_that_the_script_changes_reach_the_servers() -> None:
     """Pretrained ones loaded after `prepare`, and clipped ones after each update, as for a Wasserstein GAN."""
     saved = {name: t + 0.1 for name, t in make(Net, False)[0].state_dict().items()}
@@ -210,7 +210,7 @@ def test_weights_that_the_script_changes_reach_the_servers() -> None:
     alike(built[0], plain, 1e-8)
 
 
-@pytest.mark.ranks(3, conformance=4)
+@pytest.mark.ranks(3, full=4)
 def test_sums_means_gathers_and_predictions_are_over_the_workers_alone() -> None:
     """run.mean and the rest, an evaluation, predict: over the workers alone."""
     built = make(Net, False)

@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 from paceline.errors import ModelError, UsageError
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_micro_batches_batch_norm_and_counts_train_as_plain_pytorch() -> None:
     for adam in (False, True):
         tolerance = 1e-8 if adam else 1e-10
@@ -48,7 +48,7 @@ def test_micro_batches_batch_norm_and_counts_train_as_plain_pytorch() -> None:
     same(under_paceline(layers, counted_loss, micro=2, strategy="ddp"), plainly(layers, by_hand))
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_model_of_two_arguments_trains_as_plain_pytorch() -> None:
     def by_keyword(model: nn.Module, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(model(tokens=batch[1], x=batch[0]), batch[2])
@@ -79,7 +79,7 @@ def test_a_loop_that_looks_at_its_batch_or_calls_backward_is_refused() -> None:
             break
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_layer_without_weights_that_stands_twice_is_kept_twice() -> None:
     def repeated() -> nn.Module:
         act = nn.Tanh()
@@ -100,7 +100,7 @@ def tied(*pairs: tuple[int, int]) -> Callable[[], nn.Module]:
     return build
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_weights_tied_across_stages_have_the_sum_of_their_gradients() -> None:
     for model in (tied((0, 1)), tied((0, 3)), tied((0, 1), (1, 2), (2, 3))):
         for loss_fn, by_hand in ((sequential_loss, sequential_loss), (counted_loss, counted_by_hand)):
@@ -117,7 +117,7 @@ def counted_by_hand(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return loss.sum / loss.count
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_several_calls_add_to_a_tied_weight_once_each() -> None:
     """A second call of the closure in one global batch must not count the first one's gradient twice."""
     model, plain = (tied((0, 3))().double() for _ in range(2))
@@ -140,7 +140,7 @@ def test_several_calls_add_to_a_tied_weight_once_each() -> None:
     same(model, plain)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_a_buffer_in_two_stages_is_refused_and_a_renamed_sequential_is_not() -> None:
     norm = nn.BatchNorm1d(6)
     with_norm = nn.Sequential(norm, *(nn.Linear(6, 6) for _ in range(4)), norm)

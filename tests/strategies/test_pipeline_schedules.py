@@ -215,7 +215,7 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
     refused(lambda: nn.Sequential(nn.Linear(6, 3)), ModelError, "too few for", strategy="pipeline")
 
 
-@pytest.mark.ranks(2, conformance=4)
+@pytest.mark.ranks(2, full=4)
 def test_batch_norm_over_several_pipelines_is_that_of_plain_pytorch() -> None:
     def normed() -> nn.Module:
         return layers(True)

@@ -1,7 +1,7 @@
 """Jobs under the strategies of one process with several devices, against plain PyTorch with the whole global batch on
 one device; and their checkpoints, each read by all.
 
-A cut in every run of the tests; `-m conformance` has all of 2, 3 and 4 replicas x strategy x reduction x optimizer x
+A cut in every run of the tests; `make conformance` has all of 2, 3 and 4 replicas x strategy x reduction x optimizer x
 micro-batches x job.
 """
 
@@ -45,7 +45,7 @@ CUT = WHOLE[::7]  # prime to what each column repeats with: every value of each 
 
 def params(cases: list[Any]) -> list[Any]:
     return [
-        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in CUT else pytest.mark.conformance)
+        pytest.param(*case, id="-".join(map(str, case)), marks=[] if case in CUT else pytest.mark.full)
         for case in cases
     ]
 
@@ -89,10 +89,7 @@ NEXT = set(zip(ALL, ALL[1:] + ALL[:1], strict=True))
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        pytest.param(*pair, marks=[] if pair in NEXT else pytest.mark.conformance)
-        for pair in itertools.product(ALL, ALL)
-    ],
+    [pytest.param(*pair, marks=[] if pair in NEXT else pytest.mark.full) for pair in itertools.product(ALL, ALL)],
 )
 def test_a_checkpoint_of_one_is_gone_on_with_by_another(before: str, after: str, tmp_path: Path) -> None:
     leg(before, tmp_path)

@@ -117,7 +117,7 @@ def copies_of_weights(run: Run) -> Iterator[Callable[[], int]]:
 # --- the mathematics
 
 
-@pytest.mark.ranks(2, conformance=(3, 4))
+@pytest.mark.ranks(2, full=(3, 4))
 @pytest.mark.parametrize("micro", [None, 1])
 @pytest.mark.parametrize("adam", [False, True])
 def test_the_weights_are_those_of_plain_pytorch(adam: bool, micro: int | None) -> None:
@@ -158,7 +158,7 @@ class Lamb(torch.optim.SGD):
                     p.sub_(p.grad * (p.norm() / (p.grad.norm() + 1e-6)) * group["lr"])
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_makes_its_own_update(name: str) -> None:
     compared(optimizer=OPTIMIZERS[name], tolerance=1e-8 if name == "Rprop" else 1e-10)
@@ -199,7 +199,7 @@ def odd_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[2])
 
 
-@pytest.mark.ranks(2, conformance=(3, 4))
+@pytest.mark.ranks(2, full=(3, 4))
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_odd_parameters_are_trained_as_they_are_alone(optimizer: Optimizers) -> None:
     def trainable(model: nn.Module) -> torch.optim.Optimizer:
@@ -211,12 +211,12 @@ def test_odd_parameters_are_trained_as_they_are_alone(optimizer: Optimizers) -> 
     compared(Odd, trainable, loss_fn=odd_loss, tolerance=1e-8, max_grad_norm=0.05)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_clipping_goes_by_the_norm_of_all_slices() -> None:
     compared(max_grad_norm=0.1)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_weights_of_16_bits_are_alike_and_near_those_of_ddp() -> None:
     def half() -> nn.Module:
         return checks.layers().to(torch.bfloat16)
@@ -237,7 +237,7 @@ def test_weights_of_16_bits_are_alike_and_near_those_of_ddp() -> None:
     checks.same(ends[0], ends[1], 2e-2)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_ranks_that_reach_different_parameters_add_zeros() -> None:
     found = checks.under_paceline(checks.Net, checks.by_data, closure=False, strategy="shared", progress="off")
     checks.same(found, checks.plainly(checks.Net, checks.by_data))
@@ -313,7 +313,7 @@ def test_two_losses_of_two_optimizers_have_their_own_gradients() -> None:
 # --- what a script does to its model
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @pytest.mark.parametrize("late", [None, 0, 1])
 def test_what_a_script_does_to_weights_is_done_once(late: int | None) -> None:
     """By ways that autograd counts and by ways that it does not; also where one rank is late."""
@@ -341,7 +341,7 @@ def test_weights_that_lie_elsewhere_come_back() -> None:
     compared(after=shrunk)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_an_average_is_swapped_in_and_out_by_ranks_that_are_not_in_step() -> None:
     """As an EMA is for an evaluation: nobody sees another's swap."""
     with shared() as run, copies_of_weights(run) as copies:
@@ -404,7 +404,7 @@ def test_one_rank_may_swap_weights_for_an_evaluation_of_its_own() -> None:
     checks.same(ours.model, checks.plainly(checks.Net, checks.both_heads))
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_what_a_script_does_to_gradients_is_done_once(clip: float | None) -> None:
     def halved(model: nn.Module) -> None:
@@ -491,7 +491,7 @@ def test_a_gradient_that_is_not_finite_is_told_by_all_or_skipped() -> None:
 # --- state
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_an_optimizers_own_state_goes_out_and_in_again() -> None:
     """And a checkpoint in the middle changes nothing."""
     plain, its = built(checks.Net, adamw)

@@ -200,7 +200,7 @@ def collected(value: Tensor, run: paceline.Run) -> bool:
     return all(torch.equal(other, value) for other in everyone[start : start + size])
 
 
-@pytest.mark.ranks(2, conformance=4)
+@pytest.mark.ranks(2, full=4)
 def test_evaluation_counts_each_example_once() -> None:
     for strategy in strategies():
         with started(strategy=strategy) as run:

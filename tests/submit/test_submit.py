@@ -182,6 +182,7 @@ def test_the_script_passes_the_notice_on_and_requeues_the_job(slurm: Path, monke
         monkeypatch.setenv("SCONTROL", str(code))
         process = start(slurm, job(slurm, "30", "3", notice=60))
         while not (slurm / "args").exists():
+            assert process.poll() is None, process.communicate()
             time.sleep(0.02)
         process.send_signal(signum)
         ended, err = ends(process)

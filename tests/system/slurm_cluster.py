@@ -15,16 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.ports import free_port
 from tests.system.needed import PATH, need
 
 CORES = 4  # of each node; two of them are one core of this machine, or less
 NODES = ("n1", "n2")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:

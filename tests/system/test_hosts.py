@@ -282,14 +282,12 @@ def test_a_host_that_goes_down_ends_the_run_with_its_name(hosts: SshHosts, folde
     """Its power fails, and the connection is reset at once; or its cable is cut, and nobody is told."""
     process = hosts.start("login", *PACELINE, *hosts.options, "--hosts", "node1,node2", "long.py", cwd=folder)
     wait_for(process, folder, "ready-0-0", "ready-1-0")
-    start = time.monotonic()
     try:
         if how == "power":
             hosts.kill_all("node2")
         else:
             hosts.cut("node2")
         code, out, err = finish(process, 90.0)
-        assert time.monotonic() - start < 75.0  # 15 s for ssh to notice, 10 for the others, 12 to end
         assert code == 1, (out, err)
         assert "paceline: host node2 is lost: " in err, err
         hosts.wait_until_idle(["node1", "login"], 10.0)

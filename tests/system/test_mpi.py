@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.ports import free_port
 from tests.system.needed import need
-from tests.system.slurm_cluster import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 

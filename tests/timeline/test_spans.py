@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from paceline.timeline import span_file
-from paceline.timeline.chrome_trace import cannot_trace, first_rank, join, join_left, part_of, parts_of
+from paceline.timeline.chrome_trace import (
+    cannot_trace,
+    first_rank,
+    join,
+    join_and_say,
+    join_left,
+    part_of,
+    parts_of,
+)
 from paceline.timeline.span_file import Phase, Span, SpanWriter, has_ended, read
 
 MS = 10**6  # nanoseconds
@@ -89,6 +97,19 @@ def test_steps_hold_their_phases(file: Path) -> None:
     assert lines[0].startswith("trace of 1 rank, 1 step, in ")
     found = [(event["name"], event["ts"], event["dur"]) for event in events(file)]
     assert found == [("step", 0, 5000), ("data", 0, 1000), ("forward", 1000, 2000), ("update", 4000, 1000)]
+    assert [path.name for path in file.parent.iterdir()] == ["trace.json"]
+
+
+def test_of_a_rank_that_is_killed_before_it_has_said_its_lines_the_launcher_says_them(file: Path) -> None:
+    part(file, about(0), (Phase.DATA, 0, 5, 6)).close()
+
+    def say(line: str) -> None:
+        said.extend(join_left(str(file), [0]))  # what the launcher does if the rank ends here
+
+    said: list[str] = []
+    join_and_say(str(file), say)
+    assert said[0].startswith("trace of 1 rank, 1 step, in ")
+    assert join_left(str(file), [0]) == []
     assert [path.name for path in file.parent.iterdir()] == ["trace.json"]
 
 

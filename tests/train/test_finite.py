@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import NonFiniteError
+from paceline.strategies import gradient_store
 from paceline.train import finite
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
@@ -35,13 +36,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log: Log = []
 
     class Copy:
-        def __init__(self, number: Tensor, device: torch.device) -> None:
-            self._number, self._of = number.clone(), sum(what == "enqueued" for what, _ in log)
+        def __init__(self, count: int, device: torch.device) -> None:
+            self._sent = torch.zeros(count)
+
+        def send(self, numbers: Tensor) -> None:
+            self._sent, self._of = numbers.clone(), sum(what == "enqueued" for what, _ in log)
             log.append(("enqueued", self._of))
 
-        def read(self) -> float:
+        def read(self) -> list[float]:
             log.append(("read", self._of))
-            return self._number.item()
+            return self._sent.tolist()
 
     monkeypatch.setattr(finite, "HostCopy", Copy)
     monkeypatch.setattr(finite, "readable", lambda tensor: False)
@@ -115,13 +119,42 @@ def test_what_is_not_finite_in_the_last_step_is_reported(log: Log, tmp_path: Pat
     assert run.closed  # and close has not raised it again
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("step", [{}, {"max_grad_norm": 1.0}], ids=["checked", "clipped"])
-def test_a_flag_is_read_one_step_late(log: Log, step: dict[str, Any]) -> None:
-    with started() as run:
-        with pytest.raises(NonFiniteError, match=r"^step 0:"):
-            train(run, bad=0, **step)
-        assert run.steps == 1
-    assert log == [("enqueued", 0), ("read", 0)]
+@pytest.mark.parametrize("bad", [0, 1, 4])
+def test_flags_travel_together_and_are_read_one_block_late(
+    log: Log, step: dict[str, Any], every: int, bad: int
+) -> None:
+    """The step is named although the host reads its flag later."""
+    with started(nonfinite_every=every) as run:
+        model, optimizer, _ = made(run)
+        batches = iter(run.batches(lambda rows: [X[:8], X[:8, :3]], global_batch=8, name="endless"))
+
+        def script() -> None:
+            while run.steps < 50:
+                batch = next(batches)
+                run.backward(loss_fn(model, batch) * (math.nan if run.steps == bad else 1.0))
+                run.step(optimizer, **step)
+
+        with pytest.raises(NonFiniteError) as caught:
+            script()
+        told = caught.value
+        block = bad // every
+        assert run.steps == (block + 2) * every  # the first update after the next block was complete
+        assert str(told).startswith(f"step {bad}:")
+        assert f"{run.steps - bad} updates were made from this gradient on" in str(told)
+    # a copy for each block, each read when the next one has been sent
+    assert log == [("enqueued", 0)] + [it for n in range(block + 1) for it in (("enqueued", n + 1), ("read", n))]
+
+
+def test_no_step_waits_for_one_of_the_blocks_that_are_under_way(log: Log) -> None:
+    with started() as run:  # nonfinite_every=10
+        model, optimizer, _ = made(run)
+        batches = iter(run.batches(lambda rows: [X[:8], X[:8, :3]], global_batch=8, name="endless"))
+        for _ in range(20):
+            run.backward(loss_fn(model, next(batches)))
+            run.step(optimizer)
+        assert log == [("enqueued", 0)]
 
 
 def test_closing_after_an_error_reads_no_flag(log: Log) -> None:
@@ -145,18 +178,26 @@ def test_all_of_the_run_is_closed_when_close_raises(log: Log) -> None:
         assert run.steps == 3
 
 
-def test_a_second_optimizer_waits_for_no_backward_of_its_own_global_batch(log: Log) -> None:
-    """A GAN's: the flag of the first arrives when its whole backward is done, which nothing else waits for."""
-    with started() as run:
+@pytest.mark.parametrize("bad", [0, 1])
+def test_the_optimizers_of_one_global_batch_share_a_flag(log: Log, bad: int) -> None:
+    """A GAN's: nothing is sent before the last of them has checked, and either one's gradient is found."""
+    with started(nonfinite_every=1) as run:
         models = nn.Linear(6, 3), nn.Linear(6, 3)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         run.prepare(*models, *optimizers)
-        for batch in run.loader(DATA, global_batch=12):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                run.backward(loss_fn(model, batch), optimizer=optimizer)
-                run.step(optimizer)
-        first, second = [("enqueued", 0), ("enqueued", 1)], [("enqueued", 2), ("enqueued", 3)]
-        assert log == [*first, ("read", 0), ("read", 1), *second, ("read", 2), ("read", 3)]
+        batches = iter(run.batches(lambda rows: [X[:8], X[:8, :3]], global_batch=8, name="endless"))
+
+        def script() -> None:
+            for step in range(9):
+                batch = next(batches)
+                for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                    factor = math.nan if (step, number) == (1, bad) else 1.0
+                    run.backward(loss_fn(model, batch) * factor, optimizer=optimizer)
+                    run.step(optimizer)
+
+        with pytest.raises(NonFiniteError, match=r"^step 2:"):
+            script()
+        assert [count for what, count in log if what == "enqueued"] == [0, 1, 2]
 
 
 def test_parameters_in_bf16_train_where_the_fused_check_knows_no_bfloat16(
@@ -167,7 +208,8 @@ def test_parameters_in_bf16_train_where_the_fused_check_knows_no_bfloat16(
     def as_on_cuda(*args: Any) -> None:
         raise NotImplementedError("not implemented for 'BFloat16'")
 
-    monkeypatch.setattr("paceline.strategies.gradient_store.unscale_and_flag_", as_on_cuda)
+    monkeypatch.setattr(gradient_store, "unscale_and_flag_", as_on_cuda)
+    monkeypatch.setitem(gradient_store._FUSED, "cpu", gradient_store._FUSED["cuda"])
     with started(precision="bf16-params") as run:
         train(run, bad=-1, last=None)
         assert run.steps == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ports import free_port
 from tests.train.test_newest_state import DEADLINE_SECONDS, SCRIPT, Job
 
 from paceline.train import checkpoint
@@ -94,7 +94,7 @@ def undisturbed(job: Job, strategy: str) -> str:
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["fsdp:stage=1", "shared"])
+@pytest.mark.parametrize("strategy", ["fsdp:stage=1", pytest.param("shared", marks=pytest.mark.full)])
 def test_a_restart_goes_on_from_the_last_one_and_ends_as_if_undisturbed(job: Job, strategy: str) -> None:
     line = ["--nproc", "2", "--max-restarts", "2", "--memory-every", "3", "train.py", strategy]
     starts, end, err = job.run(*line, "0=5:forward:1", "1=13:begin:0")
@@ -104,7 +104,7 @@ def test_a_restart_goes_on_from_the_last_one_and_ends_as_if_undisturbed(job: Job
     assert end == undisturbed(job, strategy)
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_the_newer_of_disk_and_memory_is_taken(job: Job) -> None:
     (job.folder / "train.py").write_text(WAITS)  # saves after step 8
@@ -113,15 +113,13 @@ def test_the_newer_of_disk_and_memory_is_taken(job: Job) -> None:
     assert starts == [0, 8, 12], err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_of_two_machines_the_one_that_lives_has_the_state_of_both(job: Job) -> None:
     """The machine of rank 0 goes, its launcher and its memory with it, and another one comes."""
     script = NO_DISK.replace(KILL, KILL.replace("getpid", "getppid") + KILL)
     (job.folder / "train.py").write_text(script)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     line = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", place, "--max-restarts", "2", "--memory-every", "4"]
     line += ["train.py", "fsdp:stage=1", "0=13:forward:0"]
     two = [job.start(*line) for _ in range(2)]
@@ -143,7 +141,10 @@ def test_of_two_machines_the_one_that_lives_has_the_state_of_both(job: Job) -> N
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp:stage=3", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("ddp", marks=pytest.mark.full), "fsdp:stage=3", pytest.param("pipeline", marks=pytest.mark.full)],
+)
 def test_fit_goes_on_in_mid_epoch(job: Job, strategy: str) -> None:
     """fit keeps the mean loss of an epoch on all ranks, so that no rank alone could hand its state on."""
     (job.folder / "train.py").write_text(FIT)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ports import free_port
 from torch import nn
 
 from paceline.comm import collectives
@@ -155,12 +155,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ("kills", "starts"),
     [
         (["0=5:forward:1"], [0, 5]),  # before the first checkpoint
-        (["0=5:begin:0"], [0, 5]),  # rank 0 itself
+        # rank 0 itself
+        pytest.param(["0=5:begin:0"], [0, 5], marks=pytest.mark.full),
         (["0=13:forward:1", "1=21:forward:0"], [0, 13, 21]),
         (["0=16:schedule:1"], [0, 16]),  # the rest of an epoch, in which the learning rate had been changed already
-        (["0=16:average:1"], [0, 16]),  # other weights are in the model
-        (["0=13:step:1"], [0, 12]),  # the others have made their update, and not the rest of the loop's body
-        (["0=0:forward:1"], [0, 0]),
+        # other weights are in the model
+        pytest.param(["0=16:average:1"], [0, 16], marks=pytest.mark.full),
+        # the others have made their update, and not the rest of the loop's body
+        pytest.param(["0=13:step:1"], [0, 12], marks=pytest.mark.full),
+        pytest.param(["0=0:forward:1"], [0, 0], marks=pytest.mark.full),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -185,7 +188,7 @@ def test_a_checkpoint_that_is_being_written_in_the_background_does_not_get_in_th
     assert all(damage == [] for damage in checkpoint.examine(job.folder / "checkpoints").values())
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_reproducible_run_goes_on_with_the_same_bits(job: Job) -> None:
     """Each process computes several shards, in a loop of several yields."""
@@ -199,7 +202,7 @@ def test_a_reproducible_run_goes_on_with_the_same_bits(job: Job) -> None:
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("strategy", ["ddp:codec=bf16", "shared", "fsdp:stage=1"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp:codec=bf16", marks=pytest.mark.full), "shared", "fsdp:stage=1"])
 def test_where_no_rank_has_the_whole_state_the_checkpoint_is_taken(job: Job, strategy: str) -> None:
     """The codec's residuals, and slices of the optimizer's state, died with the rank."""
     starts, end, err = job.run("--nproc", "2", "--max-restarts", "1", "train.py", strategy, "0=13:forward:1")
@@ -212,11 +215,9 @@ def test_where_no_rank_has_the_whole_state_the_checkpoint_is_taken(job: Job, str
 
 @pytest.mark.conformance
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_of_two_machines_the_one_that_lives_hands_on(job: Job, whole: str, victim: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = f"127.0.0.1:{free_port()}"
     line = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", place, "--max-restarts", "2", "train.py", "ddp"]
     two = [job.start(*line, f"0=13:forward:{victim}") for _ in range(2)]
     told = [process.communicate(timeout=DEADLINE_SECONDS) for process in two]
@@ -226,7 +227,7 @@ def test_of_two_machines_the_one_that_lives_hands_on(job: Job, whole: str, victi
     assert whole in out
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_full_disk_costs_the_newest_state_and_nothing_else(job: Job, whole: str) -> None:
     """The launcher's folder for temporary files takes no more: what is written there fails."""
@@ -259,7 +260,7 @@ def test_a_rank_of_fsdp_that_an_error_ends_says_that_and_nothing_of_its_exit(job
     assert "Exception ignored" not in out + err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_run_that_fails_in_the_end_leaves_what_its_ranks_printed_and_nothing_else(job: Job) -> None:
     (job.folder / "train.py").write_text(SCRIPT.replace('die("begin")', 'die("begin"); print("a batch", flush=True)'))
     process = job.start("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=2:forward:0", "1=4:forward:0")
@@ -271,12 +272,12 @@ def test_a_run_that_fails_in_the_end_leaves_what_its_ranks_printed_and_nothing_e
 
 @pytest.mark.conformance
 def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
-    """Rank 1 dies. Rank 0 would hand its state on at its next collective, and sleeps."""
+    """Rank 1 dies, and lets the launcher notice. Rank 0 would hand its state on at its next collective, and sleeps."""
     (job.folder / "train.py").write_text(
         SCRIPT.replace('die("begin")', 'die("begin"); wait()').replace(
             "class Meter",
             "def wait():\n    import time\n    if run.steps == 2 and run.rank == 0:\n"
-            "        open('held', 'w').close(); time.sleep(120)\n\nclass Meter",
+            "        open('held', 'w').close(); time.sleep(600)\n\nclass Meter",
         )
     )
     process = job.start("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=2:begin:1")
@@ -287,13 +288,11 @@ def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
         time.sleep(0.05)
     time.sleep(2.0)
     process.send_signal(signal.SIGTERM)
-    asked = time.monotonic()
     process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - asked < 15.0
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_launcher_waits_for_a_state_that_takes_its_time(job: Job, whole: str) -> None:
     """Longer than for a rank that has yet to notice: here 30 s and a disk that needs 35."""

@@ -114,7 +114,7 @@ def without_momentum() -> nn.Module:
     return built
 
 
-@pytest.mark.ranks(1, conformance=(2, 3))
+@pytest.mark.ranks(1, conformance=2, full=3)
 def test_every_order_is_exact() -> None:
     reference = plainly(Net, one_head)
     for order in ORDERS:
@@ -123,21 +123,21 @@ def test_every_order_is_exact() -> None:
             assert difference(found, reference) <= 1e-12, (order.__name__, micro)
 
 
-@pytest.mark.ranks(conformance=(2, 3))
+@pytest.mark.ranks(conformance=2, full=3)
 def test_every_order_is_exact_under_fsdp() -> None:
     reference = plainly(Net, one_head)
     for order in ORDERS:
         same(trained(order, 1, endless=True, strategy="fsdp"), reference, 1e-12)
 
 
-@pytest.mark.ranks(1, conformance=(2, 3))
+@pytest.mark.ranks(1, conformance=2, full=3)
 def test_every_order_is_exact_under_local_sgd() -> None:
     reference = without_momentum()
     for order in ORDERS:
         same(trained(order, None, endless=False, strategy=LOCAL), reference, 1e-12)
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_run_mean_weighs_a_loss_by_its_own_batch() -> None:
     with started() as run:
         model, optimizer = run.prepare(*make(Net, False))
@@ -153,7 +153,7 @@ def test_run_mean_weighs_a_loss_by_its_own_batch() -> None:
             start += BATCH
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_the_position_of_a_checkpoint_is_after_the_last_update() -> None:
     """When the update has been made with the next batch in hand, that batch is still to come."""
     with started() as run:
@@ -172,7 +172,7 @@ def test_the_position_of_a_checkpoint_is_after_the_last_update() -> None:
         assert run._stepper.incomplete, "step 3 was computed, and its gradients are in no checkpoint"
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_a_backward_whose_batch_cannot_be_known_is_refused() -> None:
     with started() as run:
         model, optimizer = run.prepare(*make(Net, False))
@@ -201,7 +201,7 @@ def test_a_backward_whose_batch_cannot_be_known_is_refused() -> None:
         run.step(optimizer)
 
 
-@pytest.mark.ranks(1, conformance=(2, 3))
+@pytest.mark.ranks(1, conformance=2, full=3)
 def test_dropout_draws_what_it_draws_in_the_usual_order() -> None:
     """Dropout after an update that came late draws what it draws otherwise."""
 
@@ -231,7 +231,7 @@ def test_dropout_draws_what_it_draws_in_the_usual_order() -> None:
     assert difference(job(closure_one_ahead), job(closure)) == 0
 
 
-@pytest.mark.ranks(1, 2, conformance=3)
+@pytest.mark.ranks(1, 2, full=3)
 def test_one_batch_ahead_is_exact_in_a_loop_and_with_a_closure() -> None:
     """A part of test_every_order_is_exact."""
     reference = plainly(Net, one_head)

@@ -204,7 +204,7 @@ def test_replicas_of_one_process(settings: dict[str, Any]) -> None:
     assert difference(trained(**settings), plainly(Reshaping)) <= 1e-10
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 @pytest.mark.parametrize(
     ("strategy", "turn"),
     [
@@ -226,7 +226,7 @@ def normed() -> nn.Module:
     return Reshaping(norm=True)
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_batch_norm_sees_no_row_but_those_of_the_global_batch() -> None:
     assert difference(trained(normed, strategy="ddp"), plainly(normed)) <= 1e-10
 
@@ -257,7 +257,7 @@ def test_a_compiled_model_runs_uncompiled_over_no_examples() -> None:
     assert all(tensor.numel() for inputs in graphs for tensor in inputs if isinstance(tensor, Tensor))
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_no_model_is_compiled_anew() -> None:
     graphs = []
 
@@ -347,7 +347,7 @@ def test_two_models_of_which_one_is_given_noise_for_each_row() -> None:
 # --- evaluation, and what is not mended
 
 
-@pytest.mark.ranks(2, conformance=3)
+@pytest.mark.ranks(2, full=3)
 def test_evaluation_and_predictions() -> None:
     torch.manual_seed(0)
     plain = Reshaping(norm=True).double().eval()
@@ -384,3 +384,26 @@ def test_a_model_that_needs_a_row_for_other_reasons_is_named() -> None:
         batch = next(batches)
         with pytest.raises(EmptyShardError, match=r"1 example.*max\(\).*len\(x\) == 0"):
             run.forward_backward(longest, model, batch)
+
+
+def test_attention_that_returns_nothing_for_no_rows_is_a_tensor_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA's kernels of 16 bits do; torch's own layer goes by the same function."""
+    own = F.scaled_dot_product_attention
+
+    def as_on_cuda(query: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        return own(query, *args, **kwargs) if query.shape[0] else None
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", as_on_cuda)
+    model, optimizer = made(Reshaping)
+    with started() as run:
+        run.prepare(model, optimizer)
+        loader = object()
+        ZERO_ROWS.begin_yield(loader, empty=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            heads = torch.randn(0, 2, 5, 4, requires_grad=True)
+            attended = F.scaled_dot_product_attention(heads, heads, heads[..., :3])
+        assert (attended.shape, attended.dtype) == ((0, 2, 5, 3), torch.bfloat16)
+        (model(TOKENS[:0]).sum() + attended.sum()).backward()
+        ZERO_ROWS.end_yield(loader)
+    assert heads.grad is not None
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

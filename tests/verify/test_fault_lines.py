@@ -30,6 +30,16 @@ def missed(answer: Answer, text: str, name: str) -> str | None:
     return None if answer.line in marked_lines(text) else f"another line than {marked_lines(text)}: {said}"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.conformance) for n in MARKED])
+def marks(number: int, name: str) -> list[pytest.MarkDecorator]:
+    """.ci/run has every sixth."""
+    if name in QUICK:
+        return []
+    return [pytest.mark.full if number % 6 else pytest.mark.conformance]
+
+
+CASES = [pytest.param(name, marks=marks(number, name)) for number, name in enumerate(MARKED)]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_the_line_of_a_fault(name: str, tmp_path: Path) -> None:
     assert missed(*asked(tmp_path, name), name) is None

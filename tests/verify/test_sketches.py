@@ -47,7 +47,7 @@ def test_the_disk_holds_sixteen_bytes_a_parameter_and_step(tmp_path: Path) -> No
     assert held / parameters / steps < 17
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_where_the_disk_has_no_room_for_more_steps_fewer_are_compared_and_that_is_said(tmp_path: Path) -> None:
     """A million parameters with Adam are 13 MB a step, and 4 MB of gradients."""
     disk = tmp_path / "disk"

@@ -45,7 +45,7 @@ def wrong(found: Mapping[Case, Answer]) -> dict[Case, str]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(QUICK, id="quick"), pytest.param(MORE, id="more", marks=pytest.mark.conformance)],
+    params=[pytest.param(QUICK, id="quick"), pytest.param(MORE, id="more", marks=pytest.mark.full)],
 )
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Prepared]:
     """The questions of these faults and of their twins, with the runs that all need."""
@@ -130,7 +130,7 @@ def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_sh
     ("processes", "precision"),
     [
         (2, "fp32"),
-        (3, "bf16"),
+        pytest.param(3, "bf16", marks=pytest.mark.full),
         pytest.param(2, "bf16", marks=pytest.mark.campaign),
         pytest.param(3, "fp32", marks=pytest.mark.campaign),
     ],
@@ -158,7 +158,15 @@ def test_what_changes_the_mathematics_on_purpose_is_no_fault(tmp_path: Path) -> 
 @pytest.mark.conformance
 @pytest.mark.parametrize(
     "strategy",
-    ["shared", "fsdp:stage=1", "fsdp:stage=2", "fsdp:stage=3", "data_parallel", "mirrored", "central_storage"],
+    [
+        "shared",
+        "fsdp:stage=3",
+        "data_parallel",
+        pytest.param("fsdp:stage=1", marks=pytest.mark.full),
+        pytest.param("fsdp:stage=2", marks=pytest.mark.full),
+        pytest.param("mirrored", marks=pytest.mark.full),
+        pytest.param("central_storage", marks=pytest.mark.full),
+    ],
 )
 def test_other_strategies(strategy: str, tmp_path: Path) -> None:
     assert ask(tmp_path / "healthy", strategy).code == SAME

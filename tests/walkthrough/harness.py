@@ -18,8 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import paceline
-
 from . import strategies
 from .common import Case, Result
 from .matrix import module
@@ -81,8 +79,7 @@ def launch_until_done(world: int, items: list[tuple[Case, int]], folder: Path) -
 
 def launch(world: int, command: list[str]) -> str:
     """Runs a script on `world` processes and returns what was printed. Leaves no process behind."""
-    paths = [str(Path(paceline.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "run", "--nproc", str(world), *command],
         stdout=subprocess.PIPE,

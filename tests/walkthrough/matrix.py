@@ -100,6 +100,20 @@ def taken(way: dict[str, Any], how: Way) -> bool:
     return way["optimizer"] in how.optimizers and way["form"] in how.forms and bool(way["micro_batch"]) in how.micro
 
 
+def part_of_ci() -> list[Case]:
+    """What .ci/run adds to the cut: every job and variant on 4 processes, and each job under every strategy that
+    `make test` leaves out, on its least number of replicas."""
+    chosen: dict[tuple[str, ...], Case] = {}
+    for case in whole():
+        if case.worlds[0] == 4:
+            chosen.setdefault(("", case.job, case.variant), case)
+    for case in under_strategies():
+        way = WAYS[case.strategy]
+        if not way.daily and case.worlds[0] == way.worlds[0]:
+            chosen.setdefault((case.strategy, case.job), case)
+    return list(chosen.values())
+
+
 def cut_of_strategies() -> list[Case]:
     """Of each strategy a case of every second job, each job under every second strategy, the ways in turn; some on
     three replicas, the others on two."""

@@ -1,6 +1,6 @@
 """The acceptance suite: every walkthrough job under Paceline, compared with the same job in plain PyTorch.
 
-`pytest tests/walkthrough` runs a cut on 1, 2 and 3 processes; `-m conformance` the whole matrix.
+`make test` runs a cut on 1, 2 and 3 processes, .ci/run some more, and `make conformance` the whole matrix.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 
 from .common import Case
 from .harness import Outcome, plain, problems, run_cases
-from .matrix import MODULES, cut, cut_of_strategies, refused, under_strategies, whole
+from .matrix import MODULES, cut, cut_of_strategies, part_of_ci, refused, under_strategies, whole
 from .strategies import WAYS
 
 pytestmark = pytest.mark.timeout(1500)  # the first test waits for all launches
 CUT = {case.name: case for case in (*cut(), *cut_of_strategies())}
+IN_CI = {case.name for case in part_of_ci()}
 CASES = CUT | {case.name: case for case in (*whole(), *under_strategies())}
 REFUSED = refused()
 EXACT = [case for case in CASES.values() if case.variant == "exact"]
@@ -32,7 +33,9 @@ def marks(case: Case) -> Any:
     if case.name in CUT:
         return []
     large = bool(case.strategy) and case.worlds[0] > max(3, WAYS[case.strategy].worlds[0])
-    return pytest.mark.campaign if large else pytest.mark.conformance
+    if large:
+        return pytest.mark.campaign
+    return pytest.mark.conformance if case.name in IN_CI else pytest.mark.full
 
 
 @pytest.fixture(scope="session")

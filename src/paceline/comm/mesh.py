@@ -74,6 +74,22 @@ def check_size(size: int, world: int | None, setting: str) -> None:
     )
 
 
+def _refuse_gloo_on_cuda(device: torch.device, sizes: Mapping[str, int]) -> None:
+    """Raises SettingError where sharded tensors on a GPU would travel through gloo, as they do between processes on one
+    GPU. torch's functional collectives (those of DTensor and fully_shard) end such a process with SIGSEGV (torch 2.11
+    and CUDA 13.0); gloo's other collectives of CUDA tensors work."""
+    cut = [name for name in ("shard", "tensor") if sizes.get(name, 1) > 1]
+    if not cut or device.type != "cuda" or not dist.is_initialized():
+        return
+    backend = str(dist.get_backend_config())
+    if "cuda:gloo" in backend.split(","):
+        raise SettingError(
+            f"the strategy shards tensors over processes that share a GPU ({device}). Gloo would carry them there, and "
+            "torch's collectives of sharded tensors crash. Start one process for each GPU, set device='cpu', or take a "
+            "strategy that keeps whole tensors, such as --strategy ddp."
+        )
+
+
 class Replicas(ABC):
     """The replicas that compute one global batch together, seen from one of them. Layers use it for sums in the middle
     of a forward; all replicas call it equally often and in the same order. comm/replicas.py lists the kinds."""
@@ -131,6 +147,7 @@ class Mesh:
         self, device: torch.device, rank: int, sizes: Mapping[str, int] | None = None, *, independent: bool = False
     ) -> None:
         self.sizes = dict(sizes or {"replicate": 1})
+        _refuse_gloo_on_cuda(device, self.sizes)
         self.device, self.rank, self.independent = device, rank, independent
         # (id of the process group of all, group) -> connections between the group's processes where they are on one
         # machine, or None: made by comm/neighbours.py, closed with the mesh.

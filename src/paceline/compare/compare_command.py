@@ -14,7 +14,7 @@ from paceline.compare.cases import Case, CompareOptions
 from paceline.compare.document import make_document
 from paceline.compare.rounds import check_cases, run_rounds
 from paceline.compare.table import render_table
-from paceline.errors import SettingError
+from paceline.errors import SettingError, printable
 from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.plan import available_cores, count_processes
@@ -50,7 +50,7 @@ def compare(options: CompareOptions) -> int:
         except Stopped as stopped:
             return stopped.report()
     document = make_document(options, nproc, length, rows)
-    sys.stdout.write("\n" + render_table(rows))
+    sys.stdout.write("\n" + printable(render_table(rows)))
     if document["verdict"] is not None:
         sys.stdout.write(f"\n{document['verdict']['sentence']}\n")
     sys.stdout.flush()

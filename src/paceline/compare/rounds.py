@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from paceline.compare.cases import Case, CompareOptions, baseline_case
 from paceline.compare.figures import Record, Row, compute_figures, examples_per_second, loss_difference
 from paceline.compare.table import number
+from paceline.errors import printable
+from paceline.launcher import streams
 from paceline.launcher.interrupts import Interrupts
 from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Length, Script, Start
@@ -69,8 +71,7 @@ def _rows(asked: Sequence[Case], rounds: Mapping[str, list[list[Record]]], faile
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    streams.write(sys.stderr, printable(text))  # that nobody reads it ends no measurement
 
 
 def _start_of(case: Case) -> Start:

@@ -60,6 +60,7 @@ def called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
+@cache
 def accumulates(file: str, line: int) -> bool:
     """Does a line stand in a loop over micro-batches, by the words in the loop's head?"""
     loops = [n for n in nodes_of(file) if isinstance(n, ast.For) and holds(n, line)]

@@ -334,6 +334,8 @@ class WorkQueue(BatchPlan):
 
 def _integers(indices: Any) -> tuple[int, ...]:
     """An array's, or those of a list in which each may be of another type."""
+    if isinstance(indices, range):
+        return tuple(indices)
     return tuple(indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices])
 
 

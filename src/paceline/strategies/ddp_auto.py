@@ -1,10 +1,10 @@
 """`ddp:reducer=auto`: how gradients are summed, chosen among the lossless ways by where the processes are and, for what
 changes no bits, by measuring.
 
-Phase 1, facts: shared memory where all processes are on one machine and can share it; hierarchical where a machine has
-  several; else direct exchange, which sends as many bytes as a ring in fewer turns. These add in different orders, so
-  that a choice by time, which may fall otherwise the next time, would change the bits of a rerun. Where the processes
-  are depends on the job alone.
+Phase 1, facts: shared memory where all processes are on one machine and can share it (gloo where they are more than
+  four, among which shared memory is slower); hierarchical where a machine has several; else direct exchange, which
+  sends as many bytes as a ring in fewer turns. These add in different orders, so that a choice by time, which may fall
+  otherwise the next time, would change the bits of a rerun. Where the processes are depends on the job alone.
 Phase 2, a calibration of this way (comm/link_cost.py): latency, and seconds a byte.
 Phase 3, after the first backward, whose time and gradients are then known: the size of buckets (ddp_buckets.py), up to
   one bucket without overlap. Sums in rank order do not depend on it; a ring between three machines or more would, and
@@ -65,11 +65,14 @@ class Choice:
 
 def _by_facts(world: World, device: torch.device) -> tuple[str, str, Sums, bool]:
     """The way, why, what adds so, and whether it gives the same bits for any size of buckets. Collective."""
-    shared = codec_sums.shared_memory_sums()
+    shared = codec_sums.shared_memory_sums() if world.size <= codec_sums.SHARING else None
     if shared is not None:
         return codec_sums.SHARED_MEMORY, f"the {world.size} processes are on one machine", shared, True
     places = collectives.gather_objects(world.node)
     machines = len(set(places))
+    if machines == 1 and world.size > codec_sums.SHARING:
+        sums = codec_sums.make("native", world.node, device)
+        return "native", f"{world.size} processes on one machine are too many for shared memory", sums, False
     if 1 < machines < len(places):
         sums = codec_sums.make("hierarchical", world.node, device)
         return "hierarchical", f"{machines} machines have {len(places)} processes", sums, machines == 2

@@ -83,10 +83,15 @@ def first_rank(file: str | Path) -> int | None:
 def join(file: str | Path) -> list[str]:
     """Writes `file`, and removes the parts. Returns lines about it for the user. Raises OSError; the parts stay
     then."""
+    lines = _write(file)
+    _remove_parts(file)
+    return lines
+
+
+def _write(file: str | Path) -> list[str]:
     found = map(read, part_files(file))
     parts = [part for part in found if part is not None and part.spans]
     if not parts:
-        shutil.rmtree(parts_of(file), ignore_errors=True)
         return [f"trace={str(file)!r}: the run made no step, so there is nothing to write."]
     partial = parts_of(file) / "joined"
     with open(partial, "w", encoding="utf-8") as out:
@@ -95,15 +100,20 @@ def join(file: str | Path) -> list[str]:
             out.write(("\n" if number == 0 else ",\n") + json.dumps(event))
         out.write("\n]}\n")
     os.replace(partial, file)
-    # Away at once: of a folder that is being emptied, another rank would join what is left.
-    done = Path(tempfile.mkdtemp(prefix=parts_of(file).name, dir=Path(file).parent)) / "done"
-    os.rename(parts_of(file), done)
-    shutil.rmtree(done.parent, ignore_errors=True)
     steps = steps_of(parts)
     most = max(map(len, steps.values()), default=0)
     ranks = "1 rank" if len(steps) == 1 else f"{len(steps)} ranks"
     head = f"trace of {ranks}, {most} step{'' if most == 1 else 's'}, in {file}: open it at https://ui.perfetto.dev"
     return [head, *report(_compared(parts, steps))]
+
+
+def _remove_parts(file: str | Path) -> None:
+    # Away at once: of a folder that is being emptied, another rank would join what is left.
+    done = Path(tempfile.mkdtemp(prefix=parts_of(file).name, dir=Path(file).parent)) / "done"
+    try:
+        os.rename(parts_of(file), done)
+    finally:
+        shutil.rmtree(done.parent, ignore_errors=True)
 
 
 def join_left(file: str, ranks: Iterable[int]) -> list[str]:
@@ -231,11 +241,17 @@ def _compared(parts: Sequence[RankSpans], steps: dict[int, dict[StepKey, dict[Ph
 
 
 def join_and_say(file: str, say: Any) -> None:
-    """`join`, with each line handed to `say`."""
+    """`join`, with each line handed to `say`. The parts go last: of a rank that is killed before it has said its lines,
+    the launcher takes the place, and goes by the parts."""
     with contextlib.suppress(BrokenPipeError):
         try:
-            lines = join(file)
+            lines = _write(file)
         except OSError as error:
-            lines = [cannot_join(file, error)]
-        for line in lines:
-            say(f"paceline: {line}")
+            say(f"paceline: {cannot_join(file, error)}")
+            return
+        try:
+            for line in lines:
+                say(f"paceline: {line}")
+        finally:
+            with contextlib.suppress(OSError):
+                _remove_parts(file)

@@ -32,7 +32,7 @@ def apply(settings: Settings) -> Callable[[], None]:
     if settings.reproducible is not None:
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads(mark=THREAD_BUDGET))
-    if settings.deterministic or settings.reproducible is not None:
+    if settings.deterministic_by:
         _set(undo, cudnn, "benchmark", False)
         _set(undo, cudnn, "deterministic", True)
         undo.callback(_deterministic_algorithms())

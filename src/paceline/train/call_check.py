@@ -35,10 +35,12 @@ class CallCheck:
         call: its name, as the script writes it.
         """
         in_each_step = call in IN_EACH_STEP
-        # Members of a channel may come and go between two calls: there it compares what they do.
-        if collectives.size_of() == 1 or self._strategy.mesh.channel is not None or (in_each_step and self._left == 0):
+        if in_each_step and self._left == 0:
             return
         self._left -= in_each_step
+        # Members of a channel may come and go between two calls: there it compares what they do.
+        if collectives.size_of() == 1 or self._strategy.mesh.channel is not None:
+            return
         everyone = collectives.gather_objects((call, script_line()))
         if any(other != call for other, _ in everyone):
             told = "; ".join(f"rank {rank}: {other}, at {line}" for rank, (other, line) in enumerate(everyone))

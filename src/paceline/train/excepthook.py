@@ -14,8 +14,13 @@ from paceline.train.messages import DROP_LAST, ONE_VALUE, empty_message, one_val
 _PACKAGE = __name__.partition(".")[0]
 
 
-def explain_uncaught(latest: Callable[[], Loader | None], before: Callable[[BaseException], None]) -> None:
-    """Install an excepthook that calls the one before it. before: is called first, with the error.
+def explain_uncaught(
+    latest: Callable[[], Loader | None],
+    before: Callable[[BaseException], None],
+    better: Callable[[BaseException], Exception | None],
+) -> None:
+    """Install an excepthook that calls the one before it. before: is called first, with the error. better: returns a
+    better error, whose message is added to this one; None: there is none.
 
     It shows a PacelineError without frames from inside Paceline. It adds a note to an error in the loop where the shard
     was empty, or too small for batch norm. latest: returns the loader that yielded last.
@@ -27,7 +32,7 @@ def explain_uncaught(latest: Callable[[], Loader | None], before: Callable[[Base
         if isinstance(error, PacelineError):
             trace = _without_package(trace)
             error.__traceback__, error.__cause__, error.__suppress_context__ = trace, None, True
-        note = _note(error, latest())
+        note = _note(error, latest()) or str(better(error) or "")
         noted = note and hasattr(error, "add_note")  # Python 3.11
         if noted:
             error.add_note(f"paceline: {note}")

@@ -20,7 +20,7 @@ from paceline.strategies.placement import pinned
 from paceline.train.agreement import digest_of_example, probe_of_stream
 from paceline.train.collating import Collator
 from paceline.train.example_reader import ExampleReader
-from paceline.train.made_batches import RowAddress, RowDataset
+from paceline.train.made_batches import RowAddresses, RowDataset
 from paceline.train.randomness import mix, tag
 
 
@@ -62,9 +62,9 @@ class MapFetcher(Dataset[Fetched]):
         batch = self._reader.collated(part.indices) if self.collator.collate is default_collate else None
         return self.collator.collate_part(request, part, examples) if batch is None else batch
 
-    def _examples(self, epoch: int, indices: Sequence[int]) -> list[Any]:
+    def _examples(self, epoch: int, indices: Sequence[int]) -> Any:
         if isinstance(self.dataset, RowDataset):
-            return [RowAddress(epoch, index) for index in indices]
+            return RowAddresses(epoch, indices)
         return self._reader.read(epoch, indices)
 
 

@@ -9,7 +9,9 @@ bf16, fp16   matrix products and convolutions in 16 bits (torch.autocast); param
 bf16-params  parameters, gradients and optimizer state in bf16 too.
 
 In the loop form a model's forward runs under autocast and converts its floating-point outputs to fp32, so that the loss
-outside of it is computed in fp32. A closure runs under autocast as a whole, with every method of the model it calls.
+outside of it is computed in fp32 (unless fp32_outputs=False). A closure runs under autocast as a whole, with every
+method of the model that it calls. There, and wherever else autocast is on around a call of the model, outputs stay as
+they are, so that the code computes the same as under torch.autocast, kernel for kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bf
 class Precision:
     """The chosen precision on the chosen device."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self._device = name, device
+    def __init__(self, name: str, device: torch.device, *, fp32_outputs: bool = True) -> None:
+        self.name, self._device, self._fp32_outputs = name, device, fp32_outputs
         self.dtype = DTYPES.get(name)  # of autocast; None: fp32, without autocast
         self.scaler = LossScaler() if name == "fp16" else None
 
@@ -49,7 +51,7 @@ class Precision:
             return
         if self.name == "bf16-params":
             model.to(self.dtype)
-        model.__class__ = _autocast_class(type(model), self._device.type, self.dtype)
+        model.__class__ = _autocast_class(type(model), self._device.type, self.dtype, self._fp32_outputs)
 
 
 class LossScaler:
@@ -85,7 +87,7 @@ class LossScaler:
         self._stepped, self._overflowed = state["stepped"], state["overflowed"]
 
 
-def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype) -> type[nn.Module]:
+def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype, fp32_outputs: bool) -> type[nn.Module]:
     """A subclass whose forward runs under autocast.
 
     A class, and not a hook or an attribute: `deepcopy` keeps it, so that an EMA copy computes with its own weights, and
@@ -93,9 +95,10 @@ def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype) 
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        within = torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, dtype):
             output = cls.forward(self, *args, **kwargs)
-        return _to_fp32(output)
+        return to_fp32(output) if fp32_outputs and not within else output
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _blank, (cls,), _state_of(self)  # pickled as the user's own class, which can be imported
@@ -123,15 +126,16 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _to_fp32(output: Any) -> Any:
+def to_fp32(output: Any) -> Any:
+    """A model's output with its 16-bit tensors converted to fp32: through tuples, lists and dicts."""
     if isinstance(output, Tensor):
         return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*map(_to_fp32, output))
+        return type(output)(*map(to_fp32, output))
     if isinstance(output, (tuple, list)):
-        return type(output)(map(_to_fp32, output))
+        return type(output)(map(to_fp32, output))
     if isinstance(output, dict):
-        converted = {key: _to_fp32(value) for key, value in output.items()}
+        converted = {key: to_fp32(value) for key, value in output.items()}
         if type(output) is dict:
             return converted
         for key, value in converted.items():  # such as a model's own ModelOutput

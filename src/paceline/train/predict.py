@@ -23,6 +23,7 @@ from paceline.comm import collectives
 from paceline.comm.collectives import data_group
 from paceline.errors import SettingError, UsageError
 from paceline.train.loader import Loader
+from paceline.train.precision import to_fp32
 
 LABELS = "label", "label_ids", "labels"
 """The entries of a batch that Hugging Face's models compute a loss from."""
@@ -50,6 +51,7 @@ def predict(
     for batch in loader:
         with autocast():
             result = fn(model, batch)
+        result = to_fp32(result)
         leaves: list[Any] = []
         structure = flatten(result, loader.examples, leaves, "")
         if loader.examples:

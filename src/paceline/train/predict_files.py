@@ -38,6 +38,7 @@ from paceline.train.atomic import contents, explained, make_directory, write_who
 from paceline.train.checkpoint import save_tensors
 from paceline.train.fetch import is_stream
 from paceline.train.loader import Loader
+from paceline.train.precision import to_fp32
 from paceline.train.predict import TENSOR, flatten
 
 INDEX, UNFINISHED = "index.json", "unfinished.json"
@@ -115,6 +116,7 @@ def write(
     for batch in loader if loader is not None else ():
         with autocast():
             result = fn(model, batch)
+        result = to_fp32(result)
         if loader is not None and loader.examples:
             writer.add(result, loader.indices)
         if loader is not None and loader.current is not None and loader.current.final:

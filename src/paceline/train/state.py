@@ -26,6 +26,7 @@ from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
 from paceline.train.background_write import BackgroundWrite
 from paceline.train.environment_fingerprint import check_ranks, check_resumed, fingerprint
+from paceline.train.folder_lock import FolderLocks
 from paceline.train.loader import Loader
 from paceline.train.metrics import modules_of
 from paceline.train.predict_files import digest
@@ -43,6 +44,7 @@ class State:
         self.loaders: dict[str, Loader] = {}
         self.tracked: dict[str, Any] = {}
         self.restored_from = ""  # where the last restored state was, in words
+        self.locks = FolderLocks()  # of the folders that this run saves in; on rank 0
         self.parts: dict[str, Any] = {}  # objects of the run itself: the fp16 scaler
         self._device, self._seed, self._reproducible = device, seed, reproducible
         # Restored states of loaders and tracked objects that the script has not made yet, by name.
@@ -107,6 +109,7 @@ class State:
 
         def write() -> Path | None:
             self._writer.finish()  # it writes what the buffers hold
+            self.locks.take(Path(directory))
             parts = with_models(state, self.parts_beside_models(run, streams))
             encoded = checkpoint.encode_parts(parts, self._buffers)
             meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
@@ -153,6 +156,8 @@ class State:
             self._writer.finish()
         except CheckpointError as error:
             print(f"paceline: {error}", file=sys.stderr, flush=True)
+        finally:
+            self.locks.close()
 
     def parts_beside_models(self, run: dict[str, Any], streams: list[Any]) -> dict[str, Any]:
         """The parts of a checkpoint that hold neither models nor optimizers. run: what the run itself adds to its part.
@@ -192,8 +197,10 @@ class State:
 
         def find() -> tuple[Any, ...] | None:
             self._writer.finish()
-            if missing_ok and not checkpoint.holds_checkpoint(directory):
-                return None
+            if missing_ok:
+                self.locks.resumes(Path(directory))
+                if not checkpoint.holds_checkpoint(directory):
+                    return None
             whole = checkpoint.find(directory)
             read.update(checkpoint.read(whole.path)[1])
             return tuple(whole)

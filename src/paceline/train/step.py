@@ -37,6 +37,7 @@ from paceline.strategies.batch_plan import Request
 from paceline.strategies.gradient_store import any_gradient
 from paceline.strategies.replicated import check_known
 from paceline.torch_private.core import next_node, node_number, version_of
+from paceline.train import deterministic
 from paceline.train.call_check import BACKWARD, CallCheck
 from paceline.train.closure import computing, pieces_of
 from paceline.train.finite import FiniteWatch
@@ -90,6 +91,8 @@ class Stepper:
         *,
         device: torch.device,
         skip: bool,
+        nonfinite_every: int = 1,
+        deterministic_by: str = "",
     ) -> None:
         self.strategy, self.calls, self.precision, self.guards = strategy, calls, precision, guards
         # The strategy under the one interface that it has: the plan tells which.
@@ -105,9 +108,10 @@ class Stepper:
         self.losses: list[LossRecord] | None = None  # the backward calls since an observer last took them; None: no one
         self._tree = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
         self._passes = self.accounts.passes if self._tree is None else self._tree.passes
-        self._finite = FiniteWatch(store, strategy.mesh, device)
+        self._finite = FiniteWatch(store, strategy.mesh, device, nonfinite_every)
         self._left = LeftGradients(store)
         self.device, self.skip = device, skip
+        self._deterministic_by = deterministic_by  # the setting that asks for deterministic kernels; "": none
         self._loaders: list[Loader] = []  # the training loaders, in the order in which they were first iterated
         self._yields: dict[Loader, Yields] = {}  # the yields of each of these loaders
         # For each loader whose global batch has gradients: the last of its yields that had a backward.
@@ -356,9 +360,16 @@ class Stepper:
         )
         return self._closure.forward_backward(work)
 
-    def _explain(self, error: BaseException) -> None:
-        """Raises the strategy's own explanation of this error, if it has one."""
+    def explanation(self, error: BaseException) -> Exception | None:
+        """A better error than this one, if the strategy has one, or it is about a deterministic kernel."""
         explained = self.strategy.explain(error) if isinstance(error, Exception) else None
+        if explained is None and self._deterministic_by:
+            return deterministic.explained(error, self.strategy.models, self._deterministic_by)
+        return explained
+
+    def _explain(self, error: BaseException) -> None:
+        """Raises a better error in place of this one, if there is one."""
+        explained = self.explanation(error)
         if explained is not None:
             raise explained from error
 
@@ -579,7 +590,7 @@ class Stepper:
     def drain(self) -> None:
         """Finish the checks of the gradients of all steps, whose flags an accelerator's host reads late. Raises
         NonFiniteError."""
-        self._finite.drain()
+        self._finite.drain(sum(self.updates.values()))
 
     def prepare_save(self) -> None:
         """Finish the checks, and give independent replicas rank 0's loss scale. All processes call it."""

@@ -8,7 +8,8 @@ operation fail, but adds nothing to a gradient.
 
 Masks of attention: torch's own layer infers a size from its padding mask, which may have been multiplied by the heads.
 A mask of no rows hides nothing, and is left out. A mask that is learned, as a bias of relative positions, gets no
-gradient from torch over no rows, as if the loss did not depend on it: here it gets one of zeros.
+gradient from torch over no rows, as if the loss did not depend on it: here it gets one of zeros. On CUDA, torch's
+attention in 16 bits returns None for no rows: here it returns a tensor of none.
 
 Fast path: torch's own transformer layers compute as they do in training. Their fast path for evaluation stacks the rows
 that a padding mask leaves, of which there are none.
@@ -92,12 +93,18 @@ def _has_no_elements(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 0
 
 
-def _reaching_mask(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """scaled_dot_product_attention, whose result over no rows depends on its mask too."""
+def _attending_to_nothing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """scaled_dot_product_attention over no rows: a tensor where CUDA's kernels of 16 bits return None, and a result
+    that depends on its mask too."""
 
     @functools.wraps(function)
     def called(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *a: Any, **k: Any) -> Tensor:
-        made = function(query, key, value, attn_mask, *a, **k)
+        made: Tensor | None = function(query, key, value, attn_mask, *a, **k)
+        if made is None:
+            kind = query.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+            made = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=dtype)
+            made = made + 0 * sum(tensor.sum() for tensor in (query, key, value)).to(dtype)  # type: ignore[union-attr]
         if attn_mask is None or made.numel() or not attn_mask.requires_grad:
             return made
         return made + 0 * attn_mask.sum()
@@ -111,7 +118,7 @@ METHODS = ("view", "reshape")
 FUNCTIONS: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
     (torch, "reshape", _answering),
     (F, "multi_head_attention_forward", _without_masks),
-    (F, "scaled_dot_product_attention", _reaching_mask),
+    (F, "scaled_dot_product_attention", _attending_to_nothing),
 ]
 """The functions that are replaced: where each is, its name, and what makes the function in its place."""
 

@@ -177,6 +177,7 @@ class _LoaderRecorder:
                 log.record("pass_end", loader=place[0], n=place[1], vars=self._variables())
                 raise
             waited = log.clock() - began
+            log.draws.clear()
             with log.overhead():
                 queue = iterator.__dict__.get(_INDICES)
                 index = queue.popleft() if queue else None
@@ -242,9 +243,16 @@ def _describe(loader: Any) -> dict[str, Any]:
         "shuffles": getattr(sampler, "shuffle", None) is not False,
         "repeats": _number(sampler, "num_repeats") > 1 or _number(sampler, "repetitions") > 1,
         "sampler_at": getattr(sampler, "__dict__", {}).get(_MADE_AT),
+        "initialize": _first_line(loader.worker_init_fn),
         **_describe_subset(loader.dataset),
         "holds": None if iterable else content_digests(loader.dataset),
     }
+
+
+def _first_line(function: Any) -> list[Any]:
+    """[file, line] of a function of Python's; [] of others."""
+    code = getattr(getattr(function, "func", function), "__code__", None)  # a partial's function
+    return [] if code is None else [code.co_filename, code.co_firstlineno]
 
 
 def _describe_subset(dataset: Any) -> dict[str, Any]:

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
+from paceline.doctor.recorders.graph_nodes import LOSSES as _LOSSES
+from paceline.doctor.recorders.graph_nodes import MEANS as _MEANS
+from paceline.doctor.recorders.graph_nodes import SCALED as _SCALED
+from paceline.doctor.recorders.graph_nodes import TRANSPARENT as _TRANSPARENT
+from paceline.doctor.recorders.graph_nodes import children as _children
+from paceline.doctor.recorders.graph_nodes import is_sum as _is_sum
+from paceline.doctor.recorders.graph_nodes import scalar_factor as _factor
 from paceline.torch_private.observed import saved
 
 _MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, and not a division by the number of micro-batches
-_MEANS = {"MeanBackward0", "MeanBackward1"}
-_LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
-           "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
-           "BinaryCrossEntropyWithLogitsBackward0", "CrossEntropyLossBackward0", "KlDivBackward0",
-           "SoftMarginLossBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}  # fmt: skip
-_TRANSPARENT = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0",
-           "NegBackward0", "RsubBackward1"}  # fmt: skip
-_SCALED = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"}
 
 
 def loss_kind(root: torch.Tensor) -> str:
@@ -88,33 +87,6 @@ def _divisor(node: Any, depth: int) -> list[float] | None:
             return None
         node = next(iter(children), None)
     return None
-
-
-def _is_sum(node: Any) -> bool:
-    """Is it the sum of elements, or of a loss with reduction="sum"?"""
-    while node is not None and node.name() in _TRANSPARENT:
-        node = next(iter(_children(node)), None)
-    if node is None:
-        return False
-    return node.name() in ("SumBackward0", "SumBackward1") or (
-        node.name() in _LOSSES and saved(node, "reduction", 1) == 2
-    )
-
-
-def _children(node: Any) -> list[Any]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def _factor(node: Any) -> float | None:
-    """The single number by which a node multiplies; None where there is no such number."""
-    value = saved(node, "other")
-    value = saved(node, "self") if value is None else value
-    if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
-        return None
-    number = float(value)
-    if node.name().startswith("Div"):
-        return 1 / number if number else None
-    return number
 
 
 def _divides(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
 from paceline.doctor.rules.gathered_results import LIGHTNING, uses_all
 from paceline.doctor.rules.padded_rows import lengths
+from paceline.doctor.rules.printed_values import comes_from
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 from paceline.doctor.script_ast import divided_by_world
 
 MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
 _MAX_COUNTS = 4  # numbers in a gather that may be counts of examples
+_GATHER_FOR_METRICS = "Gather with accelerator.gather_for_metrics, which leaves the duplicates out; gather does not."
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
 # In a line of output: file names, counts of things, rates, times, epochs, steps, bytes.
@@ -173,10 +176,10 @@ def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    at = exchanged[0]["at"]
-    of_library = any(LIGHTNING.search(file) for file, _ in exchanged[0].get("path", ()))
-    line = script_lines.validation_log(at) if of_library else None
-    return [finding_at("padded_evaluation", line or at, evidence + counted)]
+    at, by = exchanged[0]["at"], exchanged[0].get("path") or []
+    fitting = _GATHER_FOR_METRICS if any("accelerate" in file.split(os.sep) for file, _ in by) else ""
+    line = script_lines.validation_log(at) if any(LIGHTNING.search(file) for file, _ in by) else None
+    return [finding_at("padded_evaluation", line or at, evidence + counted, None, fitting)]
 
 
 def _gathered_sums(one: _Evaluation) -> list[float]:
@@ -259,6 +262,23 @@ def _metric(said: Event) -> bool:
     return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
 
 
+def _told(run: RecordedRun, one: Pass, said: Event) -> bool:
+    """May a line of rank 0's output tell what it computed in this pass, and not something else? Where results were
+    exchanged since the training, before the pass, the script's text must show that."""
+    shown = comes_from(said["at"], one.at) if said["how"] != "file" else None
+    return shown is not False if not _exchanged_before(run, one) else bool(shown)
+
+
+def _exchanged_before(run: RecordedRun, one: Pass) -> bool:
+    """Did rank 0 exchange results after its last backward before a pass?"""
+    for e in reversed(run.ranks[0][: one.begin]):
+        if e["k"] == "backward":
+            return False
+        if e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of"):
+            return True
+    return False
+
+
 def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
     """local_metric: rank 0 alone evaluates, with a sampler that gives it its shard."""
     about = run.loaders[0].get(loader, {})
@@ -270,7 +290,7 @@ def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
         if one.loader != loader or not one.complete or one.training or not one.indices:
             continue
         events = _until_training(run, 0, one)
-        said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e)]
+        said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e) and _told(run, one, e)]
         if said and not any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             evidence = (
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
@@ -303,6 +323,9 @@ def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Findi
     written = [{e["path"] for e in events if e["k"] in ("save", "wrote") or e.get("how") == "file"} for events in after]
     if not said or any(others) or any(paths - written[0] for paths in written[1:]):
         return []  # every rank tells of its own shard, or keeps what it has of it
+    said = [e for e in said if _told(run, one.passes[0], e)]
+    if not said:
+        return []
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
     own, union = (len(set(one.passes[0].indices or [])), len(one.reads)) if _sharded(one) else (sizes[0], sum(sizes))
     evidence = (

@@ -61,7 +61,8 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
         hooks = [f for file in {file for file, _ in path} for f in functions(file) if _HOOKS.search(f.name)]
         scopes = [(hook, hook.lineno) for hook in hooks]
     nodes = [n for scope, line in scopes for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
-    files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
+    own = {at[0] for at in (call["at"], loop) if at}  # a script may be installed
+    files = {file for file, _ in path if not _SITE.search(file)} | own
     calls = {
         called(n)
         for n in nodes

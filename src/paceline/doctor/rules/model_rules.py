@@ -11,6 +11,16 @@ UNEQUAL = 1e-3  # relative difference of counts that are not equal
 MOSTLY = 0.5  # share of the backward passes: the last batch may be smaller on one rank
 MIN_UNLIKE = 2  # backward passes before which ranks' models were in different modes
 _NAMED = 4
+# What to do where parameters have no gradient.
+_OF_THE_COPY = "Make the optimizer from the parameters of the model that is trained, not of a copy."
+_WITH_A_GRAPH = (
+    "Gather with torch.distributed.nn.functional.all_gather, whose results have a graph, or put this rank's own tensor "
+    "back among what was gathered."
+)
+_BEFORE_THE_WRAP = (
+    "Tie and replace parameters before DDP wraps the model, and make the optimizer after that, from all parameters "
+    "that are used."
+)
 
 
 def findings(run: RecordedRun) -> list[Finding]:
@@ -153,5 +163,12 @@ def _no_gradient(run: RecordedRun) -> list[Finding]:
         if cut is not None:
             evidence += "; what a collective gathered of a tensor with a graph has no graph of its own"
         at = made["at"] if made else steps[0]["at"]
-        found.append(finding_at("no_gradient", at, evidence, cut))
+        replaced = next((e["at"] for e in run.events(0, "replaced") if e["at"]), None)
+        fitting = _OF_THE_COPY if len(never) == steps[0]["parameters"] else ""
+        if cut is not None:
+            fitting = _WITH_A_GRAPH
+        elif replaced is not None:
+            evidence += "; after DDP had wrapped the model, a parameter of it was replaced by another one"
+            fitting = _BEFORE_THE_WRAP
+        found.append(finding_at("no_gradient", at, evidence, cut or replaced, fitting))
     return found[:1]

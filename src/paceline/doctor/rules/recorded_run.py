@@ -5,7 +5,7 @@ or [], are in all of them. The others, by kind:
 
     loader        loader: name; size, batch, workers, sampler and more of its settings; length: batches; holds: digests
                   of the data set; sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the
-                  Subset's indices
+                  Subset's indices; initialize: first line of worker_init_fn
     pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
     yield         loader, n; idx: indices; rows, padded: digests, padded_rows by tensor; waited: seconds; grad: are
                   gradients enabled?
@@ -13,6 +13,7 @@ or [], are in all of them. The others, by kind:
     loop_end      loader; vars. The loop over a loader that reads a batch ahead has ended
     worker        n; worker: its number; begun: generator -> state at its begin, of the generators that were used
     ddp, fsdp     ranks: of the group; ddp: number; find_unused, broadcasts; parameters: how many
+    replaced      a parameter of a DDP module was replaced by another one, at this line
     cut           whole: name -> sample of the weight that fully_shard has cut
     forward       ddp: number, -1 for FSDP, None for neither; digest: of the inputs
     mode          ddp; module: class; count of its `of` parts are in evaluation mode; still: some of their names; digest
@@ -21,18 +22,23 @@ or [], are in all of them. The others, by kind:
     past          ddp. A forward went past this DDP module
     no_sync, loaded, initialized, join      one was called: load_state_dict of a model, torch.nn.init, Join
     backward      synced, local: DDP modules that reduce, or are under no_sync; mean: loss_kind, "other" if a hook may
-                  divide; form: loss_kind; count: loss_divisor; unsent: is FSDP told not to reduce? reached: DDP module
-                  -> parameters reached; means: mean_sizes; library: does a library call it?
-    dropped       backwards: how many before. zero_grad dropped gradients before a step
+                  divide; form: loss_kind; count: loss_divisor; terms: loss_terms; means: mean_sizes;
+                  draws, masked: DrawRecorder.take; unsent: is FSDP told not to reduce? reached: DDP module
+                  -> parameters reached; library: does a library call it?
+    seed          generator: "torch's", "Python's" or "NumPy's"; value: its seed
+    dropped       opt; passes: numbers of the backward passes, from 1, whose gradients went before a step used them
     optimizer     opt: number; lr: of each group
     before        opt; step: made so far; lr; parameters: trained ones; without: those without a gradient; backwards;
                   rescaled: were gradients divided? scale: loss scale; logged: DDP module -> seconds of communication;
-                  unwaited: [handles, line]; shrunk: factor of the shards. At some steps samples by name: weights;
-                  own: gradients after the backward; grads: gradients now; and settings, outside, made_at
+                  unwaited: [handles, line]; shrunk: factor of the shards; uses: numbers of the backward passes whose
+                  gradients it is given. At some steps samples by name: weights; own: gradients after the backward;
+                  grads: gradients now; and settings, outside (name -> [line, how, call stack]), made_at
     step          opt; step; rescaled; machine: threads, cores, queued, devices. At some steps samples: weights, state
+    of_shard      opt; kind: "product" or "norm"; op; weight; shape: of the shard; whole: of the weight. In a step
+    shards        opt; optimizer: its class; exchanged: did the step exchange anything? At its end
     moved         opt, step. Weights changed between this step and the next, not by the optimizer
     buffers       opt, step; buffers: samples of those that nothing sends; sent: of those that DDP overwrites
-    restored      opt. Its load_state_dict was called
+    restored      opt. Its load_state_dict was called, or that of its scheduler
     sched_made    sched: number
     sched         sched, opt, lr, library; type; horizon, name: its length and what it calls it; base: lr; count: steps
     sched_error   the same without opt, lr and library; text
@@ -47,6 +53,7 @@ or [], are in all of them. The others, by kind:
                   wrapped
     wait          kind, seconds: a call that waits for the device
     trouble       text: of an error inside a recorder
+    unseen        torch was loaded in a way that the recorders do not see: the only event of its rank
     end           failed: the script has ended
 """
 
@@ -266,9 +273,9 @@ def file_line(at: Any) -> str:
     return f"{near if len(near) < len(path) else path}:{line}"
 
 
-def finding_at(cause: str, at: Any, evidence: str, beside: Any = None) -> Finding:
-    """A Finding, from [file, line] of what it names; None or [] where there is no line."""
-    return Finding(cause, file_line(at), evidence, file_line(beside))
+def finding_at(cause: str, at: Any, evidence: str, beside: Any = None, fitting: str = "") -> Finding:
+    """A Finding, from [file, line] of what it names; None or [] where there is no line. fitting: its own remedy."""
+    return Finding(cause, file_line(at), evidence, file_line(beside), fitting)
 
 
 def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:

@@ -11,6 +11,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.expressions import call_at, divided_by, pieces, text_of
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
+from paceline.doctor.rules.replica_rules import restored_line
 from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
@@ -34,20 +35,20 @@ _BATCH_SIZE = re.compile(r"batch_?size|\b(batch|bs)\b", re.IGNORECASE)
 _NO_SHARE = re.compile(f"{_OF_A_SET.pattern}|{_BATCH_SIZE.pattern}", re.IGNORECASE)  # all of it, before a division
 _WORLD_ALONE = re.compile(r"^\W*(int\()?[\w.]*(environ[\w.]*\W+)?world_size\W*$")  # nothing but that number
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
+_LOAD_ON_EVERY_RANK = "Load the same state of the optimizer and of the scheduler on every rank."
 UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
 MIN_REPEATS = 3  # of what is a habit, and no accident
 
 
 def findings(run: RecordedRun) -> list[Finding]:
     """lr_differs, schedule_length, scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce,
-    clip_of_shards, gradients_dropped."""
+    clip_of_shards."""
     return [
         *_lr_differs(run),
         *_schedulers(run),
         *_accumulation(run),
         *_clipping(run),
         *_clip_of_shards(run),
-        *_dropped(run),
     ]
 
 
@@ -71,6 +72,9 @@ def _lr_differs(run: RecordedRun) -> list[Finding]:
                 sched = next(run.all_events("sched"), None)
                 made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == key[0]), None)
                 line = sched["at"] if sched and max(stepped) else script_lines.lr_assignment(run) or made or ours["at"]
+                restored = restored_line(run, ours)
+                if restored:
+                    return [finding_at("lr_differs", restored, evidence, made, _LOAD_ON_EVERY_RANK)]
                 beside = made if not max(stepped) and key[1] == 0 else None
                 if sched and sched["type"] == "ReduceLROnPlateau":
                     beside = script_lines.unsynced_log(run) or beside
@@ -307,6 +311,8 @@ def _accumulation(run: RecordedRun) -> list[Finding]:
     if len(opts) != 1 or len(several) < 2 or len(several) * 2 < len(steps):
         return []
     k = Counter(map(len, several)).most_common(1)[0][0]
+    if 2 * len(list(run.events(0, "dropped"))) >= len(several):
+        return []  # no sum: they are dropped in between
     calls = [b for backwards in several for b in backwards]
     if not all(b["mean"] == "mean" for b in calls):
         return []
@@ -362,17 +368,6 @@ def _clip_of_shards(run: RecordedRun) -> list[Finding]:
     )
     line = script_lines.gradient_write(run, first[0]["at"])
     return [finding_at("clip_of_shards", first[0]["at"], evidence, line)]
-
-
-def _dropped(run: RecordedRun) -> list[Finding]:
-    """gradients_dropped: zero_grad drops the gradients of micro-batches under no_sync."""
-    dropped = list(run.events(0, "dropped"))
-    kept = len([e for e in run.events(0, "backward") if e["local"] and not e["synced"]])
-    if len(dropped) < MIN_REPEATS or 2 * len({e["backwards"] for e in dropped}) < kept:
-        return []
-    passes = len({e["backwards"] for e in dropped})
-    evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
-    return [finding_at("gradients_dropped", dropped[0]["at"], evidence)]
 
 
 def _clipped_early(run: RecordedRun) -> list[Event]:
