@@ -16,7 +16,7 @@ EXPORTED = [
     "strategy", "summary", "warmup",
 ]  # fmt: skip
 RUN = {
-    "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "epochs", "export",
+    "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "ema", "epochs", "export",
     "forward_backward", "gather", "loader", "local_rank", "log", "log_histogram", "log_hyperparameters", "log_image",
     "main", "main_first", "mean", "predict", "prepare", "print", "rank", "ratio", "restore", "save", "skipped", "step",
     "steps", "sum", "track", "wait", "wait_for_save", "world_size",

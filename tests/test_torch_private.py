@@ -215,6 +215,17 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
     assert core.node_number(y.grad_fn) == first < between == core.node_number(z.grad_fn)
 
 
+def test_a_node_knows_the_shape_of_its_outputs() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    parts = (x * 2).split([1, 2], 1)
+    assert [core.output_shape(parts[0].grad_fn, place) for place in (0, 1)] == [(2, 1), (2, 2)]
+    assert core.output_shape(x.sum().grad_fn, 0) == ()
+    assert core.saved_factor_shape((x * 2).grad_fn) == ()
+    assert core.saved_factor_shape((x * torch.ones(3)).grad_fn) == (3,)
+    assert core.saved_factor_shape((x / 2).grad_fn) == ()
+    assert core.saved_factor_shape(x.exp().grad_fn) is None
+
+
 def test_a_profiler_is_seen() -> None:
     assert not core.profiling()
     with torch.profiler.profile():

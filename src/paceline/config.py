@@ -20,6 +20,12 @@ from typing import IO, Any
 from paceline.errors import SettingError, suggest
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
+PRECISIONS_ELSEWHERE = {
+    **dict.fromkeys(("32", "32-true", "float32", "float", "tf32"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+    **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "float16", "half"), "fp16"),
+    "bf16-true": "bf16-params",
+}
 BATCH_NORMS = ("global", "shard")
 NOISES = ("shard", "example")
 NONFINITES = ("stop", "skip")
@@ -112,8 +118,8 @@ class Settings:
         return "deterministic=True" if self.deterministic else ""
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
+        _one_of("precision", self.precision, PRECISIONS, PRECISIONS_ELSEWHERE)
+        _one_of("batch_norm", self.batch_norm, BATCH_NORMS, {"sync": "global", "local": "shard"})
         _one_of("noise", self.noise, NOISES)
         _one_of("nonfinite", self.nonfinite, NONFINITES)
         _one_of("progress", self.progress, PROGRESS)
@@ -155,9 +161,10 @@ class Settings:
             )
 
 
-def _one_of(setting: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise SettingError(f"{setting}={value!r} is not known. {suggest(str(value), known)}")
+def _one_of(setting: str, value: object, known: tuple[str, ...], elsewhere: Mapping[str, str] = {}) -> None:
+    if value in known:
+        return
+    raise SettingError(f"{setting}={value!r} is not known. {suggest(str(value), known, elsewhere)}")
 
 
 def _whole(setting: str, value: object, least: int, most: int) -> None:

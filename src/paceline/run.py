@@ -25,11 +25,13 @@ from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, deterministic, metrics, predict_files, randomness
-from paceline.train.call_check import CallCheck
+from paceline.train.averaged_weights import ModelEMA, weights_of
+from paceline.train.call_check import CallCheck, by_all
 from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
 from paceline.train.guards import Guards
 from paceline.train.heartbeat import Heartbeat
+from paceline.train.hyperparameters import Hyperparameters, Whose, check_whose
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.train.memory_checkpoints import MemoryCheckpoints, asked_for
@@ -64,6 +66,7 @@ class Run:
     Attributes:
         world, device, settings, seed: of the run.
         latest: the loader that yielded last.
+        calls: compares the calls in which all processes take part.
         newest: what this process hands on to the next start of the run if another dies; None where nothing is.
         closed: has the run ended?
     """
@@ -79,10 +82,10 @@ class Run:
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
-        self._call_check = CallCheck(self._strategy)
+        self.calls = CallCheck(self._strategy)
         self._stepper = Stepper(
             self._strategy,
-            self._call_check,
+            self.calls,
             self._precision,
             self._guards,
             device=device,
@@ -90,7 +93,13 @@ class Run:
             nonfinite_every=settings.nonfinite_every,
             deterministic_by=settings.deterministic_by,
         )
-        self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
+        self._state = State(
+            self._strategy,
+            Hyperparameters(self._guards.allow),
+            device=device,
+            seed=settings.seed,
+            reproducible=settings.reproducible,
+        )
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
         self._models: list[nn.Module] = []
@@ -100,7 +109,7 @@ class Run:
         own = self._state, self._stepper, self._epochs
         self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
-        self._evaluations = 0
+        self._evaluations = self._averages = 0  # how many loaders and averages the script has made
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
@@ -187,11 +196,12 @@ class Run:
         """How many processes the run has."""
         return self.world.size
 
+    @by_all
     def wait(self) -> None:
         """Returns when every process has come here."""
-        self._call_check.same("run.wait")
         collectives.barrier()
 
+    @by_all
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every process, such as the name of a directory. All processes call it.
 
@@ -199,7 +209,6 @@ class Run:
         argparse.Namespaces of these. Tensors come on the CPU. Raises UsageError for anything else, since nothing is
         pickled.
         """
-        self._call_check.same("run.broadcast")
         return collectives.broadcast_object(value, what="run.broadcast(value)")
 
     if not TYPE_CHECKING:
@@ -263,6 +272,7 @@ class Run:
             return
         check_optimizer(optimizer, names)
         self._optimizers.append(optimizer)
+        self._state.hyperparameters.add(optimizer)
         self._stepper.updates[optimizer] = 0
         self._guards.watch_optimizer(optimizer, self._stepper.keeps_gradients)
         if len(self._optimizers) > 1 and self._stepper.accounts.reached is None:
@@ -273,6 +283,7 @@ class Run:
             return
         check_scheduler(scheduler, self._optimizers)
         self._state.schedulers.append(scheduler)
+        self._state.hyperparameters.add_scheduler(scheduler)
         self._guards.watch_scheduler(scheduler)
 
     def loader(
@@ -495,31 +506,32 @@ class Run:
 
     # --- numbers over all processes
 
+    @by_all
     def mean(self, values: Any) -> Any:
         """The mean over the examples of all processes, exact where they have unequally many, or none.
 
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
-        self._call_check.same("run.mean")
         return metrics.mean(values, lambda: current_examples(self.latest, self._state.loaders.values()), self.device)
 
+    @by_all
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
-        self._call_check.same("run.ratio")
         return metrics.ratio(sum, count, self.device)
 
+    @by_all
     def sum(self, values: Any) -> Any:
         """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
-        self._call_check.same("run.sum")
         return metrics.total(values, self.device)
 
+    @by_all
     def gather(self, values: Any) -> Any:
         """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
         Anything else: a list of all processes' objects."""
-        self._call_check.same("run.gather")
         return metrics.gather(values)
 
+    @by_all
     def predict(
         self,
         model: Any,
@@ -547,14 +559,14 @@ class Run:
         stopped, on any number of processes, which then goes on; or of one that ended, and nothing is done.
         """
         check_options(options)
-        self._call_check.same("run.predict")
         if to is not None:
             target = predict_files.Target(Path(to), resume, rows_per_file)
-            return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
+            with weights_of(model) as model:
+                return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
         if resume or rows_per_file is not None:
             raise UsageError("run.predict(resume=..., rows_per_file=...): they belong to a folder, to=...")
         loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
-        with metrics.evaluating(model):
+        with weights_of(model) as model, metrics.evaluating(model):
             return predict(model, fn or on_first_input, loader, self.autocast)
 
     def _predict_to(
@@ -574,10 +586,10 @@ class Run:
         with metrics.evaluating(model):
             return predict_files.write(model, fn, loader, self.autocast, target)
 
+    @by_all
     def compute(self, metric: Any) -> Any:
         """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
         All processes call it; the metric itself stays as it was."""
-        self._call_check.same("run.compute")
         return metrics.compute(metric)
 
     # --- what one sees
@@ -648,6 +660,7 @@ class Run:
         mode: str = ...,
         background: bool,
     ) -> Path | None: ...
+    @by_all
     def save(
         self,
         directory: str | Path,
@@ -671,7 +684,6 @@ class Run:
         checkpoints are then untouched.
         """
         retention = Retention(keep, keep_best, score, mode)
-        self._call_check.same("run.save")
         self._stepper.prepare_save()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
@@ -681,21 +693,29 @@ class Run:
             self._preemption.saves(Path(directory).absolute())
         return path
 
+    @by_all
     def wait_for_save(self) -> Path | None:
         """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
         where there is none to wait for. All processes call it. Raises CheckpointError where it could not be written."""
-        self._call_check.same("run.wait_for_save")
         return self._state.wait_for_save()
 
-    def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
+    @by_all
+    def restore(
+        self, directory: str | Path, *, missing_ok: bool = False, hyperparameters: Whose = "checkpoint"
+    ) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
         processes. Call it after `prepare`; loaders and tracked objects may be made before or after it.
+
+        hyperparameters: whose learning rate and other options of optimizers the run goes on with, where the script was
+        changed since: the "checkpoint"'s, or those of this "script", whose schedule is then moved on to the step at
+        hand. What differs is printed. Momenta and the like are the checkpoint's in both cases.
 
         Returns False where there is none, with missing_ok. Raises CheckpointError: none, damaged, of another program.
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
-        self._call_check.same("run.restore")
+        check_whose(hyperparameters)
+        self._state.whose = hyperparameters
         if transport.arriving():  # the others go on, and hand over where they are
             return True
         keepers = [one for one in (self.newest, self._memory) if one is not None]
@@ -715,20 +735,44 @@ class Run:
             keeper.begin()
         return found is not None
 
-    def export(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
-        NonFiniteError as `step` does."""
-        self._call_check.same("run.export")
+    @by_all
+    def export(self, path: str | Path, model: nn.Module | ModelEMA | None = None) -> None:
+        """Writes a model, or the average of `ema`, as one safetensors file that its plain class loads. All processes
+        call it. Raises NonFiniteError as `step` does."""
         self._stepper.drain()
-        self._state.export(path, model_number(self._models, unwrapped(model)))
+        with weights_of(model) as whose:
+            self._state.export(path, model_number(self._models, unwrapped(whose)))
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> ModelEMA:
+        """The exponential moving average of a prepared model's weights, for evaluation and export. It lies where the
+        weights lie, under every strategy, and is in the checkpoints. All processes make and update it:
+
+            ema = run.ema(model, decay=0.999)
+            ...
+            run.step(optimizer)
+            ema.update()
+            ...
+            paceline.evaluate(ema, loss_fn, test_set, global_batch=64)
+            run.export("ema.safetensors", ema)
+
+        Buffers are the model's own. `with ema.in_model():` gives the model the average for other uses. Raises
+        SettingError for a decay that is not in [0, 1), UsageError for a model that is not prepared.
+        """
+        model = unwrapped(model)
+        if not any(model is own for own in self._models):
+            raise UsageError(f"run.ema: this {type(model).__name__} is not prepared. Call run.prepare(model) first.")
+        made = ModelEMA(model, self._strategy, decay, lambda: sum(self._stepper.updates.values()) or self.steps)
+        self._averages += 1
+        self._state.add_tracked("ema" if self._averages == 1 else f"ema {self._averages}", made)
+        return made
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Rank 0 runs the block first, then the first process of each other machine, then all others."""
-        self._call_check.same("run.main_first")
         turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
-        for _ in range(turn):
-            collectives.barrier()
+        with self.calls.call("run.main_first"):
+            for _ in range(turn):
+                collectives.barrier()
         try:
             yield
         finally:
@@ -755,7 +799,7 @@ class Run:
             if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
                 self._stepper.drain()
                 self._stepper.warn_unstepped()
-                self._state.end_saves()
+                self._state.end_saves(self.calls)
         finally:
             try:
                 self._state.close()

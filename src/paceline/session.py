@@ -21,6 +21,7 @@ from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
 from paceline.run import Run
+from paceline.strategies import alone
 from paceline.strategies import on_cpu as on_cpu_of
 from paceline.timeline.worker.tracer import Tracer
 from paceline.train.excepthook import explain_uncaught
@@ -141,6 +142,11 @@ def start(
     world, where = _join(world, settings, init_method)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # before the process group ends, which was made earlier
+    if settings.strategy is not None:
+        strategy, line = alone(settings.strategy, world.size, where, settings.reproducible)
+        settings = replace(settings, strategy=strategy)
+        if line:
+            print(f"paceline: {line}", file=sys.stderr)
     run = Run(world, settings, where)
     if spec is not None:
         (Probe if spec.reference is None else Recorder)(run, spec)
@@ -182,7 +188,7 @@ def _join(world: World, settings: Settings, init_method: str | None) -> tuple[Wo
     Raises WorldError where it has done so before, since it cannot join the next run.
     """
     global _joined
-    on_cpu = on_cpu_of(settings.strategy)
+    on_cpu = on_cpu_of(settings.strategy, world.size)
     if os.environ.get(worlds.TICKET):
         if _joined:
             raise WorldError(

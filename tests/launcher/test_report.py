@@ -28,6 +28,7 @@ def error(time: float, *chain: str, shown: bool = False) -> Error:
 REAL = Ending(0, 1, 9.0, error(2.0, "ValueError: bad"))
 LATER = Ending(3, 1, 4.0, error(3.0, "KeyError: 'x'"))
 VICTIM = Ending(1, 1, 1.0, error(1.0, CLOSED))
+NAMED = "UsageError: rank 1 is in run.save, at train.py, line 3"
 WRAPPED = Ending(4, 1, 1.0, error(0.5, "TrainingFailed: step 3", CLOSED))
 KILLED = Ending(2, -9, 5.0)
 EXITED = Ending(5, 3, 0.5)
@@ -90,6 +91,15 @@ def test_consequence(message: str, consequence: bool) -> None:
             [FINE, VICTIM],
             "rank 6 ended early, with exit code 0, by sys.exit() at train.py, line 5, while others still needed it: do "
             f"all ranks take the same number of steps?\nrank 1 failed: {CLOSED}\nTraceback of {CLOSED}\n",
+        ),
+        (  # it says itself which call is missing on rank 6
+            [FINE, Ending(1, 1, 1.0, error(1.0, NAMED, CLOSED))],
+            "rank 6 ended early, with exit code 0, by sys.exit() at train.py, line 5, while others still needed it.\n"
+            f"rank 1 failed: {NAMED}\nTraceback of {NAMED}\n",
+        ),
+        (  # which a rank that was killed did not come to either
+            [KILLED, Ending(1, 1, 1.0, error(1.0, NAMED, CLOSED))],
+            "rank 2 was killed by SIGKILL (perhaps out of memory)\n",
         ),
     ],
 )

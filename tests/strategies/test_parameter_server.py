@@ -237,7 +237,7 @@ def test_one_that_is_silent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "size", "told"),
     [
-        ("", 1, "needs at least 2 processes"),
+        ("servers=2", 1, "servers=2: this run has 1 process"),
         ("servers=2", 2, "servers=2 of 2 processes leaves no worker"),
         ("servers=0", 3, "servers=0"),
         ("mode=both", 3, "mode='both'"),

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm import collectives, device_choice, mesh
@@ -184,6 +184,23 @@ def _awaited(world: World, init_method: str | None) -> str:
             "started, with the same values of these, and is no firewall between?"
         )
     return f"{who} has found rank 0 at {place}, and waits for others. Are all {world.size} processes started?"
+
+
+def join_alone(device: torch.device) -> None:
+    """Makes a process group of this process alone, for torch's engines that need one. Nothing where there is one. Gloo
+    listens on loopback only."""
+    if dist.is_initialized():
+        return
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group(device_choice.backend(device.type), store=HashStore(), rank=0, world_size=1)
+    finally:
+        if interface is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    atexit.register(leave)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Which strategy to take, and why: one sentence from the figures. Pure.
 
-1. Only rows that ran count, with the first precision and the first global batch that were asked for.
+1. Only rows that ran count, with the first precision and the first global batch that were asked for; and none that
+   was `single` by another name, as of one process.
 2. Of these, only rows that train the same model: their losses differ from those of `single` by at most SAME times its
    largest loss, or by at most three times the smallest difference of any row. (Dropout draws other masks on other
    shards, so that every strategy differs somewhat. A strategy that changes the mathematics differs more.)
@@ -26,7 +27,7 @@ _PLAIN = (BASELINE, "ddp")
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, str] | None:
     """(the row to take, the sentence); None where no row has figures."""
-    ran = [row for row in rows if row.figures is not None]
+    ran = [row for row in rows if row.figures is not None and not row.case.as_single]
     if not ran:
         return None
     first = ran[0].case

@@ -56,6 +56,11 @@ class Error:
         """Does it only say that another process has gone?"""
         return only_tells_of_a_lost_peer(self.chain)
 
+    @property
+    def names_the_call(self) -> bool:
+        """Does it say in which call of Paceline's the other process was missed (train/call_check.py)?"""
+        return self.consequence and self.chain[0].startswith("UsageError: ")
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -152,9 +157,10 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = (), elsewher
     early = [ending for ending in endings if not ending.failed and not ending.expendable]
     lines = [headline(first)]
     if first.consequence and early:  # the victim's words come second
+        named = first.error is not None and first.error.names_the_call
         lines = [
             f"{exits_in_words([e.rank for e in early], {e.rank: e.place for e in early})}, while others still needed "
-            f"{'it' if len(early) == 1 else 'them'}: do all ranks take the same number of steps?",
+            f"{'it' if len(early) == 1 else 'them'}{'.' if named else ': do all ranks take the same number of steps?'}",
             *lines,
         ]
     if first.error and not first.error.shown:

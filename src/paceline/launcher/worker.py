@@ -356,7 +356,7 @@ def _skip_worker(trace: types.TracebackType | None) -> types.TracebackType | Non
 
 
 def _hide_package(text: traceback.TracebackException, error: BaseException) -> None:
-    """Leave out the frames inside Paceline, and causes of which no frame remains.
+    """Leave out the frames inside Paceline, and causes that have none but in Paceline and torch.
 
     Frames are told by their module's name and not by their file: code that dataclasses generate has no file.
     """
@@ -368,7 +368,8 @@ def _hide_package(text: traceback.TracebackException, error: BaseException) -> N
         inner, cause = getattr(text, name), getattr(error, name)
         if inner is not None and cause is not None:
             _hide_package(inner, cause)
-            if not inner.stack:
+            frames = traceback.walk_tb(cause.__traceback__)
+            if {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames} <= {"paceline", "torch"}:
                 setattr(text, name, None)
 
 

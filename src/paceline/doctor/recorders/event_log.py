@@ -159,7 +159,7 @@ class EventLog:
                 if not at:
                     at = [name, line]
                     how = values_in(statement, frame)
-            elif not at and len(inner) < _MAX_CALLS and _is_library(name):
+            elif not at and len(inner) < _MAX_CALLS and self._owner.of(name) is Owner.LIBRARY:
                 inner.append(frame)
             frame = frame.f_back
         return at, {"the line": " < ".join(lines), **how, **names_in(inner)}, branches
