@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.doctor.recorders.step_recorder import _describe_scheduler
-from paceline.doctor.rules import lr_scaling_rules, schedule_rules
+from paceline.doctor.rules import rate_rules, schedule_rules
 from paceline.doctor.rules.expressions import call_at, pieces
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
 from paceline.doctor.script_ast import world_pattern
@@ -187,7 +187,7 @@ def test_a_rate_that_grows_without_the_batch(
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.format(batch=batch, scaling=scaling, rate=rate))
     run = trained(file, 16 if batch == "args.batch_size" or "else" in batch else 8, lr)
-    findings = [f for f in lr_scaling_rules.findings(run) if f.cause == "lr_scaled_alone"]
+    findings = [f for f in rate_rules.findings(run) if f.cause == "lr_scaled_alone"]
     assert len(findings) == found
     assert all(f.beside == f.at[: f.at.rindex(":")] + ":4" for f in findings)
 
@@ -196,4 +196,4 @@ def test_a_rate_that_grows_without_the_batch(
 def test_a_rate_that_makes_up_for_ddps_mean_of_sums(mean: str, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(SCRIPT.format(batch=SHARED, scaling=SCALED, rate="args.lr"))
-    assert "lr_scaled_alone" not in [f.cause for f in lr_scaling_rules.findings(trained(file, 8, 0.1, mean))]
+    assert "lr_scaled_alone" not in [f.cause for f in rate_rules.findings(trained(file, 8, 0.1, mean))]

@@ -17,6 +17,7 @@ loss_lines.py         the line where a term of a loss is computed
 gradient_rules.py     gradients that are computed and never used
 cost_rules.py         time and memory
 lr_scaling_rules.py   how the learning rate is scaled with the number of processes
+rate_rules.py         a learning rate that grows where the global batch does not
 expressions.py        where the numbers in an expression of the script come from
 script_lines.py       the script's line that does what no patched function can see
 """
@@ -34,6 +35,7 @@ from paceline.doctor.rules import (
     metric_rules,
     model_rules,
     random_rules,
+    rate_rules,
     replica_rules,
     schedule_rules,
     shard_rules,
@@ -49,7 +51,7 @@ def find_faults(run: RecordedRun) -> list[Finding]:
     """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
     training = (data_rules, metric_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
-                gradient_rules, loss_rules, random_rules, shard_rules)  # fmt: skip
+                gradient_rules, loss_rules, random_rules, rate_rules, shard_rules)  # fmt: skip
     for rules in (*training, cost_rules, lr_scaling_rules):
         found += rules.findings(run)
     # Of a metric the rule that knows its numbers says more than the one that knows the calls alone.
