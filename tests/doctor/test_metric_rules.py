@@ -47,6 +47,7 @@ def test_how_many_elements_a_mean_has(loss: Any, sizes: list[list[float]]) -> No
     ("ours", "theirs", "found"),
     [
         ([[126, 1]], [[166, 1]], True),
+        ([[8 * 17 * 30, 1]], [[8 * 18 * 30, 1]], False),  # texts that are padded to the longest of the batch
         ([[126, 1]], [[126, 1]], False),
         ([[126, 126 / 146]], [[166, 166 / 146]], False),  # each mean by its share
         ([[8, 1], [126, 0.1]], [[8, 1], [166, 0.1]], True),  # the second term
@@ -58,7 +59,9 @@ def test_means_over_the_elements_of_a_rank(ours: Any, theirs: Any, found: bool) 
     def rank(means: Any) -> list[Event]:
         begin: Event = {"k": "group", "op": "init_process_group", "world": 2, "at": AT}
         backward: Event = {"k": "backward", "mean": "mean", "count": None, "means": means, "at": AT}
-        return [begin, {"k": "ddp", "ddp": 0, "ranks": [0, 1], "at": AT}, *[backward] * 4]
+        read: Event = {"k": "yield", "loader": "train", "n": 1, "idx": list(range(8)), "rows": None, "at": AT}
+        begins = [begin, {"k": "ddp", "ddp": 0, "ranks": [0, 1], "at": AT}, {**read, "k": "pass"}]
+        return [*begins, *[read, backward] * 4]
 
     run = RecordedRun([rank(ours), rank(theirs)])
     assert [f.cause for f in model_rules.findings(run)] == ["loss_mean_of_means"] * found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
@@ -53,7 +55,8 @@ def _modes(run: RecordedRun) -> list[Finding]:
 def _mean_losses(run: RecordedRun) -> list[Finding]:
     """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens or the nodes of its
     graphs, and the gradients are averaged. Not where a rank multiplies its mean by its share of all counts, or a hook
-    or the script rescales the gradients."""
+    or the script rescales the gradients; nor of a mean over a padded rectangle, whose width is the longest example's.
+    """
     if (
         not any(run.events(0, "ddp", "fsdp"))
         or any(run.all_events("join"))
@@ -65,9 +68,13 @@ def _mean_losses(run: RecordedRun) -> list[Finding]:
     if len({len(events) for events in per_rank}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in per_rank[0]):
         return []
     terms = max((len(e.get("means") or ()) for e in per_rank[0]), default=0)
+    rows = list(zip(*(_examples(run, rank) for rank in run.peers)))
     for term in (None, *range(terms)):
         counts = [[_divisor(e, term) for e in events] for events in passes]
         counted = [(events, found) for events, found in zip(passes, counts) if all(count > 0 for count, _ in found)]
+        if term is not None:
+            padded = [id(events) for events, found, read in zip(passes, counts, rows) if _is_rectangle(found, read)]
+            counted = [(events, found) for events, found in counted if id(events) not in padded]
         unequal = [(events, found) for events, found in counted if _differ([count for count, _ in found])]
         weighed = [found for _, found in unequal if not _differ([factor / count for count, factor in found])]
         if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
@@ -81,6 +88,22 @@ def _mean_losses(run: RecordedRun) -> list[Finding]:
         )
         return [finding_at("loss_mean_of_means", events[0]["at"], evidence, script_lines.loss_line(events[0]))]
     return []
+
+
+def _examples(run: RecordedRun, rank: int) -> list[int]:
+    """For each backward pass of a rank: the number of examples in the batch before it; 0: not known."""
+    found, read = [], 0
+    for e in run.events(rank, "yield", "backward"):
+        if e["k"] == "backward":
+            found.append(read)
+        elif e["loader"] in run.training_loaders:
+            read = len(e["idx"] or (e["rows"] or [[]])[0])
+    return found
+
+
+def _is_rectangle(divisors: list[list[float]], examples: Sequence[int]) -> bool:
+    """May each rank's mean be over a number of elements that is the same for each of its examples?"""
+    return not all(examples) or all(count % each == 0 for (count, _), each in zip(divisors, examples))
 
 
 def _divisor(backward: Event, term: int | None) -> list[float]:
