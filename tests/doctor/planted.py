@@ -11,10 +11,12 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_device", "with_paceline",
-           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers", "mixture", "diffusion")  # fmt: skip
+           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers", "mixture", "diffusion",
+           "graphs", "tagger", "trainer")  # fmt: skip
 FOREIGN = {"foreign/muon": "torch", "foreign/hf_experts": "transformers", "foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
            "foreign/accelerated": "accelerate", "foreign/hf_trainer": "transformers", "foreign/hf_stream": "transformers",
-           "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning"}  # fmt: skip  # script -> what it needs
+           "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning",
+           "foreign/lightning_sums": "lightning", "foreign/metrics": "torchmetrics"}  # fmt: skip  # script -> what it needs
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,38 @@ PLANTED = [
     _p("a memory that DDP overwrites", "buffers_differ", "plain",
        ("        self.head = nn.Linear(16, 4)\n", "        self.head = nn.Linear(16, 4)\n        self.register_buffer('memory', torch.zeros(8, 8))\n"),
        ("        return self.head(self.body(x).relu())", "        out = self.head(self.body(x - self.memory.clone().mean(0)).relu())\n        self.memory[: len(x)] = x.detach()\n        return out"), at="self.memory[: len(x)]"),
+    # --- what a loss, a metric, a schedule or a rate is computed from
+    _p("a mean over the nodes of each rank", "loss_mean_of_means", "graphs",
+       ("            loss = loss * (world_size * len(batch.x) / nodes)\n", ""), at="loss.backward()", beside="loss = nn.functional.cross_entropy("),
+    _p("a mean of squares over the nodes of each rank", "loss_mean_of_means", "graphs",
+       ("nn.functional.cross_entropy(out.float(), batch.y)", "nn.functional.mse_loss(out.float(), nn.functional.one_hot(batch.y, 3).float())"),
+       ("            loss = loss * (world_size * len(batch.x) / nodes)\n", ""), at="loss.backward()", beside="loss = nn.functional.mse_loss("),
+    _p("a further term is a mean over the nodes of each rank", "loss_mean_of_means", "graphs",
+       ("(world_size * len(batch.x) / nodes)\n", "(world_size * len(batch.x) / nodes) + 0.1 * out.float().square().mean(1).mean()\n"), at=""),
+    _p("rank 0's hits by the whole", "local_metric", "tagger",
+       ("sums = torch.tensor([losses.sum, losses.count, sure, right])", "sums = torch.tensor([losses.sum, losses.count, sure])"),
+       ("loss, words, sure, right = sums.tolist()", "loss, words, sure = sums.tolist()"), at="print(f", beside="right / len(loader.dataset)"),
+    _p("each rank prints its hits by the whole", "local_metric", "tagger",
+       ("sums = torch.tensor([losses.sum, losses.count, sure, right])", "sums = torch.tensor([losses.sum, losses.count, sure])"),
+       ("loss, words, sure, right = sums.tolist()", "loss, words, sure = sums.tolist()"), ("        if rank == 0:\n            print(f", "        if rank >= 0:\n            print(f"), at="print(f", beside="right / len(loader.dataset)"),
+    _p("a mean of the ranks' losses", "mean_of_means", "tagger",
+       ("    sums = torch.tensor([losses.sum, losses.count, sure, right])\n    dist.all_reduce(sums)\n", "    mean = torch.tensor([losses.average, sure, right])\n    dist.all_reduce(mean)\n    mean[0] /= dist.get_world_size()\n"),
+       ("    loss, words, sure, right = sums.tolist()\n    return loss / words, sure / words, right / len(loader.dataset)", "    loss, sure, right = mean.tolist()\n    return loss, sure / 1000, right / len(loader.dataset)"), at="dist.all_reduce(mean)"),
+    _p("a helper's mean of the ranks' losses", "mean_of_means", "tagger",
+       ("def exact(", "def averaged(value):\n    tensor = torch.tensor(value)\n    dist.all_reduce(tensor)\n    return tensor / dist.get_world_size()\n\n\ndef exact("),
+       ("    sums = torch.tensor([losses.sum, losses.count, sure, right])\n    dist.all_reduce(sums)\n", "    loss = averaged(losses.average)\n    sums = torch.tensor([sure, right])\n    dist.all_reduce(sums)\n"),
+       ("    loss, words, sure, right = sums.tolist()\n    return loss / words, sure / words, right", "    sure, right = sums.tolist()\n    return loss, sure / 1000, right"), at="loss = averaged(", beside="dist.all_reduce(tensor)"),
+    _p("a duplicate of another width", "padded_evaluation", "tagger", ("sampler=shard", "sampler=DistributedSampler(test_set, shuffle=False)"), at="dist.all_reduce(sums)"),
+    _p("no sampler, other widths", "same_examples", "tagger",
+       ("DataLoader(train_set, 6, sampler=sampler,", "DataLoader(train_set, 6, shuffle=True,"), ("torch.manual_seed(0)", "torch.manual_seed(rank)"), at="loader = DataLoader(train_set"),
+    _p("an attribute divided twice", "schedule_length", "trainer",
+       ("args.epochs * self.steps_per_epoch\n", "args.epochs * self.steps_per_epoch // self.world_size\n"), at="T_max=self.trainer.total_steps", beside="self.total_steps = args.epochs"),
+    _p("an attribute of all the data", "schedule_length", "trainer",
+       ("self.steps_per_epoch = len(self.loader)", "self.steps_per_epoch = len(self.train_set) // self.batch_size"), at="T_max=self.trainer.total_steps", beside="len(self.train_set)"),
+    _p("a lambda's length divided twice", "schedule_length", "plain",
+       ("    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)\n", "    total = updates // world_size\n    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))\n"), at="LambdaLR(", beside="total = updates"),
+    _p("a rate that the batch does not follow", "lr_scaled_alone", "trainer",
+       ("    optimizer = torch.optim.SGD(trainer", '    args.lr *= int(os.environ["WORLD_SIZE"])\n    optimizer = torch.optim.SGD(trainer'), at="args.lr *= ", beside="args.batch_size // self.world_size"),
     _p("dropped without no_sync", "gradients_dropped", "masked",
        ("            nn.functional.cross_entropy(outputs.float(), labels).backward()\n", "            optimizer.zero_grad()\n            nn.functional.cross_entropy(outputs.float(), labels).backward()\n"),
        ("                optimizer.step()\n                optimizer.zero_grad()\n", "                optimizer.step()\n"), at="            optimizer.zero_grad()"),
@@ -416,4 +450,11 @@ IN_LIBRARIES = [
        ("sampler=EvalSampler(len(dataset_test))", "sampler=torch.utils.data.DistributedSampler(dataset_test, shuffle=False)"), at="dist.all_reduce(t)"),
     _p("FSDP: state of rank 0", "collectives", "foreign/fully_sharded",
        ("state = {k: v.full_tensor() for k, v in model.state_dict().items()}\n", "if rank == 0:\n    state = {k: v.full_tensor() for k, v in model.state_dict().items()}\n"), at="full_tensor()", hangs=True),
+    _p("torchmetrics: padded", "padded_evaluation", "foreign/metrics",
+       ("sampler=range(rank, len(test_set), world_size)", "sampler=DistributedSampler(test_set, shuffle=False)"), at="metrics.compute()"),
+    _p("Lightning: rank 0's hits by the whole", "local_metric", "foreign/lightning_sums",
+       ("torch.tensor([self.total, self.words, self.right])).sum(0)", "torch.tensor([self.total, self.words])).sum(0)"), ("        total, words, right = ", "        right = self.right\n        total, words = "), at="right / self.size"),
+    _p("Lightning: a mean of the ranks' losses", "mean_of_means", "foreign/lightning_sums",
+       ('self.log("loss", total / words)', 'self.log("loss", self.total / self.words, sync_dist=True)'), ("torch.tensor([self.total, self.words, self.right])", "torch.tensor([self.total, 0, self.right])"), at='self.log("loss"'),
+    _p("Lightning: padded", "padded_evaluation", "foreign/lightning_sums", ("    size = 24 * processes\n", "    size = 24 * processes - 1\n"), at='self.log("accuracy"'),
 ]  # fmt: skip

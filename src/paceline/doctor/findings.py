@@ -293,6 +293,14 @@ CAUSES = {
         "process or micro-batch.",
         see=_WORSE,
     ),
+    "lr_scaled_alone": Cause(
+        MODEL,
+        "The learning rate grows with the processes, and the global batch does not",
+        "Each update is as many times larger as there are processes, of a gradient over as many examples as on one.",
+        "Where batch_size // world_size keeps the global batch, leave the rate as it is; or give each process the "
+        "whole batch size, and scale the rate with the global batch.",
+        see=_WORSE,
+    ),
     "accumulation": Cause(
         MODEL,
         "Gradients are accumulated without division",

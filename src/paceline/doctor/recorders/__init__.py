@@ -20,6 +20,7 @@ loss_graph.py           what a loss is, by its graph
 loss_terms.py           the terms that a loss adds up, by its graph
 graph_nodes.py          what the nodes of that graph do
 collective_recorder.py  torch.distributed's collectives, each recorded before it begins
+variable_recorder.py    the numbers in the script's variables after an evaluation's loop
 output_recorder.py      printed, logged and written output; checkpoints
 host_sync_recorder.py   calls that wait for the device; threads and cores
 """
@@ -51,11 +52,12 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
         output_recorder,
         shard_recorder,
         step_recorder,
+        variable_recorder,
     )
 
     roots = [os.path.realpath(script)] if kind == "script" else [*module_files(script), os.getcwd()]
     log = EventLog(order["directory"], int(os.environ.get("RANK", "0")), roots, order.get("steps"))
-    recorders = (loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
+    recorders = (variable_recorder, loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
     for recorder in (*recorders, draw_recorder, shard_recorder, output_recorder, host_sync_recorder):
         recorder.install(log)
     return log

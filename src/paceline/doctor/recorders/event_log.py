@@ -43,6 +43,7 @@ class EventLog:
         self.overhead_seconds = 0.0  # seconds that recording has taken; no recorded time includes them
         self.models: Any = None  # the ModelRecorder
         self.collectives: Any = None  # the CollectiveRecorder
+        self.variables: Any = None  # the VariableRecorder
         self.draws: Any = None  # the DrawRecorder
         self.optimizers: Any = weakref.WeakSet()  # the script's optimizers that are alive
         self.backward_since_step = False  # has a backward ended since the last optimizer step?
@@ -80,6 +81,10 @@ class EventLog:
     def active(self) -> bool:
         """Does this process record? A forked child does not."""
         return self._pid != 0
+
+    def owns(self, file: str) -> bool:
+        """Is a file of code the script's own?"""
+        return self._is_script(file)
 
     @contextmanager
     def overhead(self) -> Iterator[None]:

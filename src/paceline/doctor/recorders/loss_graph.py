@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,3 +109,46 @@ def _counts(nodes: list[Any]) -> tuple[int, ...]:
     if node.name() in _LOSSES and saved(node, "reduction", 1) == 2 and target is not None and target.dim():
         return (target.numel(), target.shape[0])
     return ()
+
+
+def mean_sizes(root: torch.Tensor) -> list[list[float]]:
+    """For each term of a loss that is a mean of elements: [their number, by what that mean is multiplied]. A mean of
+    targets, some of which may be ignored, is not among them: `loss_divisor` has it. Of a mean of means (over the
+    elements of a row, then over rows) the outer one counts."""
+    return list(_means(root.grad_fn, 1.0, 12))
+
+
+def _means(node: Any, factor: float, depth: int) -> Iterator[list[float]]:
+    for left in range(depth, 0, -1):
+        if node is None:
+            return
+        name, children = node.name(), _children(node)
+        if name in _MEANS:
+            size = _mean_size(node)
+            if size:
+                yield [size, factor]
+            return
+        if name in _LOSSES:
+            rows = saved(node, "self")
+            if saved(node, "total_weight") is None and saved(node, "reduction", 1) == 1 and rows is not None:
+                yield [rows.numel(), factor]
+            return
+        if name in ("AddBackward0", "SubBackward0"):
+            for child in children:
+                yield from _means(child, factor, left - 1)
+            return
+        if name in _SCALED:
+            by = _factor(node)
+            if not by:
+                return
+            factor *= by
+        elif name not in _TRANSPARENT:
+            return
+        node = next(iter(children), None)
+
+
+def _mean_size(node: Any) -> int:
+    """How many elements a mean of one number has averaged; 0: not known."""
+    shape = tuple(saved(node, "self_sym_sizes", ()))
+    dims = [dim - (dim > len(shape)) * 2**64 for dim in saved(node, "dim", ())]  # torch keeps -1 as an unsigned number
+    return math.prod(shape[dim] for dim in dims or range(len(shape))) if shape else 0

@@ -107,6 +107,10 @@ class ModelRecorder:
                 self._unwrapped[root] = True
                 self._patch_forward(root)
 
+    def roots(self) -> list[nn.Module]:
+        """The models that are trained, without DDP's wrappers."""
+        return [*self._ddp_wrapping, *self._unwrapped]
+
     def not_broadcast(self) -> list[nn.Module]:
         """Trained models whose buffers DDP does not broadcast."""
         sent = {id(ddp.module) for ddp in self.ddp_modules if ddp.broadcast_buffers}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,13 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.host_sync_recorder import machine_state
-from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
+from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind, mean_sizes
 from paceline.doctor.recorders.loss_terms import Term, loss_terms
 from paceline.doctor.recorders.model_recorder import ModelRecorder
 from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, scale_of, unscaled
 
+_LENGTH = re.compile(
+    r"(total|train\w*|max|decay|num)_?(steps|iters?|iterations|updates)$|^(t_max|total|steps)$", re.IGNORECASE
+)
 _MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
 _MAX_CLIPS = 50  # calls of clipping whose effect is measured
 _MAX_COUNTED = 400  # backward passes, or calls of zero_grad, that are looked into
@@ -65,6 +70,7 @@ class _StepRecorder:
             models.unsynced_forwards.clear()
             mean = form = count = None
             terms: list[Term] = []
+            means: list[list[float]] = []
             with log.overhead():
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
@@ -73,6 +79,7 @@ class _StepRecorder:
                     mean = form = loss_kind(root)
                     few = self._backward_count < _MAX_COUNTED
                     count, terms = (loss_divisor(root), loss_terms(root)) if few else (None, [])
+                    means = mean_sizes(root) if few else []
                 self._find_dropped(log.optimizers, [])
                 if any(models.has_script_hook(p) for o in log.optimizers for p in parameters(o)):
                     mean = "other"  # which may divide the gradients
@@ -89,6 +96,7 @@ class _StepRecorder:
                 log.collectives.invalidate()
                 log.backward_since_step = True
             self._backward_count += 1
+            log.variables.pass_ended = False
             with log.overhead():
                 self.replicas.after_backward(log.optimizers, lambda number: self._steps.get(number, 0))
                 self._magnitude, self._ratio_at_clip = self._gradient_magnitude(), None
@@ -106,6 +114,7 @@ class _StepRecorder:
                 mean=mean,
                 form=form,
                 count=count,
+                means=means,
                 terms=terms,
                 **log.draws.take(models.rows),
                 unsent=models.sync_off,
@@ -389,7 +398,21 @@ def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
         horizon = getattr(scheduler, name, None)
     if kind == "MultiStepLR":
         name, horizon = "last milestone", max(scheduler.milestones, default=None)
+    if kind == "LambdaLR":
+        name, horizon = _length_of_lambda(next(iter(getattr(scheduler, "lr_lambdas", [])), None))
     return kind, name, horizon
+
+
+def _length_of_lambda(function: Any) -> tuple[str, int | None]:
+    """(name, value) of the length that a function of the step was given: an argument bound by functools.partial, as
+    transformers' schedules have it, or a variable of the function around it."""
+    bound = dict(getattr(function, "keywords", None) or {})
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(code.co_freevars if code else (), getattr(function, "__closure__", None) or ()):
+        with contextlib.suppress(ValueError):  # an empty cell
+            bound[name] = cell.cell_contents
+    lengths = {name: value for name, value in bound.items() if type(value) is int and _LENGTH.search(name)}
+    return max(lengths.items(), key=lambda pair: pair[1], default=("", None))
 
 
 def install(log: EventLog) -> None:

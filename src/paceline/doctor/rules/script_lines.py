@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
-from paceline.doctor.rules.recorded_run import RecordedRun
+from paceline.doctor.rules.recorded_run import Event, RecordedRun
 from paceline.doctor.script_ast import called, functions, holds, nodes_of, scope_at, tree_of
 
 _WRITES = re.compile(
@@ -29,6 +29,7 @@ _OF_OTHERS = ("choice", "choices", "sample", "shuffle", "randint", "randrange", 
 _DRAWS = {f"torch.{name}" for name in _OF_TORCH} | {f"{own}.{name}" for own in ("random", "np.random", "numpy.random")
                                                    for name in _OF_OTHERS}  # fmt: skip
 _LOSS_OF = ("compute_loss", "training_step")  # methods that libraries call for the loss
+_BACKWARDS = ("backward", "manual_backward")
 _RANKS = re.compile(r"rank|main|master|is_")
 
 
@@ -278,11 +279,37 @@ def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
     return next(([file, line] for file, line in path if file == near[0] and scope_at(file, line) is scope), path[0])
 
 
+def validation_log(at: Any) -> Line:
+    """Of a script whose evaluation Lightning runs: the line that logs the metric."""
+    for f in functions(at[0]) if at else ():
+        if f.name in ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end"):
+            for n in ast.walk(f):
+                if isinstance(n, ast.Call) and called(n) in ("log", "log_dict"):
+                    return [at[0], n.lineno]
+    return None
+
+
 def loss_return(at: Any) -> Line:
     """Of a script whose backward a library makes: the line that gives it the loss, where that is plain."""
     found = [n for n in functions(at[0]) if n.name in _LOSS_OF] if at else []
     lines = [r.lineno for n in found for r in ast.walk(n) if isinstance(r, ast.Return) and r.value is not None]
     return [at[0], max(lines)] if len(found) == 1 and lines else None
+
+
+def loss_line(backward: Event) -> Line:
+    """The line that computes the loss of a backward pass: the last assignment before it, in its function, to the name
+    whose backward is called; where a library calls it, the line that gives the library the loss."""
+    at = backward["at"]
+    if not at or backward.get("library"):
+        return loss_return(at)
+    if tree_of(at[0]) is None:
+        return None
+    nodes = list(ast.walk(scope_at(*at)))
+    calls = [n for n in nodes if isinstance(n, ast.Call) and called(n) in _BACKWARDS and holds(n, at[1])]
+    names = {part.id for n in calls for part in ast.walk(n) if isinstance(part, ast.Name)}
+    made = [n for n in nodes if any(isinstance(t, ast.Name) and t.id in names for t in _targets(n))]
+    lines = [n.lineno for n in made if n.lineno < at[1]]  # type: ignore[attr-defined]
+    return [at[0], max(lines)] if lines else None
 
 
 def _files(run: RecordedRun) -> list[str]:
