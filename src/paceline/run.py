@@ -68,6 +68,7 @@ class Run:
         latest: the loader that yielded last.
         calls: compares the calls in which all processes take part.
         newest: what this process hands on to the next start of the run if another dies; None where nothing is.
+        explanation: returns a better error than one of the user's forward; None where there is none.
         closed: has the run ended?
     """
 
@@ -95,6 +96,7 @@ class Run:
             nonfinite_every=settings.nonfinite_every,
             deterministic_by=settings.deterministic_by,
         )
+        self.explanation = self._stepper.explanation
         self._state = State(
             self._strategy,
             Hyperparameters(self._guards.allow),
@@ -784,10 +786,6 @@ class Run:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The chosen precision, for a part of a loop that does not go through a prepared model's forward."""
         return self._precision.autocast()
-
-    def explanation(self, error: BaseException) -> Exception | None:
-        """A better error than this one of the user's forward; None: there is none."""
-        return self._stepper.explanation(error)
 
     def close(self) -> None:
         """Ends the run: hooks, threads and buffers. The process may start another one.
