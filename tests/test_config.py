@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
+from paceline.config import Settings, StrategySpec, file_beside, parse_strategy, read_file, resolve
 from paceline.errors import SettingError
+from paceline.strategies import check
 
 
 def written(folder: Path, text: str, name: str = "paceline.toml") -> Path:
@@ -122,7 +123,7 @@ def test_an_unknown_setting_is_refused() -> None:
         ("[strategy]\nbucket_mb = 50\n", r"the table \[strategy\] needs a name"),
         ("seed = " + "[" * 100_000, "paceline.toml is not valid TOML: .*recursion"),
         ("seed = " + "1" * 100_000, "paceline.toml is not valid TOML"),
-        ("# \n" * 400_000, "paceline.toml is no settings file: it has more than 1,048,576 characters"),
+        ("# \n" * 400_000, "paceline.toml is no settings file: it has more than 1,048,576 bytes"),
     ],
 )
 def test_a_file_that_cannot_be(text: str, message: str, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_file(tmp_path / "none.toml")
     (tmp_path / "paceline.toml").mkdir()
     assert file_beside(tmp_path / "train.py") == tmp_path / "paceline.toml", "and not passed over in silence"
-    with pytest.raises(SettingError, match="cannot be read: Is a directory"):
+    with pytest.raises(SettingError, match="cannot be read: it is a directory"):
         read_file(tmp_path / "paceline.toml")
     latin = tmp_path / "latin.toml"
     latin.write_bytes("# für\n".encode("latin-1"))
@@ -224,3 +225,48 @@ def test_every_setting_is_documented() -> None:
     page = (Path(__file__).parents[1] / "docs" / "settings.md").read_text(encoding="utf-8")
     missing = [name for name in Settings.__dataclass_fields__ if f"| `{name}` |" not in page]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "meant"),
+    [
+        *(("precision", name, None) for name in ("fp8", "float8", "bf8", "fp64", "fp4", "int8", "nf4", "fp8-mixed")),
+        ("precision", "fp23", "fp32"),
+        ("precision", "bf-16", "bf16"),
+        ("precision", "bf16-mixed", "bf16"),  # Lightning's, which is no bf16-params
+        ("precision", "16-mixed", "fp16"),
+        ("precision", "float32", "fp32"),
+        ("batch_norm", "globl", "global"),
+        ("batch_norm", "local", "shard"),  # and not "global", which looks like it
+        ("noise", "exmaple", "example"),
+        ("nonfinite", "warn", None),
+    ],
+)
+def test_a_value_is_suggested_where_it_can_be_meant(setting: str, value: str, meant: str | None) -> None:
+    with pytest.raises(SettingError) as caught:
+        Settings(**{setting: value})  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert f"{setting}={value!r} is not known. " in text
+    assert "Known: " in text
+    assert ("Did you mean" in text) == (meant is not None)
+    assert meant is None or f"Did you mean {meant!r}?" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("model_parallel", "tensor"), ("dp", "data_parallel"), ("zero3", "fsdp"), ("allreduce", None), ("gpu", None),
+        ("parameter-server", "parameter_server"), ("pipline", "pipeline"), ("local", "local_sgd"), ("fspd", "fsdp"),
+    ],
+)  # fmt: skip
+def test_a_strategy_is_suggested_where_it_can_be_meant(name: str, meant: str | None) -> None:
+    with pytest.raises(SettingError) as caught:
+        check(parse_strategy(name), 2)
+    assert str(caught.value).startswith(f"strategy={name!r} is not known. {'Did you mean' if meant else 'Known: '}")
+    assert meant is None or f"Did you mean {meant!r}?" in str(caught.value)
+
+
+def test_no_other_setting_is_suggested() -> None:
+    for name in ("batch_size", "backend", "learning_rate"):
+        with pytest.raises(SettingError, match=f"has a setting {name!r}. Known: "):
+            resolve(("the script", {name: 1}))

@@ -6,12 +6,15 @@ import collections
 import dataclasses
 import enum
 import json
+import math
 import pathlib
 import random
 import re
 import struct
+import tracemalloc
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,8 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from paceline import plain_state
 from paceline.errors import CheckpointError
-from paceline.plain_state import Unreadable, decode, decode_saved, encode
+from paceline.plain_state import Unreadable, decode, decode_saved, encode, read
 from paceline.train.snapshot import on_host
 
 Point = collections.namedtuple("Point", "x y")
@@ -33,7 +37,7 @@ def roundtrip(value: Any) -> Any:
     """Through the text of a JSON file and the bytes of a safetensors file, as a checkpoint goes."""
     document, tensors = encode(value)
     text, data = json.dumps(document, allow_nan=False), save(on_host(tensors), {"format": "pt"})
-    return decode(json.loads(text), load(data))
+    return read(text.encode(), load(data))
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -368,8 +372,54 @@ def test_the_whole_message() -> None:
 def test_a_document_from_elsewhere_is_an_error_and_runs_nothing(document: Any) -> None:
     with pytest.raises(Unreadable):
         decode({"a": [document]}, {"x": torch.zeros(2)})
+    with pytest.raises(Unreadable):
+        read(json.dumps({"a": [document]}).encode(), {"x": torch.zeros(2)})
     with pytest.raises(CheckpointError, match=r"m\.json cannot be read back"):
         decode_saved({"a": [document]}, {"x": torch.zeros(2)}, "m.json")
+
+
+def peak_bytes(reader: Callable[[bytes], Any], data: bytes) -> int:
+    tracemalloc.start()
+    kept = reader(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(kept["a"]) == 20_000
+    return peak
+
+
+def test_a_document_of_small_lists_takes_no_more_memory_than_the_lists() -> None:
+    """Python's own reader of the same bytes is the measure: there is no second tree."""
+    data = b'{"a": [' + b",".join([b"[[], {}]"] * 20_000) + b"]}"
+    assert peak_bytes(lambda data: read(data, {}), data) < 1.1 * peak_bytes(json.loads, data)
+
+
+def test_a_document_of_too_many_lists_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_state, "MOST_BRACKETS", 1000)
+    for text in ("[" + "[]," * 1000 + "1]", "[" + '{"a":1},' * 1000 + "1]", "[" * 1001):
+        with pytest.raises(Unreadable, match="1,001 lists and dicts"):
+            read(text.encode(), {})
+    quoted = {"text": '[{"\\' * 2000, 'other "[': ["\\"] * 900}
+    assert read(json.dumps(quoted).encode(), {}) == quoted
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[] for _ in range(1000)],
+        [{"a": 1} for _ in range(1000)],
+        dict.fromkeys(range(1000), 0),
+        [(n,) for n in range(500)],
+        [math.inf] * 1000,
+        [torch.zeros(2, dtype=torch.complex64) for _ in range(1000)],
+    ],
+)
+def test_what_could_not_be_read_is_not_saved(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    document, tensors = encode({"half": value[: len(value) // 3] if isinstance(value, list) else {1: 0}})
+    text = json.dumps(document)
+    monkeypatch.setattr(plain_state, "MOST_BRACKETS", 1000)
+    read(text.encode(), tensors)
+    with pytest.raises(CheckpointError, match=r"more than 1,000 lists, dict entries.*Keep them in tensors"):
+        encode(value)
 
 
 hashables = st.recursive(

@@ -16,14 +16,14 @@ EXPORTED = [
     "strategy", "summary", "warmup",
 ]  # fmt: skip
 RUN = {
-    "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "epochs", "export",
+    "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "ema", "epochs", "export",
     "forward_backward", "gather", "loader", "local_rank", "log", "log_histogram", "log_hyperparameters", "log_image",
     "main", "main_first", "mean", "predict", "prepare", "print", "rank", "ratio", "restore", "save", "skipped", "step",
     "steps", "sum", "track", "wait", "wait_for_save", "world_size",
 }  # fmt: skip
 START = [
-    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "device", "log_dir",
-    "trackers", "log_every", "progress", "trace", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
+    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "nonfinite_every",
+    "fp32_outputs", "device", "log_dir", "trackers", "log_every", "progress", "trace", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
     "reproducible", "init_method", "rank", "world_size",
 ]  # fmt: skip
 

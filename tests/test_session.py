@@ -14,7 +14,7 @@ from tests.ports import free_port
 
 import paceline
 from paceline.comm import collectives, process_group
-from paceline.errors import WorldError
+from paceline.errors import SettingError, WorldError
 from paceline.world import World
 
 SCRIPT = """
@@ -51,6 +51,61 @@ def both(tmp_path: Path, environs: list[dict[str, str]], *arguments: str) -> lis
         for process in processes:
             process.kill()
     return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("nosuchhost.invalid", "this machine knows no host of that name"),
+        ("127.0.0.1", "nobody answers there (Connection refused)"),
+    ],
+)
+def test_a_wait_for_other_processes_is_told(
+    host: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    monkeypatch.setattr(process_group, "HINT_SECONDS", 0.1)
+    world = World(1, 2, 0, 1, 1, 2, "slurm", host, port)
+    with pytest.raises(RuntimeError):  # torch's, at its time limit
+        process_group.Rendezvous(world, None, timeout_seconds=2.0).gather("word", 1)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("paceline: waiting for")]
+    assert lines
+    assert f"MASTER_ADDR={host}, MASTER_PORT={port}" in lines[0]
+    assert said in lines[0]
+
+
+def test_rank_0_tells_that_it_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process_group, "HINT_SECONDS", 0.1)
+    world = World(0, 3, 0, 1, 0, 3, "slurm", "127.0.0.1", free_port())
+    with pytest.raises(RuntimeError):
+        process_group.Rendezvous(world, None, timeout_seconds=1.0).gather("word", 1)
+    assert "rank 0 of 3, listens at MASTER_ADDR=127.0.0.1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "abc"),
+        ("TORCH_FR_BUFFER_SIZE", "20000000000"),
+        ("TORCH_FR_CPP_STACK", "abc"),
+        ("TORCH_GLOO_LAZY_INIT", "2"),
+        ("TORCH_DISTRIBUTED_DEBUG", "loud"),
+        ("GLOO_DEVICE_TRANSPORT", "abc"),
+        ("GLOO_SOCKET_IFNAME", "nosuch0"),
+    ],
+)
+def test_a_variable_that_torch_cannot_read_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=f"{name}='{value}'.*unset it"):
+        process_group.Rendezvous(World(0, 2, 0, 2, 0, 1, "slurm", "127.0.0.1", 1), None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("TORCH_FR_BUFFER_SIZE", "0"), ("TORCH_NCCL_BLOCKING_WAIT", "True")])
+def test_what_torch_reads_is_let_through(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    process_group.Rendezvous(World(0, 2, 0, 2, 0, 1, "slurm", "127.0.0.1", 1), None)
 
 
 def mpi(rank: int, port: int) -> dict[str, str]:

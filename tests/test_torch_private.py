@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, RandomSampler
 
 import paceline
@@ -213,6 +214,28 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
     between = core.next_node()
     z = y * 2
     assert core.node_number(y.grad_fn) == first < between == core.node_number(z.grad_fn)
+
+
+def test_sequences_are_packed_by_functions_that_can_be_replaced() -> None:
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (core.PACK, core.UNPACK):
+            own = getattr(core.SEQUENCES, name)
+            patch.setattr(core.SEQUENCES, name, lambda *args, own=own, name=name: called.append(name) or own(*args))
+        packed = pack_padded_sequence(torch.ones(2, 3, 4), torch.tensor([3, 1]), batch_first=True)
+        assert pad_packed_sequence(packed)[0].shape == (3, 2, 4)
+    assert called == [core.PACK, core.UNPACK]
+
+
+def test_a_node_knows_the_shape_of_its_outputs() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    parts = (x * 2).split([1, 2], 1)
+    assert [core.output_shape(parts[0].grad_fn, place) for place in (0, 1)] == [(2, 1), (2, 2)]
+    assert core.output_shape(x.sum().grad_fn, 0) == ()
+    assert core.saved_factor_shape((x * 2).grad_fn) == ()
+    assert core.saved_factor_shape((x * torch.ones(3)).grad_fn) == (3,)
+    assert core.saved_factor_shape((x / 2).grad_fn) == ()
+    assert core.saved_factor_shape(x.exp().grad_fn) is None
 
 
 def test_a_profiler_is_seen() -> None:

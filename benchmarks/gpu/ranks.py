@@ -211,6 +211,19 @@ def sharded_tensors_on_one_gpu(place: Place) -> Steps:
     assert not wrong, "; ".join(wrong)
 
 
+ALONE = (
+    "ddp", "data_parallel", "mirrored", "central_storage", "shared", "fsdp:stage=1", "fsdp:stage=2", "fsdp:stage=3",
+    "fsdp:offload=true", "fsdp:checkpointing=true,min_params=0", "fsdp+tensor", "tensor", "pipeline", "local_sgd",
+    "parameter_server",
+)  # fmt: skip
+
+
+@check("ranks", 300, ranks=1)
+def every_strategy_with_one_process(place: Place) -> Steps:
+    gpt = jobs.GPT, Way("closure", count="tensor")
+    yield from over_ranks(place, {name: (*gpt, {"strategy": name}) for name in ALONE})
+
+
 @check("ranks", 200, ranks=2)
 def two_ranks_in_16_bits(place: Place) -> Steps:
     yield from over_ranks(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,9 +13,11 @@ from click.core import ParameterSource
 
 from paceline import __version__, launcher
 from paceline.config import StrategySpec, resolve
-from paceline.errors import PacelineError, SettingError
+from paceline.errors import PacelineError, SettingError, printable
+from paceline.launcher import streams
 from paceline.launcher.hosts import HostOptions, Meeting
 from paceline.launcher.nodes import read_nodes
+from paceline.launcher.report import UNWRITTEN
 from paceline.launcher.secret import make_secret, read_secret, write_secret
 
 _NODES = (
@@ -78,7 +83,8 @@ _processes = _options(
         help="Between two looks at the processes.",
     ),
     click.option(
-        "--grace", type=float, metavar="SECONDS", help="At SIGTERM, save a checkpoint and end, within so long."
+        "--grace", type=float, metavar="SECONDS",
+        help="Time to save a checkpoint at SIGTERM; 0: save none. Otherwise 25, if the script saves or restores."
     ),
     click.option(
         "--stall-timeout", "stall_seconds", type=float, metavar="SECONDS",
@@ -136,7 +142,23 @@ _settings = _options(
 )  # fmt: skip
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _hyphens})
+class _Commands(click.Group):
+    """All commands, whatever has become of the standard streams."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        streams.reopen_closed()
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in streams.FULL:
+                raise
+            streams.write(sys.stderr, f"paceline: the output cannot be written: {error.strerror}.\n")
+            with contextlib.suppress(OSError):  # else Python tries it once more at its exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(UNWRITTEN)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _hyphens})
 @click.version_option(__version__, prog_name="paceline")
 def main() -> None:
     """One training script. Any number of devices. The same model."""
@@ -174,7 +196,7 @@ def run(context: click.Context, script: str, args: tuple[str, ...], **options: A
         launch.update(settings=given, check_strategy=_check_strategy)
         context.exit(launcher.run(script, args, nodes=read_nodes(**nodes), **launch))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 def _run_on_hosts(
@@ -234,7 +256,7 @@ def secret(file: str) -> None:
     try:
         write_secret(file)
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
     click.echo(f"{file}: a new secret. Copy it to all machines (scp -p keeps its mode), or keep it on a shared disk.")
 
 
@@ -288,7 +310,7 @@ def submit(context: click.Context, script: str, args: tuple[str, ...], slurm: bo
         given = submit_command.SubmitOptions(script, args, launch["module"], settings, checked, run, **options)
         click.echo(submit_command.submit(Slurm(), given, _check_strategy), nl=False)
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 def _trial_arguments(command: Callable[..., None]) -> Callable[..., None]:
@@ -341,7 +363,7 @@ def compare(context: click.Context, script: str, args: tuple[str, ...], module: 
     try:
         context.exit(compare_command.compare(CompareOptions(Script(script, args, module, given), **options)))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -368,7 +390,7 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
     try:
         context.exit(doctor_command.doctor(doctor_command.DoctorOptions(script, args, **options)))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -396,7 +418,7 @@ def verify(context: click.Context, script: str, args: tuple[str, ...], module: b
     try:
         context.exit(verify_command.verify(VerifyOptions(Script(script, args, module, given), **options)))
     except PacelineError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
 
 
 @main.command()
@@ -421,9 +443,9 @@ def export(**options: Any) -> None:
     try:
         export_command.export(export_command.ExportOptions(**options))
     except SettingError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(printable(str(error))) from None
     except PacelineError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(printable(str(error))) from None
 
 
 @main.command()
@@ -439,7 +461,7 @@ def check(context: click.Context, paths: tuple[str, ...]) -> None:
     try:
         context.exit(check_command.check(paths))
     except PacelineError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(printable(str(error))) from None
 
 
 @main.command()
@@ -447,4 +469,4 @@ def env() -> None:
     """Print what a bug report needs: versions, devices, backends, environment variables."""
     from paceline.launcher.environment_report import environment_report
 
-    click.echo(environment_report(), nl=False)
+    click.echo(printable(environment_report()), nl=False)

@@ -8,15 +8,24 @@ variable that world.py names. The result is one frozen object.
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from paceline.errors import SettingError, suggest
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
+PRECISIONS_ELSEWHERE = {
+    **dict.fromkeys(("32", "32-true", "float32", "float", "tf32"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+    **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "float16", "half"), "fp16"),
+    "bf16-true": "bf16-params",
+}
 BATCH_NORMS = ("global", "shard")
 NOISES = ("shard", "example")
 NONFINITES = ("stop", "skip")
@@ -109,8 +118,8 @@ class Settings:
         return "deterministic=True" if self.deterministic else ""
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("batch_norm", self.batch_norm, BATCH_NORMS)
+        _one_of("precision", self.precision, PRECISIONS, PRECISIONS_ELSEWHERE)
+        _one_of("batch_norm", self.batch_norm, BATCH_NORMS, {"sync": "global", "local": "shard"})
         _one_of("noise", self.noise, NOISES)
         _one_of("nonfinite", self.nonfinite, NONFINITES)
         _one_of("progress", self.progress, PROGRESS)
@@ -152,9 +161,10 @@ class Settings:
             )
 
 
-def _one_of(setting: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise SettingError(f"{setting}={value!r} is not known. {suggest(str(value), known)}")
+def _one_of(setting: str, value: object, known: tuple[str, ...], elsewhere: Mapping[str, str] = {}) -> None:
+    if value in known:
+        return
+    raise SettingError(f"{setting}={value!r} is not known. {suggest(str(value), known, elsewhere)}")
 
 
 def _whole(setting: str, value: object, least: int, most: int) -> None:
@@ -174,7 +184,25 @@ def file_beside(script: str | Path | None) -> Path | None:
     return path if path.exists() else None
 
 
-_MOST_CHARACTERS = 2**20  # of a settings file
+_MOST_BYTES = 2**20  # of a settings file
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_plain(path: str | Path) -> IO[bytes]:
+    """Open a file for reading that a user has named, or what a link leads to. Raises OSError where it is no plain file:
+    a pipe would wait for a writer, and a device may never end."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no plain file')}")
+    return open(handle, "rb")
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -189,10 +217,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        with open(path, encoding="utf-8-sig") as file:  # some editors write a byte-order mark
-            text = file.read(_MOST_CHARACTERS + 1)
-        if len(text) > _MOST_CHARACTERS:  # or has no end
-            raise SettingError(f"{path} is no settings file: it has more than {_MOST_CHARACTERS:,} characters.")
+        with open_plain(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise SettingError(f"{path} is no settings file: it has more than {_MOST_BYTES:,} bytes.")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")  # some editors write a byte-order mark
         found = tomllib.loads(text)
     except OSError as error:
         raise SettingError(

@@ -25,7 +25,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 
 _NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")
@@ -38,7 +38,12 @@ _PEER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
-_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ has gone")
+_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ (has gone|does not answer)")
+
+_STYLES = re.compile(r"\x1b\[[\d;:]*m")  # colours and the like
+# Control characters but tab and newline; those that turn the direction of text, or end a line without being a newline;
+# halves of surrogate pairs, which no terminal can encode.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _of_thread = threading.local()  # held: the list of warnings_held, within it
 
@@ -91,12 +96,31 @@ class ExportError(PacelineError):
     """A model cannot be exported as it was asked for."""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the nearest known one, then all of them."""
+def suggest(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> str:
+    """The end of an error message about an unknown name: the known one that was meant, then all of them.
+
+    elsewhere: what other libraries call the known ones.
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    near = [other for other in difflib.get_close_matches(name, names, n=3, cutoff=0.55) if _is_misspelt(name, other)]
+    meant = elsewhere.get(name.lower(), near[0] if near else None)
+    hint = f"Did you mean {meant!r}? " if meant is not None else ""
     return f"{hint}Known: {', '.join(names)}."
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    """Is a name that looks like a known one a slip of the hand? Not with another number in it (fp8 is no fp32), and not
+    where one of its words is another word (model_parallel is no data_parallel)."""
+    numbers = [sorted(filter(str.isdigit, text)) for text in (name, known)]
+    if all(numbers) and numbers[0] != numbers[1]:
+        return False
+    words = [re.split(r"[^a-z0-9]+", text.lower()) for text in (name, known)]
+    if len(words[0]) != len(words[1]) or len(words[0]) == 1:
+        return True
+    return all(
+        one.startswith(other) or other.startswith(one) or difflib.SequenceMatcher(None, one, other).ratio() >= 0.6
+        for one, other in zip(*words)
+    )
 
 
 def warn(message: str) -> None:
@@ -110,8 +134,10 @@ def warn(message: str) -> None:
 
 
 def script_line() -> str:
-    """That line, as "train.py, line 31"."""
+    """That line, as "train.py, line 31"; where there is none, the end of the script."""
     _, frame = _script_frame(sys._getframe())
+    if frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        return "the end of the script"
     return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}, line {frame.f_lineno}"
 
 
@@ -132,6 +158,12 @@ def warnings_held() -> Iterator[list[str]]:
         yield held
     finally:
         _of_thread.held = None
+
+
+def printable(text: str) -> str:
+    """Text from a script, a file or another host as a terminal may have it: an escape sequence could hide or forge
+    lines, or set the terminal's title. Colours are left out, other control characters are spelt out (\\x1b)."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], _STYLES.sub("", text))
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:

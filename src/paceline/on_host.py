@@ -5,7 +5,8 @@
 2. What it says to the launcher stands behind hosts.MARK in its output: the answer to the probe on stdout; the exit code
    on stderr.
 3. The rest of the input is a lease. Each line is a sign of life of the launcher that started the run, or tells to save
-   a checkpoint and end ("save"), or to stop ("stop 15", by that signal).
+   a checkpoint and end ("save"), or to do what SIGTERM asks for here ("notice"), or to stop ("stop 15", by that
+   signal).
    When the input ends, because the launcher was killed or the connection broke, or when nothing comes for
    hosts.SILENT_SECONDS, because the network is cut, the run here ends too.
 
@@ -31,7 +32,7 @@ from typing import Any
 
 from paceline.cli import main as command_line
 from paceline.errors import LaunchError
-from paceline.launcher import checks
+from paceline.launcher import checks, interrupts
 from paceline.launcher.hosts import MARK, SILENT_SECONDS, STOP_SECONDS
 
 
@@ -156,16 +157,18 @@ def _watch(descriptor: int, data: bytes) -> None:
         *lines, data = data.split(b"\n")
         for line in lines:
             if line.startswith(b"stop "):
-                os.kill(os.getpid(), int(line[5:]))
+                interrupts.end(int(line[5:]))
                 threading.Timer(STOP_SECONDS, os.kill, (os.getpid(), signal.SIGKILL)).start()
             elif line == b"save":
                 os.kill(os.getpid(), signal.SIGUSR1)
+            elif line == b"notice":
+                os.kill(os.getpid(), signal.SIGTERM)
         ready, _, _ = select.select([descriptor], [], [], SILENT_SECONDS)
         more = os.read(descriptor, 65536) if ready else b""
         if not more:
             break
         data += more
-    os.kill(os.getpid(), signal.SIGTERM)
+    interrupts.end(signal.SIGTERM)
     time.sleep(STOP_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import dataclasses
 import datetime
 import decimal
 import enum
+import gc
 import json
 import math
 import pathlib
@@ -37,7 +39,7 @@ import struct
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,8 @@ Json = Any  # None, bool, int, float, str, list or dict with string keys
 
 MARK = "$"
 LONG = 1000  # entries of a list of numbers, or bytes, from which on they are sent as a tensor
+MOST_BRACKETS = 8_000_000  # lists and objects in the JSON of a saved state, which take up to 200 bytes each once read
+_CHUNK_BYTES = 2**24
 DEEPEST = 100  # levels; the JSON of one level may nest three deep, and Python's recursion limit is 1,000
 
 _NATIVE_DTYPES = {  # which every safetensors release since 0.4 reads back by itself
@@ -93,14 +97,66 @@ def decode(document: Json, tensors: Mapping[str, Tensor]) -> Any:
         raise Unreadable(f"{type(error).__name__}: {error}") from error
 
 
+def read(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
+    """As `decode`, of a document's JSON. Each object is decoded as soon as it is parsed: there is never a second tree.
+    Raises Unreadable also for what is no JSON, and before it is parsed for more than MOST_BRACKETS."""
+    if data.count(b"[") + data.count(b"{") > MOST_BRACKETS:  # of these some may stand in strings
+        found = _count_brackets(data)
+        if found > MOST_BRACKETS:
+            raise Unreadable(f"it has {found:,} lists and dicts, too many for a state")
+    try:
+        with _no_collection():
+            return json.loads(data, object_hook=lambda node: _finish(node, tensors))
+    except Exception as error:  # as in `decode`
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+
+
+def _count_brackets(data: bytes) -> int:
+    """How many lists and dicts a JSON document opens."""
+    plain = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)  # without quotes inside of strings
+    found, inside = 0, False
+    for start in range(0, len(plain), _CHUNK_BYTES):
+        part = plain[start : start + _CHUNK_BYTES]
+        quotes = part == ord('"')
+        quotes[0] ^= inside
+        within = np.logical_xor.accumulate(quotes)
+        found += int(np.count_nonzero(((part == ord("[")) | (part == ord("{"))) & ~within))
+        inside = bool(within[-1])
+    return found
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector would look at a growing tree again and again; nothing in it is garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def decode_saved(document: Json, tensors: Mapping[str, Tensor], what: str) -> Any:
     """As `decode`, of a checkpoint: raises CheckpointError. what: names it in that."""
-    try:
+    with _of_checkpoint(what):
         return decode(document, tensors)
+
+
+def read_saved(data: bytes, tensors: Mapping[str, Tensor], what: str) -> Any:
+    """As `read`, of a checkpoint: raises CheckpointError. what: names it in that."""
+    with _of_checkpoint(what):
+        return read(data, tensors)
+
+
+@contextlib.contextmanager
+def _of_checkpoint(what: str) -> Iterator[None]:
+    try:
+        yield
     except Unreadable as error:
         raise CheckpointError(
-            f"{what} cannot be read back: {error}. The document and its tensors do not fit together, or another "
-            "program wrote them; use another checkpoint."
+            f"{what} cannot be read back: {error}. It is damaged, or does not fit its tensors, or another program "
+            "wrote it; use another checkpoint."
         ) from error
 
 
@@ -111,18 +167,24 @@ class _Encoder:
         self.what, self.sent = what, sent
         self.tensors: dict[str, Tensor] = {}
         self._open: set[int] = set()  # ids of the containers that are being encoded; a cycle meets one of them again
+        self._brackets = 0  # of lists and objects that the JSON has at most, so far
         self._hashed = 0  # > 0 in dict keys and set members, where a tensor counts by identity and not by value
 
     def node(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
-        if kind is int:
-            return value if -(2**63) <= value < 2**63 else {MARK: "int", "hex": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {MARK: "float", "hex": struct.pack("<d", value).hex()}
+        if kind is int and -(2**63) <= value < 2**63:
+            return value
+        if kind is float and math.isfinite(value):
+            return value
         if kind in _CONTAINERS:
             return self._container(value, path)
+        self._count(3, path)  # "strides" and "shape" beside the object, or less
+        if kind is int:
+            return {MARK: "int", "hex": hex(value)}
+        if kind is float:
+            return {MARK: "float", "hex": struct.pack("<d", value).hex()}
         if kind is Tensor or kind is torch.nn.Parameter:
             return self._tensor(value, path)
         if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
@@ -141,6 +203,7 @@ class _Encoder:
             raise self._refuse(path, "a container that holds itself", "Take the cycle out of the state.")
         if len(path) >= DEEPEST:
             raise self._refuse(path, f"a container nested {DEEPEST} levels deep", "Flatten it.")
+        self._count(1, path)
         self._open.add(id(value))
         try:
             mapping = isinstance(value, (dict, *_NAMESPACES))
@@ -148,11 +211,21 @@ class _Encoder:
         finally:
             self._open.remove(id(value))
 
+    def _count(self, brackets: int, path: tuple[Any, ...]) -> None:
+        self._brackets += brackets
+        if self._brackets > MOST_BRACKETS and not self.sent:  # `read` would refuse it
+            raise self._refuse(
+                path,
+                f"a state of more than {MOST_BRACKETS:,} lists, dict entries and the like",
+                "Keep them in tensors or numpy arrays, which take a small part of the memory and the time.",
+            )
+
     def _mapping(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
         entries = vars(value) if kind in _NAMESPACES else value
         if kind is dict and all(type(key) is str for key in value) and MARK not in value:
             return {key: self.node(item, (*path, key)) for key, item in value.items()}
+        self._count(1 + len(entries), path)
         items = [[self._key(key, (*path, key)), self.node(item, (*path, key))] for key, item in entries.items()]
         node: dict[str, Json] = {MARK: _NAMES[kind], "items": items}
         if isinstance(value, defaultdict):
@@ -176,6 +249,7 @@ class _Encoder:
             items = [self.node(item, (*path, index)) for index, item in enumerate(value)]
         if kind is list:
             return items
+        self._count(1, path)
         node: dict[str, Json] = {MARK: _NAMES[kind], "items": items}
         if isinstance(value, deque):
             node["maxlen"] = value.maxlen
@@ -285,34 +359,29 @@ def _decode(node: Json, tensors: Mapping[str, Tensor]) -> Any:
         return [_decode(item, tensors) if isinstance(item, (list, dict)) else item for item in node]
     if not isinstance(node, dict):
         return node
-    if MARK not in node:
-        return {key: _decode(item, tensors) for key, item in node.items()}
-    return _DECODERS[node[MARK]](node, tensors)
+    return _finish({key: _decode(item, tensors) for key, item in node.items()}, tensors)
 
 
-def _items(node: Json, tensors: Mapping[str, Tensor]) -> list[Any]:
-    return [_decode(item, tensors) for item in node["items"]]
+def _finish(node: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """The value of an object whose entries are decoded."""
+    return _DECODERS[node[MARK]](node, tensors) if MARK in node else node
 
 
-def _pairs(node: Json, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
-    return [(_decode(key, tensors), _decode(value, tensors)) for key, value in node["items"]]
-
-
-def _ordered_dict(node: Json, tensors: Mapping[str, Tensor]) -> OrderedDict[Any, Any]:
-    result = OrderedDict(_pairs(node, tensors))
+def _ordered_dict(node: Json) -> OrderedDict[Any, Any]:
+    result = OrderedDict(node["items"])
     if "metadata" in node:
-        setattr(result, METADATA, _decode(node["metadata"], tensors))
+        setattr(result, METADATA, node["metadata"])
     return result
 
 
-def _default_dict(node: Json, tensors: Mapping[str, Tensor]) -> defaultdict[Any, Any]:
+def _default_dict(node: Json) -> defaultdict[Any, Any]:
     factory = None if node["default"] is None else _FACTORIES[node["default"]]
-    return defaultdict(factory, _pairs(node, tensors))
+    return defaultdict(factory, node["items"])
 
 
-def _namespace(kind: type, node: Json, tensors: Mapping[str, Tensor]) -> Any:
+def _namespace(kind: type, node: Json) -> Any:
     result = kind()
-    vars(result).update(_pairs(node, tensors))
+    vars(result).update(node["items"])
     return result
 
 
@@ -361,15 +430,15 @@ def _scalar(node: Json) -> Any:
 
 
 _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
-    "dict": lambda node, tensors: dict(_pairs(node, tensors)),
-    "OrderedDict": _ordered_dict,
-    "defaultdict": _default_dict,
-    "Counter": lambda node, tensors: Counter(dict(_pairs(node, tensors))),
-    "tuple": lambda node, tensors: tuple(_items(node, tensors)),
-    "set": lambda node, tensors: set(_items(node, tensors)),
-    "frozenset": lambda node, tensors: frozenset(_items(node, tensors)),
-    "torch.Size": lambda node, tensors: torch.Size(_items(node, tensors)),
-    "deque": lambda node, tensors: deque(_items(node, tensors), node["maxlen"]),
+    "dict": lambda node, tensors: dict(node["items"]),
+    "OrderedDict": lambda node, tensors: _ordered_dict(node),
+    "defaultdict": lambda node, tensors: _default_dict(node),
+    "Counter": lambda node, tensors: Counter(dict(node["items"])),
+    "tuple": lambda node, tensors: tuple(node["items"]),
+    "set": lambda node, tensors: set(node["items"]),
+    "frozenset": lambda node, tensors: frozenset(node["items"]),
+    "torch.Size": lambda node, tensors: torch.Size(node["items"]),
+    "deque": lambda node, tensors: deque(node["items"], node["maxlen"]),
     "int": lambda node, tensors: int(node["hex"], 16),
     "float": lambda node, tensors: struct.unpack("<d", bytes.fromhex(node["hex"]))[0],
     "complex": lambda node, tensors: complex(*struct.unpack("<dd", bytes.fromhex(node["hex"]))),
@@ -385,8 +454,8 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "Decimal": lambda node, tensors: decimal.Decimal(node["text"]),
     "UUID": lambda node, tensors: uuid.UUID(node["text"]),
     "range": lambda node, tensors: range(*node["items"]),
-    "Namespace": lambda node, tensors: _namespace(argparse.Namespace, node, tensors),
-    "SimpleNamespace": lambda node, tensors: _namespace(types.SimpleNamespace, node, tensors),
+    "Namespace": lambda node, tensors: _namespace(argparse.Namespace, node),
+    "SimpleNamespace": lambda node, tensors: _namespace(types.SimpleNamespace, node),
     "numbers": lambda node, tensors: tensors[node["name"]].tolist(),
     "long bytes": lambda node, tensors: tensors[node["name"]].numpy().tobytes(),
     "tensor": _tensor,

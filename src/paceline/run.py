@@ -25,11 +25,13 @@ from paceline.strategies.base import Weight
 from paceline.strategies.batch_plan import BatchPlan, one_shard
 from paceline.strategies.replicated import parameter_names
 from paceline.train import backends, deterministic, metrics, predict_files, randomness
-from paceline.train.call_check import CallCheck
+from paceline.train.averaged_weights import ModelEMA, weights_of
+from paceline.train.call_check import CallCheck, by_all
 from paceline.train.checkpoint import Retention, WholeCheckpoint
 from paceline.train.elsewhere import of_run
 from paceline.train.guards import Guards
 from paceline.train.heartbeat import Heartbeat
+from paceline.train.hyperparameters import Hyperparameters, Whose, check_whose
 from paceline.train.loader import Loader, current_examples
 from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.train.memory_checkpoints import MemoryCheckpoints, asked_for
@@ -55,7 +57,7 @@ from paceline.train.sources import LoaderArguments, make_sources
 from paceline.train.state import State, fits, model_number
 from paceline.train.step import Stepper
 from paceline.train.zero_rows import ZERO_ROWS
-from paceline.world import HANDOVER, STOP_FILE, World
+from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
 
 
 class Run:
@@ -64,7 +66,9 @@ class Run:
     Attributes:
         world, device, settings, seed: of the run.
         latest: the loader that yielded last.
+        calls: compares the calls in which all processes take part.
         newest: what this process hands on to the next start of the run if another dies; None where nothing is.
+        explanation: returns a better error than one of the user's forward; None where there is none.
         closed: has the run ended?
     """
 
@@ -79,10 +83,12 @@ class Run:
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)
-        self._call_check = CallCheck(self._strategy)
+        self.calls = CallCheck(self._strategy)
+        self._models: list[nn.Module] = []
         self._stepper = Stepper(
             self._strategy,
-            self._call_check,
+            self._models,
+            self.calls,
             self._precision,
             self._guards,
             device=device,
@@ -90,17 +96,23 @@ class Run:
             nonfinite_every=settings.nonfinite_every,
             deterministic_by=settings.deterministic_by,
         )
-        self._state = State(self._strategy, device=device, seed=settings.seed, reproducible=settings.reproducible)
+        self.explanation = self._stepper.explanation
+        self._state = State(
+            self._strategy,
+            Hyperparameters(self._guards.allow),
+            device=device,
+            seed=settings.seed,
+            reproducible=settings.reproducible,
+        )
         if self._precision.scaler is not None:
             self._state.parts["scaler"] = self._precision.scaler
-        self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         own = self._state, self._stepper, self._epochs
         self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
         self.latest: Loader | None = None
-        self._evaluations = 0
+        self._evaluations = self._averages = 0  # how many loaders and averages the script has made
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
@@ -113,19 +125,16 @@ class Run:
         self._state.begin()
 
     def _follow_launcher(self) -> Preemption | None:
-        """What looks after each step whether the launcher asks the run to stop; None: this launcher never does."""
+        """What looks after each step whether the launcher, or a signal to a process without one, asks the run to stop;
+        None: nothing does."""
         path = os.environ.get(STOP_FILE)
-        if not path:
+        alone = self.world.size == 1 and LAUNCHER_PID not in os.environ
+        if not path and not alone:
             return None
-
-        return Preemption(
-            path,
-            self._strategy,
-            self.device,
-            ready=self._between_steps,
-            steps=lambda: self.steps,
-            save=self._save_last,
-        )
+        own = self._strategy, self.device
+        with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full
+            return Preemption(path, *own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
+        return None
 
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
@@ -190,11 +199,12 @@ class Run:
         """How many processes the run has."""
         return self.world.size
 
+    @by_all
     def wait(self) -> None:
         """Returns when every process has come here."""
-        self._call_check.same("run.wait")
         collectives.barrier()
 
+    @by_all
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every process, such as the name of a directory. All processes call it.
 
@@ -202,7 +212,6 @@ class Run:
         argparse.Namespaces of these. Tensors come on the CPU. Raises UsageError for anything else, since nothing is
         pickled.
         """
-        self._call_check.same("run.broadcast")
         return collectives.broadcast_object(value, what="run.broadcast(value)")
 
     if not TYPE_CHECKING:
@@ -266,6 +275,7 @@ class Run:
             return
         check_optimizer(optimizer, names)
         self._optimizers.append(optimizer)
+        self._state.hyperparameters.add(optimizer)
         self._stepper.updates[optimizer] = 0
         self._guards.watch_optimizer(optimizer, self._stepper.keeps_gradients)
         if len(self._optimizers) > 1 and self._stepper.accounts.reached is None:
@@ -276,6 +286,7 @@ class Run:
             return
         check_scheduler(scheduler, self._optimizers)
         self._state.schedulers.append(scheduler)
+        self._state.hyperparameters.add_scheduler(scheduler)
         self._guards.watch_scheduler(scheduler)
 
     def loader(
@@ -384,6 +395,7 @@ class Run:
         self._heartbeat()
         self.latest = loader
         if loader.train:
+            self._state.locks.before_batch()
             self._epochs.on_training_yield()
             self._normalisation.on_yield(loader)
         self._stepper.on_yield(loader)
@@ -497,31 +509,32 @@ class Run:
 
     # --- numbers over all processes
 
+    @by_all
     def mean(self, values: Any) -> Any:
         """The mean over the examples of all processes, exact where they have unequally many, or none.
 
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
-        self._call_check.same("run.mean")
         return metrics.mean(values, lambda: current_examples(self.latest, self._state.loaders.values()), self.device)
 
+    @by_all
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
-        self._call_check.same("run.ratio")
         return metrics.ratio(sum, count, self.device)
 
+    @by_all
     def sum(self, values: Any) -> Any:
         """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
-        self._call_check.same("run.sum")
         return metrics.total(values, self.device)
 
+    @by_all
     def gather(self, values: Any) -> Any:
         """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
         Anything else: a list of all processes' objects."""
-        self._call_check.same("run.gather")
         return metrics.gather(values)
 
+    @by_all
     def predict(
         self,
         model: Any,
@@ -549,14 +562,14 @@ class Run:
         stopped, on any number of processes, which then goes on; or of one that ended, and nothing is done.
         """
         check_options(options)
-        self._call_check.same("run.predict")
         if to is not None:
             target = predict_files.Target(Path(to), resume, rows_per_file)
-            return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
+            with weights_of(model) as model:
+                return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
         if resume or rows_per_file is not None:
             raise UsageError("run.predict(resume=..., rows_per_file=...): they belong to a folder, to=...")
         loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
-        with metrics.evaluating(model):
+        with weights_of(model) as model, metrics.evaluating(model):
             return predict(model, fn or on_first_input, loader, self.autocast)
 
     def _predict_to(
@@ -576,10 +589,10 @@ class Run:
         with metrics.evaluating(model):
             return predict_files.write(model, fn, loader, self.autocast, target)
 
+    @by_all
     def compute(self, metric: Any) -> Any:
         """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
         All processes call it; the metric itself stays as it was."""
-        self._call_check.same("run.compute")
         return metrics.compute(metric)
 
     # --- what one sees
@@ -650,6 +663,7 @@ class Run:
         mode: str = ...,
         background: bool,
     ) -> Path | None: ...
+    @by_all
     def save(
         self,
         directory: str | Path,
@@ -673,28 +687,38 @@ class Run:
         checkpoints are then untouched.
         """
         retention = Retention(keep, keep_best, score, mode)
-        self._call_check.same("run.save")
         self._stepper.prepare_save()
         if self._stepper.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._monitor.saving():
-            return self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+            path = self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
+        if self._preemption is not None:
+            self._preemption.saves(Path(directory).absolute())
+        return path
 
+    @by_all
     def wait_for_save(self) -> Path | None:
         """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
         where there is none to wait for. All processes call it. Raises CheckpointError where it could not be written."""
-        self._call_check.same("run.wait_for_save")
         return self._state.wait_for_save()
 
-    def restore(self, directory: str | Path, *, missing_ok: bool = False) -> bool:
+    @by_all
+    def restore(
+        self, directory: str | Path, *, missing_ok: bool = False, hyperparameters: Whose = "checkpoint"
+    ) -> bool:
         """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
         processes. Call it after `prepare`; loaders and tracked objects may be made before or after it.
+
+        hyperparameters: whose learning rate and other options of optimizers the run goes on with, where the script was
+        changed since: the "checkpoint"'s, or those of this "script", whose schedule is then moved on to the step at
+        hand. What differs is printed. Momenta and the like are the checkpoint's in both cases.
 
         Returns False where there is none, with missing_ok. Raises CheckpointError: none, damaged, of another program.
         """
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
-        self._call_check.same("run.restore")
+        check_whose(hyperparameters)
+        self._state.whose = hyperparameters
         if transport.arriving():  # the others go on, and hand over where they are
             return True
         keepers = [one for one in (self.newest, self._memory) if one is not None]
@@ -714,20 +738,45 @@ class Run:
             keeper.begin()
         return found is not None
 
-    def export(self, path: str | Path, model: nn.Module | None = None) -> None:
-        """Writes a model as one safetensors file that its plain class loads. All processes call it. Raises
-        NonFiniteError as `step` does."""
-        self._call_check.same("run.export")
+    @by_all
+    def export(self, path: str | Path, model: nn.Module | ModelEMA | None = None) -> None:
+        """Writes a model, or the average of `ema`, as one safetensors file that its plain class loads. All processes
+        call it. Raises NonFiniteError as `step` does."""
         self._stepper.drain()
-        self._state.export(path, model_number(self._models, unwrapped(model)))
+        with weights_of(model) as whose:
+            self._state.export(path, model_number(self._models, unwrapped(whose)))
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> ModelEMA:
+        """The exponential moving average of a prepared model's weights, for evaluation and export. It lies where the
+        weights lie, under every strategy, and is in the checkpoints. All processes make and update it:
+
+            ema = run.ema(model, decay=0.999)
+            ...
+            run.step(optimizer)
+            ema.update()
+            ...
+            paceline.evaluate(ema, loss_fn, test_set, global_batch=64)
+            run.export("ema.safetensors", ema)
+
+        Buffers are the model's own. `with ema.in_model():` gives the model the average for other uses. Raises
+        SettingError for a decay that is not in [0, 1), UsageError for a model that is not prepared.
+        """
+        model = unwrapped(model)
+        number = next((number for number, own in enumerate(self._models) if own is model), None)
+        if number is None:
+            raise UsageError(f"run.ema: this {type(model).__name__} is not prepared. Call run.prepare(model) first.")
+        made = ModelEMA(model, number, self._strategy, decay, lambda: sum(self._stepper.updates.values()) or self.steps)
+        self._averages += 1
+        self._state.add_tracked("ema" if self._averages == 1 else f"ema {self._averages}", made)
+        return made
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """Rank 0 runs the block first, then the first process of each other machine, then all others."""
-        self._call_check.same("run.main_first")
         turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
-        for _ in range(turn):
-            collectives.barrier()
+        with self.calls.call("run.main_first"):
+            for _ in range(turn):
+                collectives.barrier()
         try:
             yield
         finally:
@@ -737,10 +786,6 @@ class Run:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The chosen precision, for a part of a loop that does not go through a prepared model's forward."""
         return self._precision.autocast()
-
-    def explanation(self, error: BaseException) -> Exception | None:
-        """A better error than this one of the user's forward; None: there is none."""
-        return self._stepper.explanation(error)
 
     def close(self) -> None:
         """Ends the run: hooks, threads and buffers. The process may start another one.
@@ -754,7 +799,7 @@ class Run:
             if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
                 self._stepper.drain()
                 self._stepper.warn_unstepped()
-                self._state.end_saves()
+                self._state.end_saves(self.calls)
         finally:
             try:
                 self._state.close()
@@ -775,6 +820,8 @@ class Run:
         if self._memory is not None:
             self._memory.close()
         self._heartbeat.close()
+        if self._preemption is not None:
+            self._preemption.close()
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)

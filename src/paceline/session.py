@@ -21,6 +21,7 @@ from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
 from paceline.run import Run
+from paceline.strategies import alone
 from paceline.strategies import on_cpu as on_cpu_of
 from paceline.timeline.worker.tracer import Tracer
 from paceline.train.excepthook import explain_uncaught
@@ -141,6 +142,11 @@ def start(
     world, where = _join(world, settings, init_method)
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)  # before the process group ends, which was made earlier
+    if settings.strategy is not None:
+        strategy, line = alone(settings.strategy, world.size, where, settings.reproducible)
+        settings = replace(settings, strategy=strategy)
+        if line:
+            print(f"paceline: {line}", file=sys.stderr)
     run = Run(world, settings, where)
     if spec is not None:
         (Probe if spec.reference is None else Recorder)(run, spec)
@@ -182,7 +188,7 @@ def _join(world: World, settings: Settings, init_method: str | None) -> tuple[Wo
     Raises WorldError where it has done so before, since it cannot join the next run.
     """
     global _joined
-    on_cpu = on_cpu_of(settings.strategy)
+    on_cpu = on_cpu_of(settings.strategy, world.size)
     if os.environ.get(worlds.TICKET):
         if _joined:
             raise WorldError(
@@ -259,6 +265,10 @@ def _world(init_method: str | None, rank: int | None, world_size: int | None) ->
             f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, "
             "with 0 <= rank < world_size. Leave all out to take the launcher's."
         )
+    if world_size > worlds.MOST_PROCESSES:
+        raise WorldError(
+            f"start(world_size={world_size}): a run may have {worlds.MOST_PROCESSES:,} processes. Give their number."
+        )
     return World(rank, world_size, rank, world_size, 0, 1, "start()")
 
 
@@ -266,8 +276,8 @@ def _by_environment(world: World) -> World:
     """The world of `start(rank=...)` with the local rank that the environment gives, where it gives one."""
     if world.source != "start()":
         return world
-    local_rank = int(os.environ.get("LOCAL_RANK", world.local_rank))
-    return replace(world, local_rank=local_rank, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world.local_size)))
+    local_rank, local_size = worlds.local_place(os.environ, world.local_rank, world.local_size)
+    return replace(world, local_rank=local_rank, local_size=local_size)
 
 
 def _device(name: str | None, world: World, on_cpu: int) -> torch.device:

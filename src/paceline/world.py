@@ -19,6 +19,7 @@ import itertools
 import os
 import platform
 import re
+import stat
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,7 @@ TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
 KEEPS = ".keeps"  # the rank would hand its state on if another died (train/newest_state.py); WRITING: it does so now
 SAVES = ".saves"  # asked to stop, the rank would save a checkpoint, from which the script goes on when started again
 WRITES = ".writes"  # a thread of the rank writes a checkpoint, of the step that is the content
-SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; the content is its path
+SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; its path, and how to go on from it
 # A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
 STOP_FILE = "PACELINE_STOP_FILE"
 # A folder of a machine in which its ranks leave their state for the next start, when another has died.
@@ -64,13 +65,21 @@ MEMORY, MEMORY_EVERY = "PACELINE_MEMORY", "PACELINE_MEMORY_EVERY"
 STARTS_AGAIN = "PACELINE_STARTS_AGAIN"
 # A port on this machine's loopback, behind which is what torch looks for at MASTER_ADDR:MASTER_PORT (store_place).
 STORE_DOOR = "PACELINE_STORE_DOOR"
-LOOK, DECIDE = 1, 2  # the byte of STOP_FILE; 0: nobody has asked the run to stop
+# Set where SIGTERM to a rank asks the whole run to save and end, as SIGTERM to the launcher does. The rank then passes
+# it on to the launcher. Not set: SIGTERM ends the rank.
+NOTICE = "PACELINE_NOTICE"
+NOTICE_SECONDS = 25.0  # from SIGTERM to SIGKILL, at least: Slurm and Kubernetes give 30 s, systemd 90 s
+# The byte of STOP_FILE; 0: nobody has asked the run to stop. END: the launcher ends the ranks, by SIGTERM.
+LOOK, DECIDE, END = 1, 2, 3
 LOST_PEER = "lost peer"
+SHARED_MEMORY = "/dev/shm"  # where Linux has memory as files
 WRITING = "writing"  # the content of KEEPS while the rank writes its state; empty before
 
 Environment = Mapping[str, str]
 
 _ALONE = "To run as one process, unset the launcher's variables."
+_SET_RIGHT = f"Set them right, or start the script with `paceline run` or torchrun. {_ALONE}"
+MOST_PROCESSES = 1_000_000  # of a run. More is a typing error; torch would wait for all of them.
 
 
 @dataclass(frozen=True)
@@ -129,33 +138,109 @@ class Served(SystemExit):
         super().__init__(0)
 
 
+RESUMABLE = 75
+"""The exit code where a checkpoint was saved and the run is not done: EX_TEMPFAIL of sysexits.h, which asks the user to
+try again."""
+
+
 class Preempted(SystemExit):
-    """Ends a process that was asked to stop and has saved a checkpoint. No error: the exit code is 0, and the
-    launcher's says that the run is not done."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-def tell_launcher(environ: Environment, what: str, text: str = "") -> None:
-    """Leave a message for the launcher, in a file that only this user can read. Other launchers do not read it.
+    """Ends a process that was asked to stop and has saved a checkpoint.
 
     Args:
-        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS, SAVES, WRITES or SAVED.
+        told: has the launcher heard of it? Then the exit code is 0, and the launcher's says that the run is not done.
+            Otherwise the process's own exit code says it.
+    """
+
+    def __init__(self, told: bool = True) -> None:
+        super().__init__(0 if told else RESUMABLE)
+
+
+def tell_launcher(environ: Environment, what: str, text: str = "") -> bool:
+    """Leave a message for the launcher, in a file that only this user can read. Other launchers do not read it.
+
+    A disk that is full or broken ends no run: the message then goes into memory, and where that fails too, it is lost.
+
+    Args:
+        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS, SAVES, WRITES, SAVED, or "" for the
+            record of an exception.
         text: the content of the file.
+
+    Returns:
+        Whether the launcher can read it.
     """
     path = environ.get(ERROR_FILE)
-    if path:
-        with open(os.open(path + what, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
+    return bool(path) and any(_leave(place + what, text) for place in _places(str(path), make=True))
 
 
 def take_back(environ: Environment, what: str) -> None:
     """Remove a message of `tell_launcher`, if it is there."""
     path = environ.get(ERROR_FILE)
     if path:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path + what)
+        forget(path, what)
+
+
+def forget(error_file: str, what: str) -> None:
+    """Remove a message of the rank that has this error file, if it is there."""
+    for place in _places(error_file):
+        with contextlib.suppress(OSError):
+            os.remove(place + what)
+
+
+def where_told(error_file: str, what: str) -> Iterator[str]:
+    """The files in which the rank that has this error file has left this message."""
+    return (place + what for place in _places(error_file) if os.path.exists(place + what))
+
+
+def was_told(error_file: str, what: str) -> bool:
+    """Has the rank that has this error file told its launcher this?"""
+    return any(where_told(error_file, what))
+
+
+def told(error_file: str, what: str) -> str | None:
+    """What the rank that has this error file has told its launcher; None: nothing."""
+    for path in where_told(error_file, what):
+        with contextlib.suppress(OSError), open(path, errors="replace") as file:
+            return file.read()
+    return None
+
+
+def _leave(path: str, text: str) -> bool:
+    """Write a file, whole or not at all."""
+    part = path + ".part"
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", errors="replace") as file:
+            file.write(text)
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        return False
+    return True
+
+
+def _places(error_file: str, make: bool = False) -> Iterator[str]:
+    """Where messages of a rank may be: beside its error file, or else in a folder of the same name in memory.
+
+    make: make that folder. The launcher removes it with the other (launcher/output.py).
+    """
+    yield error_file
+    folder, name = os.path.split(error_file)
+    spare = os.path.join(SHARED_MEMORY, os.path.basename(folder))
+    with contextlib.suppress(OSError):
+        if make and os.path.isdir(SHARED_MEMORY):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(spare, mode=0o700)
+        if is_private(spare):
+            yield os.path.join(spare, name)
+
+
+def is_private(folder: str) -> bool:
+    """Is it a folder that only this user can use? In SHARED_MEMORY any user may have made one of a name."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def read_beat(path: str) -> int:
@@ -198,12 +283,14 @@ def ends_if_failed() -> Iterator[None]:
 def _torchrun(environ: Environment) -> World:
     rank = _number(environ, "RANK")
     size = _number(environ, "WORLD_SIZE", least=1, why="RANK is")
+    _check_rank(("RANK", rank), ("WORLD_SIZE", size))
     given = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
     if not given:
         step = _slurm(environ)  # srun bash -c 'RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS python train.py'
         if step is not None and (step.rank, step.size) == (rank, size):
             return step
     local_rank, local_size = _local_place(environ, given, rank, size)
+    _check_rank(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_size))
     block = size % local_size == 0 and rank % local_size == local_rank  # ranks 0..n-1 on node 0, and so on
     if "GROUP_RANK" in environ or block:
         node = _number(environ, "GROUP_RANK") if "GROUP_RANK" in environ else rank // local_size
@@ -218,6 +305,14 @@ def _torchrun(environ: Environment) -> World:
     source = "paceline" if LAUNCHER_PID in environ else "torchrun"
     world = World(rank, size, local_rank, local_size, node, nodes, source, addr, port)
     return _consistent(world, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+
+
+def local_place(environ: Environment, rank: int, size: int) -> tuple[int, int]:
+    """(local rank, local size) as the environment gives them, or else these. Raises WorldError."""
+    rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
+    size = _number(environ, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in environ else size
+    _check_rank(("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", size))
+    return rank, size
 
 
 def _local_place(environ: Environment, given: list[str], rank: int, size: int) -> tuple[int, int]:
@@ -284,6 +379,8 @@ def _mpi(environ: Environment, names: tuple[str, str, str, str], source: str, no
     rank, local_rank = _number(environ, names[0], why="mpirun runs"), _number(environ, names[2], why="mpirun runs")
     size = _number(environ, names[1], least=1, why="mpirun runs")
     local_size = _number(environ, names[3], least=1, why="mpirun runs")
+    _check_rank((names[0], rank), (names[1], size))
+    _check_rank((names[2], local_rank), (names[3], local_size))
     # MPI tells nobody the number of its node. With as many ranks on each node, one node after another, it follows.
     if size % local_size or rank % local_size != local_rank or nodes not in (None, size // local_size):
         raise WorldError(
@@ -318,6 +415,7 @@ def _slurm(environ: Environment) -> World | None:
         return None
     why = "SLURM_PROCID is"
     rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", why=why)
+    _check_rank(("SLURM_PROCID", rank), (size_name, size))
     node = _number(environ, "SLURM_NODEID", why=why)
     nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
     nodes = _number(environ, nodes_name, least=1, why=why)
@@ -434,15 +532,28 @@ def is_loopback(addr: str) -> bool:
     return addr in ("localhost", "::1") or addr.startswith("127.")
 
 
+def _check_rank(rank: tuple[str, int], size: tuple[str, int]) -> None:
+    """Raises WorldError for a rank that the world does not have, and for more processes than any cluster runs.
+
+    Args:
+        rank, size: each the variable's name and its value.
+    """
+    problem = None
+    if size[1] > MOST_PROCESSES:
+        problem = f"{size[0]}={size[1]} is more than the {MOST_PROCESSES:,} processes that a run may have"
+    elif rank[1] >= size[1]:
+        problem = f"{rank[0]}={rank[1]} is not below {size[0]}={size[1]}"
+    if problem:
+        raise WorldError(f"{problem}. {_SET_RIGHT}")
+
+
 def _consistent(world: World, names: tuple[str, ...]) -> World:
     """`world`, if its numbers are consistent. names: the variables of rank, size, local rank, local size and node."""
     rank, size, local_rank, local_size = names[:4]
+    _check_rank((rank, world.rank), (size, world.size))
+    _check_rank((local_rank, world.local_rank), (local_size, world.local_size))
     problem = None
-    if world.rank >= world.size:
-        problem = f"{rank}={world.rank} is not below {size}={world.size}"
-    elif world.local_rank >= world.local_size:
-        problem = f"{local_rank}={world.local_rank} is not below {local_size}={world.local_size}"
-    elif world.local_size > world.size:
+    if world.local_size > world.size:
         problem = f"{local_size}={world.local_size} is more than {size}={world.size}"
     elif world.local_rank > world.rank:
         problem = f"{local_rank}={world.local_rank} is more than {rank}={world.rank}"
@@ -451,7 +562,7 @@ def _consistent(world: World, names: tuple[str, ...]) -> World:
     elif world.nodes > world.size - world.local_size + 1:
         problem = f"{size}={world.size} is too few for {world.nodes} nodes with {local_size}={world.local_size} on one"
     if problem:
-        raise WorldError(f"{problem}. Set them right, or start the script with `paceline run` or torchrun. {_ALONE}")
+        raise WorldError(f"{problem}. {_SET_RIGHT}")
     return world
 
 

@@ -188,6 +188,23 @@ def test_servers_come_on_top_of_the_replicas() -> None:
     assert [(case.processes, case.servers) for case in cases] == [(1, 0), (3, 0), (4, 1), (5, 2), (3, 0)]
 
 
+def test_strategies_on_one_process_are_rows_that_say_what_they_are() -> None:
+    asked = "ddp,data_parallel,fsdp,tensor,pipeline,shared,parameter_server,fsdp+tensor"
+    cases = make_cases(read_strategies(asked, 1), [None], [None], 1, ["cpu"])
+    rounds.check_cases(Script(__file__, (), False, {}), cases, Length(3, 1, 9.0), named=True)  # none is refused
+    as_single = [case.name for case in cases if case.as_single]
+    assert as_single == ["data_parallel", "tensor", "pipeline", "shared"]
+    rows = [replace(row(case.name, 100.0 + number, 0.0), case=case) for number, case in enumerate(cases)]
+    table = render_table(rows)
+    assert "\nStrategy tensor trains as 'single' does here, since this run has one process.\n" in table
+    assert "\nStrategy fsdp shards nothing here, since this run has one process.\n" in table
+    assert "Strategy parameter_server" not in table  # its server is a process beside the replica
+    chosen = recommend([line for line in rows if line.case.name in ("single", *as_single)])
+    assert chosen is not None
+    assert chosen[0].case.name == "single"
+    assert "as fast within" not in chosen[1]
+
+
 def test_rounds_begin_with_another_case_and_leave_out_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [Case(name, StrategySpec("single"), 1) for name in "abc"]
     tried: list[str] = []

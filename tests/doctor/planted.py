@@ -11,10 +11,12 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_device", "with_paceline",
-           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers")  # fmt: skip
-FOREIGN = {"foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
+           "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers", "mixture", "diffusion",
+           "graphs", "tagger", "trainer")  # fmt: skip
+FOREIGN = {"foreign/muon": "torch", "foreign/hf_experts": "transformers", "foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
            "foreign/accelerated": "accelerate", "foreign/hf_trainer": "transformers", "foreign/hf_stream": "transformers",
-           "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning"}  # fmt: skip  # script -> what it needs
+           "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning",
+           "foreign/lightning_sums": "lightning", "foreign/metrics": "torchmetrics"}  # fmt: skip  # script -> what it needs
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Planted:
     hangs: bool = False  # ranks may wait for each other in vain: it needs the command, which ends it
     fails: bool = False  # torch refuses it in the end, after it was seen
     beside: str = ""  # text of the line that must be shown with it
+    also: tuple[str, ...] = ()  # further causes that this fault has
 
     def source(self) -> str:
         text = (SCRIPTS / f"{self.twin}.py").read_text()
@@ -41,9 +44,9 @@ class Planted:
 
 def _p(
     name: str, cause: str, twin: str, *lines: tuple[str, str], at: str = "", hangs: bool = False, fails: bool = False,
-    beside: str = "",
+    beside: str = "", also: tuple[str, ...] = (),
 ) -> Planted:  # fmt: skip
-    return Planted(name, cause, twin, lines, at, hangs, fails, beside)
+    return Planted(name, cause, twin, lines, at, hangs, fails, beside, also)
 
 
 PLANTED = [
@@ -352,15 +355,83 @@ PLANTED = [
     _p("a memory that DDP overwrites", "buffers_differ", "plain",
        ("        self.head = nn.Linear(16, 4)\n", "        self.head = nn.Linear(16, 4)\n        self.register_buffer('memory', torch.zeros(8, 8))\n"),
        ("        return self.head(self.body(x).relu())", "        out = self.head(self.body(x - self.memory.clone().mean(0)).relu())\n        self.memory[: len(x)] = x.detach()\n        return out"), at="self.memory[: len(x)]"),
+    # --- what a loss, a metric, a schedule or a rate is computed from
+    _p("a mean over the nodes of each rank", "loss_mean_of_means", "graphs",
+       ("            loss = loss * (world_size * len(batch.x) / nodes)\n", ""), at="loss.backward()", beside="loss = nn.functional.cross_entropy("),
+    _p("a mean of squares over the nodes of each rank", "loss_mean_of_means", "graphs",
+       ("nn.functional.cross_entropy(out.float(), batch.y)", "nn.functional.mse_loss(out.float(), nn.functional.one_hot(batch.y, 3).float())"),
+       ("            loss = loss * (world_size * len(batch.x) / nodes)\n", ""), at="loss.backward()", beside="loss = nn.functional.mse_loss("),
+    _p("a further term is a mean over the nodes of each rank", "loss_mean_of_means", "graphs",
+       ("(world_size * len(batch.x) / nodes)\n", "(world_size * len(batch.x) / nodes) + 0.1 * out.float().square().mean(1).mean()\n"), at=""),
+    _p("rank 0's hits by the whole", "local_metric", "tagger",
+       ("sums = torch.tensor([losses.sum, losses.count, sure, right])", "sums = torch.tensor([losses.sum, losses.count, sure])"),
+       ("loss, words, sure, right = sums.tolist()", "loss, words, sure = sums.tolist()"), at="print(f", beside="right / len(loader.dataset)"),
+    _p("each rank prints its hits by the whole", "local_metric", "tagger",
+       ("sums = torch.tensor([losses.sum, losses.count, sure, right])", "sums = torch.tensor([losses.sum, losses.count, sure])"),
+       ("loss, words, sure, right = sums.tolist()", "loss, words, sure = sums.tolist()"), ("        if rank == 0:\n            print(f", "        if rank >= 0:\n            print(f"), at="print(f", beside="right / len(loader.dataset)"),
+    _p("a mean of the ranks' losses", "mean_of_means", "tagger",
+       ("    sums = torch.tensor([losses.sum, losses.count, sure, right])\n    dist.all_reduce(sums)\n", "    mean = torch.tensor([losses.average, sure, right])\n    dist.all_reduce(mean)\n    mean[0] /= dist.get_world_size()\n"),
+       ("    loss, words, sure, right = sums.tolist()\n    return loss / words, sure / words, right / len(loader.dataset)", "    loss, sure, right = mean.tolist()\n    return loss, sure / 1000, right / len(loader.dataset)"), at="dist.all_reduce(mean)"),
+    _p("a helper's mean of the ranks' losses", "mean_of_means", "tagger",
+       ("def exact(", "def averaged(value):\n    tensor = torch.tensor(value)\n    dist.all_reduce(tensor)\n    return tensor / dist.get_world_size()\n\n\ndef exact("),
+       ("    sums = torch.tensor([losses.sum, losses.count, sure, right])\n    dist.all_reduce(sums)\n", "    loss = averaged(losses.average)\n    sums = torch.tensor([sure, right])\n    dist.all_reduce(sums)\n"),
+       ("    loss, words, sure, right = sums.tolist()\n    return loss / words, sure / words, right", "    sure, right = sums.tolist()\n    return loss, sure / 1000, right"), at="loss = averaged(", beside="dist.all_reduce(tensor)"),
+    _p("a duplicate of another width", "padded_evaluation", "tagger", ("sampler=shard", "sampler=DistributedSampler(test_set, shuffle=False)"), at="dist.all_reduce(sums)"),
+    _p("no sampler, other widths", "same_examples", "tagger",
+       ("DataLoader(train_set, 6, sampler=sampler,", "DataLoader(train_set, 6, shuffle=True,"), ("torch.manual_seed(0)", "torch.manual_seed(rank)"), at="loader = DataLoader(train_set"),
+    _p("an attribute divided twice", "schedule_length", "trainer",
+       ("args.epochs * self.steps_per_epoch\n", "args.epochs * self.steps_per_epoch // self.world_size\n"), at="T_max=self.trainer.total_steps", beside="self.total_steps = args.epochs"),
+    _p("an attribute of all the data", "schedule_length", "trainer",
+       ("self.steps_per_epoch = len(self.loader)", "self.steps_per_epoch = len(self.train_set) // self.batch_size"), at="T_max=self.trainer.total_steps", beside="len(self.train_set)"),
+    _p("a lambda's length divided twice", "schedule_length", "plain",
+       ("    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)\n", "    total = updates // world_size\n    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: max(0.0, 1 - n / total))\n"), at="LambdaLR(", beside="total = updates"),
+    _p("a rate that the batch does not follow", "lr_scaled_alone", "trainer",
+       ("    optimizer = torch.optim.SGD(trainer", '    args.lr *= int(os.environ["WORLD_SIZE"])\n    optimizer = torch.optim.SGD(trainer'), at="args.lr *= ", beside="args.batch_size // self.world_size"),
+    _p("dropped without no_sync", "gradients_dropped", "masked",
+       ("            nn.functional.cross_entropy(outputs.float(), labels).backward()\n", "            optimizer.zero_grad()\n            nn.functional.cross_entropy(outputs.float(), labels).backward()\n"),
+       ("                optimizer.step()\n                optimizer.zero_grad()\n", "                optimizer.step()\n"), at="            optimizer.zero_grad()"),
+    _p("dropped by hand", "gradients_dropped", "masked",
+       ("            nn.functional.cross_entropy(outputs.float(), labels).backward()\n", "            for parameter in net.parameters():\n                parameter.grad = None\n            nn.functional.cross_entropy(outputs.float(), labels).backward()\n"),
+       ("                optimizer.step()\n                optimizer.zero_grad()\n", "                optimizer.step()\n"), at="parameter.grad = None"),
+    _p("fractions of a rank's tokens", "own_fractions", "mixture", ("    dist.all_reduce(counts)\n", ""), at="(fractions * probabilities.mean(0))", beside="loss.backward()"),
+    _p("a second term per rank", "loss_mean_of_means", "mixture",
+       ('targets[mask] / WORDS, reduction="sum") / count * world_size', "targets[mask] / WORDS)"), at="value_loss = F.mse_loss(", beside="loss.backward()"),
+    _p("a second term by its own sum", "loss_mean_of_means", "mixture",
+       ("loss = loss / count * world_size", "loss = (loss / count) * world_size"),
+       ('reduction="sum") / count * world_size', 'reduction="sum") / mask.sum()'), at="value_loss = F.mse_loss("),
+    _p("all terms times the processes", "term_times_processes", "mixture",
+       ("loss = loss / count * world_size", "loss = loss / count"), ('reduction="sum") / count * world_size', 'reduction="sum") / count'),
+       ("            loss = loss + 0.5 * value_loss + penalty + 0.01 * balance(probabilities, mask)\n", "            loss = loss + 0.5 * value_loss + penalty\n            loss = loss * world_size\n"),
+       at="penalty = 1e-3"),
+    _p("timesteps and noise of one seed", "same_noise", "diffusion", ("    torch.manual_seed(5 + rank)\n", "    torch.manual_seed(5)\n"),
+       ("loader = DataLoader(points, 12, sampler=sampler, num_workers=2)", "loader = DataLoader(points, 12, sampler=sampler)"), at="torch.manual_seed(5)", beside="torch.randint("),
+    _p("noise of an own generator", "same_noise", "diffusion", ("    kept = torch.linspace", "    own = torch.Generator().manual_seed(6)\n    kept = torch.linspace"),
+       ("torch.randn_like(x)", "torch.randn(x.shape, generator=own)"), at="manual_seed(6)", beside="torch.randn("),
+    _p("augmentations of one seed", "same_augmentations", "diffusion", ("    torch.manual_seed(5 + rank)\n", "    own = torch.Generator().manual_seed(5 + rank)\n"),
+       ("(len(x),))", "(len(x),), generator=own)"), ("torch.randn_like(x)", "torch.randn(x.shape, generator=own)"), at="torch.manual_seed(5)", beside="DataLoader("),
+    _p("masks of one seed", "same_masks", "diffusion", ("    torch.manual_seed(5 + rank)\n", "    torch.manual_seed(5)\n"),
+       ("loader = DataLoader(points, 12, sampler=sampler, num_workers=2)", "loader = DataLoader(points, 12, sampler=sampler)"),
+       ("torch.randint(0, STEPS, (len(x),))", "torch.arange(len(x))"), ("torch.randn_like(x)", "x.flip(1)"), at="torch.manual_seed(5)"),
 ]  # fmt: skip
 IN_LIBRARIES = [
+    _p("Accelerate: dropped in accumulate", "gradients_dropped", "foreign/accelerated",
+       ("gradient_accumulation_steps=2)", "gradient_accumulation_steps=3)"), ("// 2)", "// 3)"), ("                opt.zero_grad()\n", ""),
+       ("                loss = nn.functional", "                opt.zero_grad()\n                loss = nn.functional"), at="opt.zero_grad()"),
+    _p("Accelerate: a dict in another order", "collectives", "foreign/accelerated",
+       ("                acc.backward(loss)\n", "                acc.backward(loss)\n                logs = {'a': loss.detach(), 'b': 2 * loss.detach()}\n                logs = acc.reduce(dict(sorted(logs.items(), reverse=acc.process_index > 0)), 'mean')\n"), at="acc.reduce("),
+    _p("Lightning: keys in another order", "collectives", "foreign/lightning_trainer",
+       ('        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)\n', '        out = self.net(batch[0])\n        values = {"val_loss": nn.functional.cross_entropy(out, batch[1]), "val_size": out.norm()}\n        for name in sorted(values, reverse=self.global_rank > 0):\n            self.log(name, values[name], sync_dist=True)\n'), at="self.log(name, values[name], sync_dist=True)"),
+    _p("transformers: the balance of experts", "own_fractions", "foreign/hf_experts",
+       ("    max_position_embeddings=32,\n", "    max_position_embeddings=32,\n    output_router_logits=True,\n"), at="output_router_logits=True", also=("term_times_processes",)),
+    _p("Muon on shards", "matrix_of_shard", "foreign/muon", ("shard(orthogonalise(whole(momentum, p)), p)", "orthogonalise(momentum)"), at="gram = x @ x.T"),
+    _p("LAMB on shards", "matrix_of_shard", "foreign/muon", ("shard(orthogonalise(whole(momentum, p)), p)", "momentum * (p.to_local().norm() / (momentum.norm() + 1e-6))"), at="update = momentum"),
     _p("Accelerate: gather", "padded_evaluation", "foreign/accelerated",
        ("acc.gather_for_metrics((out, b))", "acc.gather((out, b))"), at="acc.gather("),
     _p("Accelerate: a schedule as long as the prepared loader", "scheduler_steps", "foreign/accelerated",
        ("    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2)\n", ""),
        ("train, test, sched = acc.prepare(model, opt, train, test, sched)", "train, test = acc.prepare(model, opt, train, test)\n    sched = acc.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=epochs * len(train) // 2))"), at="sched.step()"),
     _p("Fabric: loaders that are not set up", "same_examples", "foreign/fabric",
-       ("    train, test = fabric.setup_dataloaders(train, test)\n", "    test = fabric.setup_dataloaders(test)\n"), at="train = DataLoader("),
+       ("    train, test = fabric.setup_dataloaders(train, test)\n", "    test = fabric.setup_dataloaders(test)\n"), at="enumerate(train):", beside="train = DataLoader("),
     _p("Fabric: no sync in the last", "sync_off", "foreign/fabric",
        ("enabled=not last", "enabled=last"), at="fabric.no_backward_sync"),
     _p("FSDP: the sampler of rank 0", "same_examples", "foreign/fully_sharded",
@@ -379,4 +450,11 @@ IN_LIBRARIES = [
        ("sampler=EvalSampler(len(dataset_test))", "sampler=torch.utils.data.DistributedSampler(dataset_test, shuffle=False)"), at="dist.all_reduce(t)"),
     _p("FSDP: state of rank 0", "collectives", "foreign/fully_sharded",
        ("state = {k: v.full_tensor() for k, v in model.state_dict().items()}\n", "if rank == 0:\n    state = {k: v.full_tensor() for k, v in model.state_dict().items()}\n"), at="full_tensor()", hangs=True),
+    _p("torchmetrics: padded", "padded_evaluation", "foreign/metrics",
+       ("sampler=range(rank, len(test_set), world_size)", "sampler=DistributedSampler(test_set, shuffle=False)"), at="metrics.compute()"),
+    _p("Lightning: rank 0's hits by the whole", "local_metric", "foreign/lightning_sums",
+       ("torch.tensor([self.total, self.words, self.right])).sum(0)", "torch.tensor([self.total, self.words])).sum(0)"), ("        total, words, right = ", "        right = self.right\n        total, words = "), at="right / self.size"),
+    _p("Lightning: a mean of the ranks' losses", "mean_of_means", "foreign/lightning_sums",
+       ('self.log("loss", total / words)', 'self.log("loss", self.total / self.words, sync_dist=True)'), ("torch.tensor([self.total, self.words, self.right])", "torch.tensor([self.total, 0, self.right])"), at='self.log("loss"'),
+    _p("Lightning: padded", "padded_evaluation", "foreign/lightning_sums", ("    size = 24 * processes\n", "    size = 24 * processes - 1\n"), at='self.log("accuracy"'),
 ]  # fmt: skip

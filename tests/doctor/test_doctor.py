@@ -20,13 +20,16 @@ from tests.doctor.planted import FOREIGN, HEALTHY, IN_LIBRARIES, PLANTED, SCRIPT
 from paceline.cli import main
 from paceline.doctor.doctor_command import diagnose
 from paceline.doctor.findings import CAUSES, Finding
+from paceline.doctor.rules.recorded_run import read_lines
+from paceline.world import DOCTOR
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = Path(__file__).with_name("together.py")
 CUT = {"no sampler", "no set_epoch", "padded sums", "clipped before unscaling",
        "unfrozen after DDP, and clipped", "the same size, another order",
        "Paceline: a metric of a shard", "metric of a set that was cut", "smoothed and not divided",
-       "all on the first device", "DDP fails on an unused layer"}  # fmt: skip
+       "all on the first device", "DDP fails on an unused layer", "dropped without no_sync",
+       "a second term per rank", "timesteps and noise of one seed"}  # fmt: skip
 
 
 def command(*args: str, cwd: Path, seconds: float = 90.0, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +74,7 @@ def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, proces
     problems = [f"{name}, healthy: {alarm}" for name, alarm in alarms.items() if alarm]
     for p in planted:
         causes = [f.cause for f in found[p.name]]
-        others = [c for c, _, _ in model_changing(found[p.name]) if c != p.cause]
+        others = [c for c, _, _ in model_changing(found[p.name]) if c not in (p.cause, *p.also)]
         if p.cause not in causes or others:
             problems.append(f"{p.name}: {p.cause} planted, found {[(f.cause, f.evidence) for f in found[p.name]]}")
         else:
@@ -90,7 +93,7 @@ def check(planted: list[Planted], healthy: tuple[str, ...], folder: Path, proces
 def test_faults_are_found_and_twins_are_clean(tmp_path: Path) -> None:
     check(
         [p for p in PLANTED if p.name in CUT],
-        ("imagenet", "with_paceline", "search", "tensor_parallel", "masked"),
+        ("imagenet", "with_paceline", "search", "tensor_parallel", "masked", "mixture", "diffusion"),
         tmp_path,
         2,
         False,
@@ -214,6 +217,61 @@ def test_bad_arguments_are_refused(args: list[str], said: str) -> None:
     result = CliRunner().invoke(main, ["doctor", *args])
     assert result.exit_code == 2
     assert said in result.output
+
+
+FIRST = """from torch.nn.parallel import DistributedDataParallel
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_package_that_looks_for_torch_before_it_imports_it(tmp_path: Path) -> None:
+    """As transformers, datasets, peft, accelerate and many others do."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("import importlib.util\nfound = importlib.util.find_spec('torch')\n")
+    indented = FIRST.replace("\n", "\n    ")
+    (package / "__main__.py").write_text(f"def main():\n    {indented}\nmain()\n")
+    done = command("doctor", "--nproc", "2", "--json", "found.json", "-m", "package", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    document = json.loads((tmp_path / "found.json").read_text())
+    assert document["not_watched"] is None
+    found = {f["cause"]: f for f in document["findings"] if f["changes_model"]}
+    assert list(found) == ["batch_norm"]
+    assert found["batch_norm"]["file"].endswith("__main__.py")
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("library", ["transformers", "datasets", "peft", "accelerate", "lightning", "torchmetrics"])
+def test_a_library_that_is_imported_first(library: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"it needs {library}")
+    script = tmp_path / "script.py"
+    script.write_text(f"import {library}\nimport torch\ntorch.optim.SGD([torch.ones(1, requires_grad=True)])\n")
+    env = {**os.environ, DOCTOR: json.dumps({"directory": str(tmp_path), "steps": None})}
+    worker = [sys.executable, "-m", "paceline.doctor.doctor_worker", "script", str(script)]
+    done = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [e["at"] for e in read_lines(str(tmp_path / "rank-0.jsonl")) if e["k"] == "optimizer"] == [[str(script), 3]]
+
+
+def test_torch_that_was_loaded_unseen_is_told(tmp_path: Path) -> None:
+    """Without an import statement, after the script has taken out all finders but Python's own."""
+    text = """import importlib, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if isinstance(finder, type)]
+importlib.import_module("torch")
+"""
+    done, document = doctor(tmp_path, text)
+    assert done.returncode == 2
+    assert "loaded torch in a way that doctor does not see" in document["not_watched"]
+    assert document["not_watched"] in done.stdout
 
 
 ENDLESS = """import time, torch, torch.distributed as dist

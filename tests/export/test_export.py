@@ -118,7 +118,7 @@ def test_several_models_are_told_apart(checkpoints: Path, tmp_path: Path) -> Non
     said = refused(checkpoints, "-o", tmp_path / "a.pt")
     assert "holds 2 models, in the order of run.prepare: model_0 (12 tensors, 666 numbers" in said
     assert "model_1 (2 tensors, 8 numbers, from 'weight' on). Say which: --name model_1." in said
-    assert "Did you mean 'model_1'? Known: best, ema, model_0, model_1." in refused(checkpoints, "--name", "model_7")
+    assert "no such model. Known: best, ema, model_0, model_1." in refused(checkpoints, "--name", "model_7")
     assert "is no model's state_dict" in refused(checkpoints, "--name", "best")
     assert "no tensor of model_1 in" in refused(checkpoints, "--name", "1", "--prefix", "net.")
 

@@ -184,7 +184,7 @@ def test_what_does_not_fit_at_all() -> None:
     assert found.tried[0].micro_batch == 2
     assert found.largest in (4, 5)
     whole = find(normed)
-    assert [one.micro_batch for one in whole.tried] == [whole.shard]
+    assert [one.micro_batch for one in whole.tried] == [20]  # on any number of processes: a smaller one is refused
 
 
 class Stream(IterableDataset[Any]):

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import paceline
-from paceline.errors import ModelError, SettingError
+from paceline.comm import collectives
+from paceline.errors import SettingError
 from paceline.train.randomness import permutation
 
 pytestmark = pytest.mark.timeout(240)
@@ -165,9 +166,18 @@ def test_the_best_model_has_the_average() -> None:
 
 
 @pytest.mark.ranks(conformance=2)
-def test_replicas_that_train_apart_have_no_one_average() -> None:
-    with pytest.raises(ModelError, match="not the same on all processes"):
-        fitted("EMA", strategy="local_sgd:every=3")
+def test_independent_replicas_have_the_mean_of_their_averages() -> None:
+    """Which tests/train/test_ema.py compares with that of one model."""
+    for kind in ("EMA", "SWA"):
+        model, history, _ = fitted(kind, strategy="local_sgd:every=3")
+        assert not collectives.digest_mismatch(model.named_parameters())
+        with torch.no_grad():
+            assert history["val_loss"][-1] == pytest.approx(loss_fn(model.eval(), [TEST_X, TEST_Y]).item(), rel=1e-6)
+
+
+@pytest.mark.ranks(conformance=2)
+def test_under_a_pipeline() -> None:
+    check("EMA", strategy="pipeline")
 
 
 @pytest.mark.parametrize("value", [1, 1.0, -0.1, "0.9", True])

@@ -105,20 +105,22 @@ def test_what_torch_alone_knows_ends_ranks_that_have_started(
 
 LOADED = """
     import gc, sys
-    from paceline.launcher.torch_import import FasterTorch
-    sys.meta_path.insert(0, FasterTorch())
+    from paceline.launcher.import_hook import around_import
+    from paceline.launcher.torch_import import paused
+    around_import("torch", lambda _: paused())
     {before}
     import torch
     print(gc.isenabled(), gc.get_freeze_count() > 100_000, len(gc.get_objects()) < 1000, torch.ones(1).item())
-    print(any(isinstance(finder, FasterTorch) for finder in sys.meta_path), torch.__spec__.name, torch.__file__)
+    print(type(torch.__loader__).__name__, torch.__spec__.name, torch.__file__)
 """
 
 
-def test_the_collector_leaves_alone_what_torch_has_brought() -> None:
-    first, second = python(LOADED.format(before="")).splitlines()
+@pytest.mark.parametrize("before", ["", "import importlib.util; importlib.util.find_spec('torch')"])
+def test_the_collector_leaves_alone_what_torch_has_brought(before: str) -> None:
+    first, second = python(LOADED.format(before=before)).splitlines()
     assert first == "True True True 1.0"
-    found, name, file = second.split()
-    assert (found, name) == ("False", "torch")
+    loader, name, file = second.split()
+    assert (loader, name) == ("SourceFileLoader", "torch")
     assert Path(file).name == "__init__.py"
 
 
@@ -134,8 +136,9 @@ def test_a_script_without_torch_is_collected_as_ever(launches: Launches) -> None
 def test_torch_that_is_not_there_is_missed_as_ever() -> None:
     said = python("""
         import sys
-        from paceline.launcher.torch_import import FasterTorch
-        sys.meta_path.insert(0, FasterTorch())
+        from paceline.launcher.import_hook import around_import
+        from paceline.launcher.torch_import import paused
+        around_import("torch", lambda _: paused())
         sys.path[:] = [part for part in sys.path if "site-packages" not in part]
         try:
             import torch

@@ -382,6 +382,34 @@ def test_failure_ends_what_the_rank_started(
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "the end of the child")
 
 
+DAEMON = """
+    import os, subprocess, sys, time
+    rank = os.environ["RANK"]
+    if rank == "0":
+        command = ["sh", "-c", "sleep 300 >/dev/null 2>&1 & echo $! > child"]  # no process has it for a child
+        subprocess.run(command, start_new_session=True)
+        open("left", "w").close()
+        sys.exit()
+    while not os.path.exists("left"): time.sleep(0.01)
+    time.sleep(0.5)
+    sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3], ids=["a run that ends well", "a run that fails"])
+def test_a_daemon_of_a_rank_that_ended_well(launches: Launches, code: int) -> None:
+    """It ends with a run that fails. One that ends well leaves it, as a server may be meant to stay, and says so."""
+    process = launches.start("--nproc", "2", launches.script(DAEMON.format(code=code)))
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code, err
+    pid = int((launches.directory / "child").read_text())
+    if code:
+        wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "its end", 5)
+        return
+    assert f"paceline: a process goes on that a rank has started: {pid} (sleep)." in err
+    psutil.Process(pid).kill()
+
+
 # ---------------------------------------------------------------- signals
 
 WAITING = """
@@ -570,3 +598,27 @@ def test_a_script_that_refuses_its_arguments_says_so_once(launches: Launches) ->
     assert err.count("usage: ") == err.count("invalid int value: 'many'") == 1, err
     assert "rank 0 ended with exit code 2\nrank 1 failed in the same way.\n" in err
     assert err.startswith("paceline: --rdzv-backend static: not used, since there is one machine"), err
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ends well", "killed"])
+def test_nothing_stays_in_the_folder_for_temporary_files(launches: Launches, end: str) -> None:
+    """Not the sockets of a DataLoader's workers, nor the cache that torch makes for a script that compiles nothing."""
+    code = f"""
+        import os, signal
+        import torch
+        class Data(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, index): return torch.ones(2)
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1):
+            parameter.grad = batch.mean(0)
+            optimizer.step()
+            if os.environ["RANK"] == "1":
+                {end or "pass"}
+    """
+    process = launches.start("--nproc", "2", launches.script(code))
+    process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == (137 if end else 0)
+    left = [entry.name for entry in launches.temporary.iterdir() if not entry.name.startswith("paceline-")]
+    assert left == []

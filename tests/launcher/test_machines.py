@@ -20,11 +20,16 @@ import torch
 from safetensors.torch import load_file
 from tests.ports import free_port
 from torch import nn
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousTimeoutError
 
 from paceline.errors import LaunchError
-from paceline.launcher import rendezvous
+from paceline.launcher import doors, rendezvous, supervise
+from paceline.launcher.early_start import listen
 from paceline.launcher.nodes import read_nodes
+from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import _is_local
+from paceline.launcher.secret import write_secret
 from paceline.train.randomness import permutation
 
 DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
@@ -396,3 +401,38 @@ def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}")
         with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
             rendezvous.make_rendezvous(nodes)
+        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_insecure=True)
+        with pytest.raises(LaunchError, match=f"what listens on port {port} does not answer as a launcher does"):
+            rendezvous.make_rendezvous(nodes)
+
+
+def test_launchers_with_and_without_a_secret_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is "something that is no launcher", to be ended."""
+    monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 1.0)
+    file = tmp_path / "secret"
+    write_secret(str(file))
+    keeper = doors.Doors(listen("127.0.0.1", 0), doors.KeeperDoor(file.read_text().strip().encode(), own_machine=False))
+    try:
+        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{keeper.port}", rdzv_insecure=True)
+        with pytest.raises(LaunchError, match=r"the launcher there asks for a secret.*--rdzv-secret-file"):
+            rendezvous.make_rendezvous(nodes)
+    finally:
+        keeper.close()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
+    nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{store.port}", rdzv_secret_file=str(file))
+    monkeypatch.setattr(rendezvous, "_is_local", lambda host: False)
+    with pytest.raises(LaunchError, match=r"the launcher there asks nobody for a secret.*--rdzv-insecure"):
+        rendezvous.make_rendezvous(nodes)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RendezvousTimeoutError(), "fewer than 2 had come after 900 s"),
+        (RendezvousConnectionError("The store does not answer: lost\nmore"), "The store does not answer: lost"),
+        (RendezvousError(), "RendezvousError"),
+    ],
+)
+def test_why_machines_did_not_meet_is_said_in_words(error: Exception, said: str, tmp_path: Path) -> None:
+    nodes = read_nodes(nnodes="2", rdzv_endpoint="127.0.0.1:1", rdzv_insecure=True, rdzv_conf="join_timeout=900")
+    assert supervise._in_words(error, Plan("train.py", (), 1, {}, nodes=nodes)).endswith(said)

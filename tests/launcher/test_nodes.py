@@ -165,6 +165,15 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     checks.check_port("127.0.0.1", port, "--master-port")  # free again
 
 
+def test_a_variable_that_torch_cannot_read_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "abc")
+    with pytest.raises(SettingError, match="TORCH_FR_BUFFER_SIZE='abc' is no whole number"):
+        make_plan(str(tmp_path / "train.py"), [], 2, {})
+
+
 def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "thing"
     package.mkdir()

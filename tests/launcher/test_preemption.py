@@ -24,11 +24,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 
 from paceline.comm import collectives, process_group
 from paceline.errors import LaunchError, WorldError
+from paceline.launcher import interrupts as interrupt_module
 from paceline.launcher import run
 from paceline.launcher.interrupts import Interrupts, Stopped
-from paceline.launcher.stop_request import RESUMABLE, StopRequest
+from paceline.launcher.stop_request import StopRequest
 from paceline.train.preemption import Preemption
-from paceline.world import DECIDE, LOOK, SAVED, Preempted
+from paceline.world import DECIDE, END, LOOK, RESUMABLE, SAVED, SAVES, Preempted, told
 
 DEADLINE_SECONDS = 150.0  # for what takes four on an idle machine
 
@@ -104,6 +105,13 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+        self.started.append(process)
+        return process
+
+    def start_alone(self, *line: str) -> subprocess.Popen[str]:
+        """By plain python."""
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, *line], cwd=self.folder, text=True, **pipes)
         self.started.append(process)
         return process
 
@@ -321,9 +329,10 @@ def test_rank_0_decides_when_all_launchers_have_told_their_ranks(tmp_path: Path,
 class Here:
     """A rank that makes steps, with a store in which the decision may be."""
 
-    def __init__(self, folder: Path, phase: int, device: str = "cpu", meeting: int = 1) -> None:
+    def __init__(self, folder: Path, phase: int, device: str = "cpu", meeting: int = 1, restores: bool = True) -> None:
         (folder / "stop").write_bytes(bytes([phase]))
         self.made, self.saved, self.stepped, self.ready = 0, [], True, True
+        self.places: list[Path] = []  # where it saved
         strategy: Any = SimpleNamespace(steps_to_meeting=lambda: meeting, plan=SimpleNamespace(in_step=True))
         self.side = Preemption(
             str(folder / "stop"),
@@ -333,10 +342,12 @@ class Here:
             steps=lambda: self.made,
             save=self.save,
         )
-        self.side.restores(folder)
+        if restores:
+            self.side.restores(folder)
 
     def save(self, directory: Path) -> Path:
         self.saved.append(self.made)
+        self.places.append(directory)
         return directory / "step"
 
     def steps(self, count: int) -> int | None:
@@ -356,7 +367,7 @@ def test_the_step_is_one_that_all_have_yet_to_make(tmp_path: Path, monkeypatch: 
     assert Here(tmp_path, LOOK).steps(5) is None
     here = Here(tmp_path, DECIDE)
     assert (here.steps(9), here.saved) == (2, [2])
-    assert Path(f"{tmp_path}/error{SAVED}").read_text() == str(tmp_path / "step")
+    assert told(f"{tmp_path}/error", SAVED) == f"{tmp_path / 'step'}. The same command goes on from there"
     assert Here(tmp_path, DECIDE, meeting=4).steps(9) == 5
     assert Here(tmp_path, DECIDE, device="cuda").steps(9) == 4  # a host may be ahead of its device
     here = Here(tmp_path, DECIDE)
@@ -419,7 +430,7 @@ def test_the_step_is_in_the_store_before_rank_0_makes_it(tmp_path: Path, monkeyp
 def test_a_named_checkpoint_is_no_place_to_go_on_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "manifest.json").touch()  # run.restore("checkpoints/step-00000010"): the next run starts from that too
     assert Here(tmp_path, DECIDE).steps(3) is None
-    assert capfd.readouterr().err.count("no checkpoint is saved: the script restores none") == 1
+    assert capfd.readouterr().err.count("no checkpoint is saved: the script saves none") == 1
 
 
 def test_signals(monkeypatch: Any) -> None:
@@ -445,6 +456,152 @@ def test_signals(monkeypatch: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_grace_that_is_none_is_refused() -> None:
-    with pytest.raises(LaunchError, match="--grace 0: give seconds"):
-        run("train.py", grace=0)
+def test_sigterm_without_grace_is_a_notice_where_the_ranks_would_save(monkeypatch: Any) -> None:
+    able = True
+    with Interrupts(stoppable=True, grace=60.0, if_able=True) as interrupts:
+        interrupts.deferred = True
+        interrupts.consult(lambda: able)
+        signal.raise_signal(signal.SIGTERM)
+        able = False
+        signal.raise_signal(signal.SIGTERM)  # schedulers send it more than once
+        interrupts.check()
+        assert interrupts.asked == signal.SIGTERM
+    with Interrupts(stoppable=True, grace=60.0, if_able=True) as interrupts:
+        interrupts.deferred = True
+        interrupts.consult(lambda: False)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            interrupts.check()
+    monkeypatch.setattr(interrupt_module, "_final", False)
+    with Interrupts(stoppable=True, grace=60.0) as interrupts:
+        interrupts.deferred = True
+        interrupt_module.end(signal.SIGTERM)  # as at the end of a connection between hosts
+        with pytest.raises(Stopped):
+            interrupts.check()
+
+
+@pytest.mark.parametrize("grace", [-1, float("nan"), float("inf")])
+def test_a_grace_that_is_no_time_is_refused(grace: float) -> None:
+    with pytest.raises(LaunchError, match="give the seconds for a checkpoint"):
+        run("train.py", grace=grace)
+
+
+def test_sigterm_to_a_rank_is_passed_on_once_it_can_save(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PACELINE_ERROR_FILE", str(tmp_path / "error"))
+    monkeypatch.setenv("PACELINE_NOTICE", "1")
+    monkeypatch.setenv("PACELINE_LAUNCHER_PID", str(os.getpid()))
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("paceline.train.preemption.os.kill", lambda *which: sent.append(which))
+    first = Here(tmp_path, 0, restores=False)
+    assert told(f"{tmp_path}/error", SAVES) is None
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save yet
+    first.side.saves(tmp_path)
+    assert told(f"{tmp_path}/error", SAVES) == ""
+    signal.raise_signal(signal.SIGTERM)
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+    child = os.fork()
+    if child == 0:  # as a worker of a DataLoader, which `terminate` ends
+        os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    first.side.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert told(f"{tmp_path}/error", SAVES) is None
+    own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        second = Here(tmp_path, 0)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the script's choice stays
+        second.side.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, own)
+
+
+def test_a_script_that_only_saves_is_saved_where_it_saved_last(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PACELINE_ERROR_FILE", str(tmp_path / "error"))
+    here = Here(tmp_path, DECIDE, restores=False)
+    here.side.saves(tmp_path / "some")
+    here.side.saves(tmp_path / "others")
+    assert (here.steps(9), here.saved, here.places) == (2, [2], [tmp_path / "others"])
+    said = told(f"{tmp_path}/error", SAVED)
+    assert said is not None
+    assert f"The script restores nothing: call run.restore('{tmp_path / 'others'}') in it" in said
+
+
+def test_ranks_that_are_being_ended_save_nothing(tmp_path: Path) -> None:
+    here = Here(tmp_path, END)
+    assert (here.steps(5), here.saved) == (None, [])
+
+
+TERMINATED = r"""
+import os, signal, sys, time
+from pathlib import Path
+import torch, paceline
+from torch import nn
+
+how = sys.argv[1]
+if how == "own handler":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+run = paceline.start(device="cpu", progress="off")
+net = nn.Linear(4, 1)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+loader = run.loader(torch.utils.data.TensorDataset(torch.ones(4000, 4)), global_batch=4)
+if how not in ("only saves", "nothing"):
+    run.restore("checkpoints", missing_ok=True)
+Path(f"pid-{run.rank}").write_text(str(os.getpid()))
+for batch in loader:
+    run.backward(model(batch[0]).mean())
+    run.step(optimizer)
+    if run.steps == 1 and how == "only saves":
+        run.save("checkpoints")
+    if how == "evaluates":
+        paceline.train.preemption.NOTICE_SECONDS = 0.2
+    if run.steps == 2 and run.main:
+        Path("held").touch()
+        time.sleep(300 if how == "evaluates" else 0)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "grace", "to", "code"),
+    [
+        ("restores", [], "all", RESUMABLE),
+        ("restores", ["--grace", "60"], "ranks", RESUMABLE),
+        pytest.param("only saves", [], "launcher", RESUMABLE, marks=pytest.mark.conformance),
+        pytest.param("restores", [], "rank 1", RESUMABLE, marks=pytest.mark.conformance),
+        pytest.param("restores", ["--grace", "0"], "all", 143, marks=pytest.mark.conformance),
+        pytest.param("nothing", [], "all", 143, marks=pytest.mark.conformance),
+        pytest.param("nothing", [], "launcher", 143, marks=pytest.mark.conformance),
+        ("alone", ["python"], "launcher", RESUMABLE),
+        pytest.param("evaluates", ["python"], "launcher", -signal.SIGTERM, marks=pytest.mark.conformance),
+        pytest.param("own handler", [], "launcher", RESUMABLE, marks=pytest.mark.conformance),
+    ],
+)
+def test_sigterm_to_whomever_a_system_sends_it(job: Job, how: str, grace: list[str], to: str, code: int) -> None:
+    """systemd and Slurm's process tracking send it to all processes, Kubernetes to the launcher."""
+    (job.folder / "train.py").write_text(TERMINATED)
+    if grace == ["python"]:
+        process = job.start_alone("train.py", how)
+    else:
+        process = job.start("--nproc", "2", *grace, "train.py", how)
+    job.wait()
+    ranks = [int((job.folder / f"pid-{rank}").read_text()) for rank in range(1 if grace == ["python"] else 2)]
+    targets = {"all": ranks, "ranks": ranks, "rank 1": ranks[1:], "launcher": []}[to]
+    if grace != ["python"]:
+        os.kill(process.pid, signal.SIGSTOP)  # the launcher hears of it last: the harder order
+    for pid in targets:
+        os.kill(pid, signal.SIGTERM)
+    if to in ("all", "launcher"):
+        os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code, err
+    saved = list((job.folder / "checkpoints").glob("step-*"))
+    if code == RESUMABLE:
+        why = "asked to stop, and saved" if how == "alone" else "stopped by SIGTERM, after saving"
+        assert re.search(rf"paceline: {why} \S+/step-0*\d+\.", err), err
+        assert len(saved) == (2 if how == "only saves" else 1)
+        assert ("The script restores nothing" in err) == (how == "only saves")
+    else:
+        assert code == -signal.SIGTERM or "paceline: stopped by SIGTERM; all ranks have ended.\n" in err
+        assert not saved

@@ -10,8 +10,12 @@ from typing import NoReturn
 import pytest
 
 from paceline.config import resolve
+from paceline.errors import printable
 from paceline.launcher import worker
+from paceline.launcher.output import say
 from paceline.launcher.report import Ending, Error, cause, describe, exit_code, read_error
+from paceline.launcher.stacks import in_collective, place_of_crash
+from paceline.launcher.supervise import Outcome
 from paceline.world import ERROR_FILE, from_env
 
 CLOSED = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:12345"
@@ -24,6 +28,7 @@ def error(time: float, *chain: str, shown: bool = False) -> Error:
 REAL = Ending(0, 1, 9.0, error(2.0, "ValueError: bad"))
 LATER = Ending(3, 1, 4.0, error(3.0, "KeyError: 'x'"))
 VICTIM = Ending(1, 1, 1.0, error(1.0, CLOSED))
+NAMED = "UsageError: rank 1 is in run.save, at train.py, line 3"
 WRAPPED = Ending(4, 1, 1.0, error(0.5, "TrainingFailed: step 3", CLOSED))
 KILLED = Ending(2, -9, 5.0)
 EXITED = Ending(5, 3, 0.5)
@@ -86,6 +91,15 @@ def test_consequence(message: str, consequence: bool) -> None:
             [FINE, VICTIM],
             "rank 6 ended early, with exit code 0, by sys.exit() at train.py, line 5, while others still needed it: do "
             f"all ranks take the same number of steps?\nrank 1 failed: {CLOSED}\nTraceback of {CLOSED}\n",
+        ),
+        (  # it says itself which call is missing on rank 6
+            [FINE, Ending(1, 1, 1.0, error(1.0, NAMED, CLOSED))],
+            "rank 6 ended early, with exit code 0, by sys.exit() at train.py, line 5, while others still needed it.\n"
+            f"rank 1 failed: {NAMED}\nTraceback of {NAMED}\n",
+        ),
+        (  # which a rank that was killed did not come to either
+            [KILLED, Ending(1, 1, 1.0, error(1.0, NAMED, CLOSED))],
+            "rank 2 was killed by SIGKILL (perhaps out of memory)\n",
         ),
     ],
 )
@@ -239,3 +253,57 @@ def test_an_abort_by_gloo_says_that_ranks_made_other_calls() -> None:
     assert "Is a call that all must make made on some ranks only, as under `if run.main`" in text
     assert "run.main" not in describe([Ending(1, -6, 3.0)], ["free(): invalid pointer"])
     assert "run.main" not in describe([Ending(1, -9, 3.0)], [gloo])
+
+
+def test_ranks_that_abort_at_one_place_are_not_said_to_be_in_different_calls() -> None:
+    place = "train.py, line 7, in all_reduce()"
+    alike = [Ending(rank, -6, 3.0, place=place, in_collective=True) for rank in (0, 1)]
+    text = describe(alike)
+    assert "different" not in text
+    assert "same sizes and dtypes" in text
+    other = Ending(1, -6, 3.0, place="train.py, line 9, in broadcast()", in_collective=True)
+    assert "Ranks were in different collective operations" in describe([alike[0], other])
+
+
+def test_an_abort_while_a_group_is_made_tells_nothing_of_collective_calls(tmp_path: Path) -> None:
+    library = "/site-packages/torch/distributed/distributed_c10d.py"
+    for function, expected in (("init_process_group", False), ("new_group", False), ("all_reduce", True)):
+        (tmp_path / "error.crash").write_text(
+            "Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n"
+            f'  File "{library}", line 1 in {function}\n  File "train.py", line 3 in <module>\n'
+        )
+        crash = place_of_crash(str(tmp_path / "error"))
+        assert crash is not None
+        assert in_collective(crash) == expected
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m\rall is well\x9b1m \u202egnp.exe \ud800"
+CALM = r"\x1b]0;owned\x07\x1b[2Jred\rall is well\x9b1m \u202egnp.exe \ud800"
+
+
+def test_control_characters_are_spelt_out() -> None:
+    assert printable(HOSTILE) == CALM
+    plain = "ends\twith a tab, Ärger, 漢字 and \U0001f600\n"
+    assert printable(plain) == plain
+
+
+def test_escape_sequences_of_ranks_and_other_machines_do_not_reach_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of an exception, of the last lines of a rank's output, of a place in the script, and of another machine."""
+    path = tmp_path / "error.json"
+    error = worker.describe(ValueError(HOSTILE))
+    path.write_text(json.dumps(error))
+    record = read_error(str(path))
+    assert record is not None
+    stories = [
+        describe([Ending(0, 1, 3.0, record)]),
+        describe([Ending(1, 3, 3.0)], [HOSTILE]),
+        describe([Ending(0, 0, 1.0, place=HOSTILE), Ending(1, -9, 3.0, role=HOSTILE)]),
+        f"node 1 ({HOSTILE}): {HOSTILE}\n",
+    ]
+    for story in stories:
+        assert Outcome(1, story).story.count(CALM) >= 1
+        say(story)
+    for text in capfd.readouterr():
+        assert not set(text) & set("\x1b\x07\x9b\r\u202e")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,11 @@ from tests.ranks import children
 from paceline import launcher
 from paceline.errors import LaunchError
 from paceline.launcher import early_exits, process_state, stalls
+from paceline.launcher.endings import stopped_in_words
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample
-from paceline.launcher.stalls import STALLED, Stalls
+from paceline.launcher.stalls import STALLED, Stalls, in_vain
+from paceline.torch_private.flight_recorder import Call, GroupCalls
 from paceline.train.call_check import COMPARED
 from paceline.train.heartbeat import Heartbeat
 from paceline.world import BEAT, ERROR_FILE, read_beat
@@ -74,6 +79,51 @@ def test_a_stopped_rank(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert first == f"  rank 0 waits at script.py, line {line_of(code, '# the next')}, in all_reduce()"
     assert re.fullmatch(r"  rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", second)
     assert away == "  rank 1 has not come to it."
+
+
+def test_a_stop_is_told_long_before_the_limit(place: Path) -> None:
+    """Of a rank by the launcher, and of the launcher by a rank. A process of rank 1's lets both go on."""
+    code = f"""{PLAIN}
+import subprocess
+if rank == 1:
+    launcher = os.getppid()
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {{os.getpid()}}; kill -STOP {{launcher}}; sleep 13; "
+                      f"kill -CONT {{launcher}}; touch over"], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not os.path.exists("over"): time.sleep(0.1)
+"""
+    (place / "script.py").write_text(code)
+    started = subprocess.run(
+        [sys.executable, "-c", WITH_PATIENCE, "script.py"], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert started.returncode == 0, started.stderr
+    assert re.search(r"rank 1 has been stopped for \d s\.", started.stderr)
+    assert re.search(r"rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", started.stderr)
+    assert re.search(r"the launcher, process \d+, is stopped by a signal\. The ranks go on", started.stderr)
+
+
+def test_a_stopped_rank_is_named_where_others_have_failed_for_it() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert stopped_in_words({2: process.pid}, lambda rank: "a parameter server") == ""
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10.0
+        while not process_state.read_state(process.pid).stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told = f"rank 2, a parameter server, is stopped by a signal; `kill -CONT {process.pid}` lets it go on\n"
+        assert stopped_in_words({2: process.pid}, lambda rank: "a parameter server") == told
+    finally:
+        process.kill()
+        process.wait()
+
+
+WITH_PATIENCE = """import sys
+from paceline import launcher
+from paceline.launcher import stalls
+stalls.STOPPED_SECONDS = 1.0
+stalls.POLL_SECONDS = 0.5
+sys.exit(launcher.run(sys.argv[1], nproc=2))
+"""
 
 
 def test_an_endless_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -357,6 +407,72 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in all_reduce()\n" in err, err
     assert "\n  All ranks wait, each for others.\n" in err, err
     assert "Every rank must make the same calls in the same order" in err, err
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("dist.all_reduce(torch.ones(3))", id="a call"),
+        pytest.param("run.backward(model(batch).square().mean())", id="a backward", marks=pytest.mark.conformance),
+    ],
+)
+def test_a_call_on_one_rank_ends_the_run_where_calls_are_not_compared_any_more(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """One rank waits in a sum over shared memory, the other in a call of gloo's: nobody but the launcher can know."""
+    monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
+    monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
+    script = f"""{HEAD}
+import paceline, paceline.session, paceline.strategies.ddp
+meet()
+run = paceline.start(device="cpu", progress="off", strategy="ddp")
+net = torch.nn.Linear(64, 64)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(4 * {COMPARED + 4}, 64))
+for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
+    if step == {COMPARED + 2}:
+        arrived()
+        if rank == 0: {code}
+    run.backward(model(batch).square().mean())
+    run.step(optimizer)
+"""
+    (place / "script.py").write_text(script)
+    assert launcher.run("script.py", nproc=2) == STALLED
+    story = capfd.readouterr().err
+    assert "All ranks wait, each for others." in story
+    assert "By these numbers they wait in vain: the run is ended." in story
+
+
+def calls(number: int, ended: int, name: str = "all_reduce", *, group: str = "0", queued: int = 1) -> GroupCalls:
+    """A rank in call `number`, or 0: in none, after call `ended`."""
+    title = "default_pg (gloo)" if group == "0" else f"{group} (gloo)"
+    under_way = Call(number, name, "float32 [1]", False) if number else None
+    made = tuple(Call(n, "all_reduce", "float32 [1]", False) for n in range(1, ended + 1))
+    return GroupCalls(f"{group} gloo", title, under_way, queued if number else 0, made)
+
+
+@pytest.mark.parametrize(
+    ("of", "all_idle", "vain"),
+    [
+        ([[calls(5, 4)], [calls(0, 4)]], True, True),
+        ([[calls(5, 4)], [calls(0, 4)]], False, False),  # rank 1 may still come
+        ([[calls(5, 4)], [calls(5, 4)]], True, False),  # both are in it: a slow network
+        ([[calls(5, 4)], [calls(4, 3, queued=2)]], True, False),  # queued behind another
+        ([[calls(5, 4)], [calls(5, 4, "broadcast")]], False, True),  # other calls of one number
+        ([[calls(0, 4)], [calls(0, 4)]], True, False),  # in no call of the recorder's
+        ([[calls(5, 4)], []], True, True),  # of a group of all ranks
+        ([[calls(5, 4, group="1")], [calls(7, 6, group="2")]], True, True),
+        ([[calls(5, 4, group="1")], [calls(5, 4, group="1")], [calls(0, 1)]], True, False),  # rank 2 is no member
+        ([[calls(5, 4)], [calls(5, 4)], [calls(0, 4)]], True, True),
+    ],
+)
+def test_that_ranks_wait_in_vain_is_proved_by_numbers(of: list[list[GroupCalls]], all_idle: bool, vain: bool) -> None:
+    assert in_vain(dict(enumerate(of)), range(len(of)) if all_idle else ()) == vain
+
+
+def test_a_rank_that_does_not_answer_proves_nothing() -> None:
+    assert not in_vain({0: [calls(5, 4)]}, range(2))
+    assert not in_vain({}, range(2))
 
 
 def test_a_call_that_was_queued_is_told_where_the_script_has_gone_on(

@@ -13,6 +13,7 @@ import pickle
 import random
 import re
 import socket
+import string
 import struct
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from click.testing import CliRunner
 from tests.ports import free_port
 
 from paceline.cli import main
-from paceline.errors import LaunchError
+from paceline.config import read_file
+from paceline.errors import LaunchError, SettingError
 from paceline.launcher import doors, sealed, secret, socket_owner
 from paceline.launcher.early_start import listen
 from paceline.launcher.nodes import read_nodes
@@ -397,6 +399,55 @@ def test_a_secret_is_made_once_and_read_by_this_user_alone(tmp_path: Path) -> No
         secret.read_secret(str(path))
     with pytest.raises(LaunchError, match="paceline secret"):
         secret.read_secret(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\0" * 32,
+        "\x1b[2J" * 16,
+        "a" * 64,
+        "ab" * 40,
+        "password" * 8,
+        "0123456789abcdef" * 4,
+        "abcdefghijklmnopqrstuvwxyz0123456789",
+        "0" * 63 + "1",
+        "x" * 5000,
+    ],
+)
+def test_a_secret_that_can_be_guessed_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(LaunchError, match=r"Make one with `paceline secret"):
+        secret.read_secret(str(path))
+
+
+def test_secrets_of_other_tools_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    draw = random.Random(7)
+    for alphabet in ("0123456789abcdef", string.ascii_letters + string.digits + "+/"):  # openssl rand -hex, -base64
+        for _ in range(2000):
+            text = "".join(draw.choices(alphabet, k=secret.MIN_CHARACTERS))
+            path.write_text(text)
+            path.chmod(0o600)
+            assert secret.read_secret(str(path)) == text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_a_secret_file_that_is_no_file_is_named_and_not_waited_for(kind: str, tmp_path: Path) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "secret"
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "directory":
+        path.mkdir()
+    with pytest.raises(LaunchError, match=f"cannot be read: it is a {kind}"):
+        secret.read_secret(str(path))
+    with pytest.raises(SettingError, match=f"cannot be read: it is a {kind}"):
+        read_file(path)
+    done = CliRunner().invoke(main, ["run", "--hostfile", str(path), __file__])
+    assert done.exit_code == 2
+    assert f"it is a {kind}" in done.output
 
 
 def test_several_machines_need_a_secret() -> None:

@@ -168,6 +168,18 @@ def test_world(environ: dict[str, str], world: World) -> None:
         pytest.param({**TORCHRUN, "RANK": ""}, ["RANK is not set"], id="empty"),
         pytest.param({**TORCHRUN, "WORLD_SIZE": "0"}, ["WORLD_SIZE='0'", "at least 1"], id="size 0"),
         pytest.param({**TORCHRUN, "RANK": "6"}, ["RANK=6", "WORLD_SIZE=6"], id="rank too high"),
+        pytest.param(
+            {**BY_HAND, "RANK": "5"}, ["RANK=5 is not below WORLD_SIZE=2"], id="rank too high, without a place"
+        ),
+        pytest.param(
+            {**MPIRUN_TWO_NODES, "OMPI_COMM_WORLD_RANK": "9"},
+            ["OMPI_COMM_WORLD_RANK=9 is not below OMPI_COMM_WORLD_SIZE"],
+            id="MPI rank too high",
+        ),
+        pytest.param({**SRUN, "SLURM_PROCID": "9"}, ["SLURM_PROCID=9 is not below SLURM"], id="Slurm rank too high"),
+        pytest.param(
+            {**BY_HAND, "WORLD_SIZE": "1000000000"}, ["WORLD_SIZE=1000000000", "1,000,000"], id="too many processes"
+        ),
         pytest.param({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2"], id="local rank too high"),
         pytest.param({**TORCHRUN, "GROUP_RANK": "3"}, ["GROUP_RANK=3", "3"], id="node too high"),
         pytest.param({**TORCHRUN, "GROUP_WORLD_SIZE": "6"}, ["6 nodes", "WORLD_SIZE=6"], id="too many nodes"),

@@ -55,16 +55,12 @@ def test_it_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytes
         check(spec, None)
     with pytest.raises(SettingError, match="stage=4"):
         check(parse_strategy("deepspeed:stage=4"), 2)
-    with pytest.raises(SettingError, match="needs at least two processes"):
-        check(parse_strategy("deepspeed"), 1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingError, match=r'pip install "paceline\[deepspeed\]"'):
         check(parse_strategy("deepspeed"), 2)
 
 
-def test_one_process_and_unknown_options_are_refused() -> None:
-    with pytest.raises(SettingError, match="needs at least two processes to slice over"):
-        start("deepspeed", World(0, 1, 0, 1, 0, 1, "start()"))
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(SettingError, match=r"has no option 'stagee'. Did you mean 'stage'"):
         start("deepspeed:stagee=2")
     for stage in (4, -1):

@@ -9,11 +9,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.strategies.fsdp_memory import PARAMETERS
 
-from paceline.config import parse_strategy
-from paceline.errors import SettingError
-from paceline.strategies import make
 from paceline.strategies.fsdp_wrapping import layers_of
-from paceline.world import World
 
 # Bytes per parameter in fp32 with Adam, of n replicas: after an update; and with the gradients of a whole batch there.
 # Stage 1's gradients lie in its buckets, which stay; stage 2's parameters are in slices while nothing is computed.
@@ -34,11 +30,6 @@ def test_memory_per_rank_is_that_of_the_formula() -> None:
             assert sum(its["with gradients"].values()) / PARAMETERS == pytest.approx(fullest(2), rel=0.05), strategy
             assert its["after the step"]["gradients"] == 0
             assert its["peak"] >= its["all"]
-
-
-def test_one_process_is_refused() -> None:
-    with pytest.raises(SettingError, match="needs at least two processes to slice over"):
-        make(parse_strategy("fsdp"), World(0, 1, 0, 1, 0, 1, "start()"), torch.device("cpu"))
 
 
 def test_layers_that_share_a_weight_travel_with_what_surrounds_them() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.strategies.checks import (
     Net,
+    X,
     both_heads,
     data,
     difference,
@@ -32,19 +33,64 @@ def whole(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return checkpoint(lambda at: both_heads(model, [at, tokens, y]), inputs, use_reentrant=True)
 
 
+class Twice(nn.Module):
+    """A block that is checkpointed twice, at first reentrantly: each of its gradients comes in two parts. One layer is
+    used nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+        x = checkpoint(self.block, self.first(x), use_reentrant=reentrant)
+        return checkpoint(self.block, x.tanh(), use_reentrant=False)
+
+
+def twice(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0], True), batch[2])
+
+
+def twice_without(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0], False), batch[2])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp:find_unused=true"])
 @pytest.mark.ranks(2)
-def test_reentrant_checkpoints_are_those_of_plain_pytorch() -> None:
-    same(under_paceline(Net, whole, closure=False), plainly(Net, both_heads))
+def test_reentrant_checkpoints_are_those_of_plain_pytorch(strategy: str) -> None:
+    same(under_paceline(Net, whole, strategy=strategy, closure=False), plainly(Net, both_heads))
+
+
+@pytest.mark.parametrize("options", ["", ":find_unused=true", ":gradient_as_bucket_view=true", ":static_graph=true"])
+@pytest.mark.ranks(2)
+def test_a_gradient_that_comes_in_parts_is_whole_when_it_is_reduced(options: str) -> None:
+    """Before: DDP's "Expected to mark a variable ready only once"."""
+    same(under_paceline(Twice, twice, strategy=f"ddp{options}", closure=False), plainly(Twice, twice_without))
 
 
 @pytest.mark.ranks(2)
-def test_reentrant_checkpoints_where_ranks_are_compared_are_refused() -> None:
-    named(
-        lambda: under_paceline(Net, whole, strategy="ddp:find_unused=true"),
-        ModelError,
-        "use_reentrant=False",
-        "trunk.0.weight",
-    )
+def test_a_gradient_that_comes_in_parts_later_is_named() -> None:
+    calls = [0]
+
+    def later(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        calls[0] += 1
+        return (twice if calls[0] > 1 else twice_without)(model, batch)
+
+    named(lambda: under_paceline(Twice, later, closure=False), ModelError, "in several parts", "use_reentrant=False")
+
+
+def first_row_only(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Only the first example of the data reaches the spare head: one rank, in its first micro-batch."""
+    x, _, y = batch
+    loss = F.cross_entropy(model.head(model.trunk(x).tanh()), y)
+    first = (x == X[0]).all(1)
+    return loss + model.spare(model.trunk(x[first])).square().sum() / len(x) if first.any() else loss
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_that_only_an_earlier_micro_batch_reaches() -> None:
+    """Its gradient was reduced with no other rank's, in silence."""
+    mine = under_paceline(Net, first_row_only, strategy="ddp:find_unused=true", micro=1)
+    same(mine, plainly(Net, first_row_only))
 
 
 @pytest.mark.ranks(2)

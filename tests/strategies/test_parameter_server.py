@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ import paceline
 from paceline.comm import sockets, wire
 from paceline.comm.sockets import Gone, Line, Listening, new_keys
 from paceline.config import parse_strategy
-from paceline.errors import SettingError, WorldError
+from paceline.errors import SettingError, WorldError, in_words, only_tells_of_a_lost_peer
 from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers import rejoining
@@ -175,6 +176,43 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+SERVES = """
+import os, signal, sys
+from paceline.comm.sockets import Listening
+listening = Listening("127.0.0.1")
+listening.admit([sys.argv[1].encode()])
+print(listening.endpoint, listening.keys.public.decode(), flush=True)
+listening.receive(60)
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "said"), [(signal.SIGSTOP, "does not answer: nothing was heard"), (signal.SIGKILL, "has gone: its conn")]
+)
+def test_a_stopped_server_is_not_told_as_dead(signum: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr(sockets, "SILENCE_SECONDS", 2.0)
+    keys = new_keys()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVES, keys.public.decode(), str(int(signum))], stdout=subprocess.PIPE, text=True
+    )
+    line = None
+    try:
+        assert process.stdout is not None
+        endpoint, public = process.stdout.readline().split()
+        line = sockets.Line(endpoint, public.encode(), keys, 4, "the parameter server of rank 2")
+        line.send([b"hello"])
+        with pytest.raises(WorldError, match=f"the parameter server of rank 2 {said}") as caught:
+            line.receive(60)
+        assert only_tells_of_a_lost_peer([in_words(caught.value)])
+    finally:
+        process.kill()
+        process.communicate()
+        if line is not None:
+            line.close()
+
+
 @pytest.mark.conformance
 def test_one_that_is_silent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process, or a machine that is cut off: no connection ends."""
@@ -199,7 +237,7 @@ def test_one_that_is_silent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "size", "told"),
     [
-        ("", 1, "needs at least 2 processes"),
+        ("servers=2", 1, "servers=2: this run has 1 process"),
         ("servers=2", 2, "servers=2 of 2 processes leaves no worker"),
         ("servers=0", 3, "servers=0"),
         ("mode=both", 3, "mode='both'"),
@@ -262,7 +300,7 @@ def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: st
     assert code == 0, text
     assert set(left) == set(range(workers)) - {victim}
     assert f"rank {victim} was killed by SIGKILL" in text
-    assert f"worker of rank {victim} has died; {workers - 1} go on" in text
+    assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
     are_plain_pytorch(left)
 
 
@@ -276,7 +314,7 @@ def are_plain_pytorch(left: dict[int, Any]) -> None:
 
 
 def test_who_has_died_or_joined_is_told() -> None:
-    assert rejoining.news({1}, set()) == "the worker of rank 1 has died"
+    assert rejoining.news({1}, set()) == "the worker of rank 1 has died or is stopped"
     assert rejoining.news({2, 1}, {3}) == "the workers of ranks 1, 2 have died and the worker of rank 3 has joined"
 
 
@@ -300,7 +338,7 @@ def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
     assert set(left) == set(range(workers))
     assert f"rank {victim} was killed by SIGKILL" in text
     if where in ("forward", "backward"):  # else the others hear of its death and of its coming at the same meeting
-        assert f"worker of rank {victim} has died; {workers - 1} go on" in text
+        assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
     assert f"worker of rank {victim} has joined; {workers} go on" in text
     assert "Detected call of" not in text, "torch does not know that the optimizer has made its step"
     are_plain_pytorch(left)
@@ -390,7 +428,7 @@ def test_a_worker_that_dies_in_an_evaluation_is_named_and_the_run_ends(tmp_path:
     code, text, left = launched(tmp_path, 4, "servers=1", "evaluation", 1, "net")
     assert code != 0
     assert not left
-    assert "the worker of rank 1 has died outside of a training batch" in text, text
+    assert "the worker of rank 1 has died or is stopped outside of a training batch" in text, text
 
 
 def once(workers: int) -> torch.Tensor:

@@ -169,7 +169,7 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
         ("cut=9", SettingError, ["cut='9'", "from 1 to 5"]),
         ("cut=2,4", SettingError, ["2 stages need 1 places"]),
         ("cut=nothing", SettingError, ["or names of: 0, 1"]),
-        ("schedule=1f2b", SettingError, ["Did you mean '1f1b'"]),
+        ("schedule=1f1", SettingError, ["Did you mean '1f1b'"]),
         ("balance=time", SettingError, ["balance='time'", "cost, parameters"]),
         ("stages=3", SettingError, ["stages=3", f"number of processes, {size}"]),
     ):

@@ -555,15 +555,6 @@ def test_there_is_one_copy_of_the_weights() -> None:
 # --- what it refuses, and its end
 
 
-def alone(size: int) -> World:
-    return World(0, size, 0, size, 0, 1, "start()")
-
-
-def test_one_process_and_other_devices_are_refused() -> None:
-    with pytest.raises(SettingError, match="needs at least two processes of one machine"):
-        make(parse_strategy("shared"), alone(1), torch.device("cpu"))
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("why", ["machines", "system", "pages", "device"])
 def test_processes_that_cannot_share_are_told_why(why: str) -> None:

@@ -25,10 +25,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
 from paceline.errors import CheckpointError, SettingError
-from paceline.launcher.stop_request import RESUMABLE
 from paceline.train import checkpoint
 from paceline.train.background_write import BackgroundWrite
+from paceline.train.folder_lock import FILE
 from paceline.train.helper_threads import HelperThreads
+from paceline.world import RESUMABLE
 
 DEADLINE_SECONDS = 120.0  # for what takes some seconds on an idle machine
 
@@ -156,7 +157,7 @@ def files_of(directory: Path) -> dict[str, Any]:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(os.listdir(directory))
+    return sorted(name for name in os.listdir(directory) if name != FILE)  # which a killed run leaves
 
 
 # What is in the files
@@ -546,7 +547,7 @@ ALONE, TWO = ["train.py"], ["-m", "paceline", "run", "--nproc", "2", "train.py"]
         (TWO, "error", None, 1),
         pytest.param(ALONE, "long", signal.SIGINT, 130, marks=pytest.mark.full),
         pytest.param(TWO, "long", signal.SIGINT, 130, marks=pytest.mark.full),
-        (TWO, "long", signal.SIGTERM, 143),
+        ([*TWO[:3], "--grace", "0", *TWO[3:]], "long", signal.SIGTERM, 143),
     ],
     ids=lambda value: getattr(value, "name", None) or (str(len(value)) if isinstance(value, list) else str(value)),
 )
@@ -567,7 +568,7 @@ def test_no_end_that_can_wait_breaks_a_write_off(
 @pytest.mark.conformance
 @pytest.mark.timeout(300)
 def test_a_second_signal_waits_for_nothing(start: Any, tmp_path: Path) -> None:
-    process = start(*TWO, "long", "600")
+    process = start(*TWO[:3], "--grace", "0", *TWO[3:], "long", "600")
     process.send_signal(signal.SIGTERM)
     assert any("waiting for the checkpoint of step 3, which is being written" in line for line in process.stderr)
     process.send_signal(signal.SIGTERM)

@@ -23,11 +23,15 @@ from tests.train.batchnorm_cases import (
     synced_case,
 )
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import paceline
 from paceline.comm import mesh
 from paceline.comm.replicas import ProcessReplicas
 from paceline.comm.replicas import replicas_here as current
+from paceline.errors import ModelError
 from paceline.train.batchnorm import convert
+from paceline.train.messages import batch_norm_cut
 
 
 @contextmanager
@@ -121,3 +125,26 @@ def test_under_compile_it_is_exact() -> None:
             close(current().sum(a.grad), b.grad)
     compiled.eval(), plain.eval()
     close(compiled(x), plain(x))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
+def test_what_is_refused_depends_on_the_sizes_and_not_on_the_number_of_processes(strategy: str) -> None:
+    """Before: one process refused global_batch=8, micro_batch=4, and two trained, so that a run could not go on with
+    fewer. Replicas that train apart have statistics of their own parts anyway."""
+    if strategy != "ddp" and not dist.is_initialized():
+        return
+    run = paceline.start(device="cpu", progress="off", strategy=strategy if dist.is_initialized() else "single")
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(16, 3))
+    refused = []
+    for micro_batch in (None, 2, 4, 7, 8, 16):
+        try:
+            next(iter(run.loader(data, global_batch=8, micro_batch=micro_batch, name=str(micro_batch))))
+        except ModelError as error:
+            assert str(error) == batch_norm_cut(str(micro_batch), 8, micro_batch or 0)
+            refused.append(micro_batch)
+    assert refused == ([] if strategy == "local_sgd" else [2, 4, 7])
+    next(iter(run.loader(data, global_batch=8, micro_batch=2, train=False)))
+    run.close()

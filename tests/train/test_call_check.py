@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +16,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.config import parse_strategy
 from paceline.errors import UsageError
-from paceline.train.call_check import COMPARED, IN_EACH_STEP
+from paceline.strategies import make
+from paceline.train.call_check import COMPARED, IN_EACH_STEP, CallCheck
+from paceline.world import World
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2))
 
@@ -118,14 +125,14 @@ def count() -> list[int]:
     """Comparisons in each of two epochs with a call in each step, and in a call outside of them."""
     run, model, optimizer, loader = prepared()
     made = [0]
-    compare = run._call_check.same
+    compare = run.calls.same
 
     def counted(call: str) -> None:
-        before = run._call_check._left
+        before = run.calls._left
         compare(call)
         made[0] += before > 0 or call not in IN_EACH_STEP
 
-    run._call_check.same = counted  # type: ignore[method-assign]
+    run.calls.same = counted  # type: ignore[method-assign]
     found = []
     for _ in range(8):
         made[0] = 0
@@ -166,3 +173,60 @@ def look_alone() -> int:
 
 def test_a_process_may_look_at_batches_by_itself() -> None:
     assert run_ranks(2, "tests.train.test_call_check:look_alone", deadline=60) == [24, 24]
+
+
+LAST_ACT = """
+import sys, torch, paceline
+from torch.utils.data import TensorDataset
+
+run = paceline.start(progress="off")
+model, optimizer = run.prepare(model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), 0.01))
+data, loss_fn = TensorDataset(torch.ones(12, 2)), lambda model, batch: model(batch[0]).mean()
+for batch in (loader := run.loader(data, global_batch=4)):
+    run.backward(loss_fn(model, batch))
+    run.step(optimizer)
+if sys.argv[1] == "background":
+    run.save("checkpoints", background=True)
+if run.main:
+    if sys.argv[1] == "save": run.save("checkpoints")
+    if sys.argv[1] == "background": run.save("checkpoints")
+    if sys.argv[1] == "export": run.export("model.safetensors", model)
+    if sys.argv[1] == "evaluate": paceline.evaluate(model, loss_fn, data, global_batch=4)
+    if sys.argv[1] == "predict": run.predict(model, data, global_batch=4)
+    if sys.argv[1] == "sum":
+        for _ in range(100): run.sum(1.0)
+"""
+ON_RANK_0 = [
+    pytest.param("save", "rank 0 is in run.save, at train.py, line 14,"),
+    pytest.param("background", "line 15; rank 1: the end of the run, at the end of the script"),
+    pytest.param("export", "rank 0 is in run.export, at train.py, line 16,", marks=pytest.mark.conformance),
+    pytest.param("evaluate", "rank 0 is in paceline.evaluate, at train.py, line 17,", marks=pytest.mark.conformance),
+    pytest.param("predict", "rank 0 is in run.predict, at train.py, line 18,", marks=pytest.mark.conformance),
+    pytest.param("sum", "rank 0 is in run.sum, at train.py, line 20,", marks=pytest.mark.conformance),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "words"), ON_RANK_0)
+def test_the_last_act_on_rank_0_alone(what: str, words: str, tmp_path: Path) -> None:
+    """The other rank has ended, or is about to. The call, its line and the remedy are named, and not a connection."""
+    (tmp_path / "train.py").write_text(LAST_ACT)
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "--nproc", "2", "train.py", what],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert words in done.stderr
+    assert "if run.main:" in done.stderr
+    assert "onnection" not in done.stderr
+    assert "same number of steps" not in done.stderr
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer [127.0.0.1]:5"), RuntimeError("shapes")])
+def test_only_what_tells_of_a_lost_peer_is_explained(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = CallCheck(make(parse_strategy("single"), World(0, 1, 0, 1, 0, 1, "start()"), torch.device("cpu")))
+    with pytest.raises(RuntimeError) as caught, calls.call("run.save"):
+        raise error
+    lost = "peer" in str(error)
+    assert caught.value is not error if lost else caught.value is error
+    assert (caught.value.__cause__ is error) == lost  # by which a launcher knows that it is a consequence
+    assert isinstance(caught.value, UsageError) == lost

@@ -3,6 +3,7 @@ are played by giving a source the layout of each rank."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -472,3 +473,29 @@ def test_a_loader_without_a_batch_says_so() -> None:
         next(iter(stream))
     assert list(run.loader(TensorDataset(torch.ones(0, 1)), global_batch=4, train=False)) == []
     run.close()
+
+
+def test_a_tool_that_wraps_the_iterators_of_torchs_loader_sees_a_loader_without_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `paceline doctor` and profilers do. Both ways yield the same batches."""
+    data = TensorDataset(torch.arange(10.0))
+
+    def batches() -> list[list[float]]:
+        run = paceline.start(device="cpu", progress="off", seed=3)
+        try:
+            return [batch[0].tolist() for batch in run.loader(data, global_batch=4, shuffle=True)]
+        finally:
+            run.close()
+
+    plain, seen = batches(), []
+    own = torch.utils.data.DataLoader.__iter__
+
+    @functools.wraps(own)
+    def wrapped(loader: Any) -> Any:
+        seen.append(loader)
+        return own(loader)
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", wrapped)
+    assert batches() == plain
+    assert len(seen) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils.data import TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import BatchSampler, TensorDataset
 
 import paceline
 from paceline.errors import (
@@ -311,11 +313,56 @@ def test_two_loaders_need_of(run: paceline.Run) -> None:
         run.loader(DATA, global_batch=4)
 
 
+@pytest.mark.parametrize("run", [{}, {"strategy": "data_parallel:devices=cpu,cpu"}], indirect=True, ids=["one", "two"])
+@pytest.mark.parametrize("how", ["loop", "kept output", "carried state", "checkpoint"])
+def test_a_second_backward_over_one_forward_names_what_keeps_the_graph(run: paceline.Run, how: str) -> None:
+    """Torch says "a second time". Every strategy runs backward calls through the step, one in threads of its own."""
+    if how == "loop" and run._strategy.plan.bundled:
+        return
+    model, optimizer, loader = prepared(run)
+    kept: dict[Any, Tensor] = {}
+
+    def keeps(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        here = threading.get_ident()
+        x = batch[0]
+        if how == "checkpoint":
+            out = checkpoint(model, x.clone().requires_grad_(), use_reentrant=False)
+        else:
+            out = model(x + (kept[here].mean() if how == "carried state" and here in kept else 0))
+        kept[here] = out
+        return F.mse_loss(out, batch[1])
+
+    def uses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return kept[threading.get_ident()].square().mean()
+
+    def train() -> None:
+        for batch in loader:
+            if how == "loop":
+                out = model(batch[0])
+                run.backward(F.mse_loss(out, batch[1]))
+                run.backward(out.square().mean())
+            run.forward_backward(keeps, model, batch)
+            if how != "carried state":
+                run.forward_backward(uses, model, batch)
+            run.step(optimizer)
+
+    remedy = "retain_graph=True, or add the losses" if how == "loop" else "one closure, which may return a tuple"
+    with pytest.raises(UsageError, match=f"had its backward already.*{remedy}.*detach"):
+        train()
+
+
 def test_batch_norm_with_micro_batches_is_refused(run: paceline.Run) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ModelError, match="into 3 micro-batches, and the model has batch norm"):
+    refused = r"loader 'train': micro_batch=3 cuts a global batch of 8 .*the model has batch norm"
+    with pytest.raises(ModelError, match=refused):
         next(iter(run.loader(DATA, global_batch=8, micro_batch=3)))
+    with pytest.raises(ModelError, match="micro_batch=4 cuts a global batch of 8"):  # at once, and not in epoch 5
+        next(iter(run.loader(DATA, global_batch={0: 4, 5: 8}, micro_batch=4, name="grows")))
+    sampler = BatchSampler(range(20), 5, False)
+    with pytest.raises(ModelError, match="micro_batch=3 cuts a global batch of 5"):
+        next(iter(run.loader(DATA, batch_sampler=sampler, micro_batch=3, name="sampled")))
+    next(iter(run.loader(DATA, global_batch=8, micro_batch=8, name="whole")))
     model.eval()  # frozen statistics depend on nothing
     next(iter(run.loader(DATA, global_batch=8, micro_batch=3, name="frozen")))
 
@@ -370,10 +417,9 @@ START = [
     ({"strategy": "ddp:25"}, SettingError, "the option '25' has no value"),
     ({"strategy": "ddp:bucket_mb=0"}, SettingError, "a size above 0"),
     ({"strategy": "single:x=1"}, SettingError, "Known: shards"),
-    ({"strategy": "data_parallel:devices=cpu"}, SettingError, "at least two devices"),
     ({"strategy": "data_parallel:devices=cpu,gpu"}, SettingError, "devices='cpu,gpu'"),
-    ({"strategy": "pipeline"}, SettingError, "at least two processes"),
-    ({"precision": "bf15"}, SettingError, "precision='bf15' is not known. Did you mean 'bf16'"),
+    ({"strategy": "pipeline:stages=2"}, SettingError, "this run has 1 process"),
+    ({"precision": "bf15"}, SettingError, "precision='bf15' is not known. Known: bf16, bf16-params, fp16, fp32"),
     ({"batch_norm": "globl"}, SettingError, "Did you mean 'global'"),
     ({"nonfinite": "ignore"}, SettingError, "Known: skip, stop"),
     ({"seed": -1}, SettingError, "seed=-1"),

@@ -61,7 +61,14 @@ _made: dict[tuple[Any, ...], Any] = {}
 
 
 def check_size(size: int, world: int | None, setting: str) -> None:
-    """Raises SettingError where `world` processes (None: not known) cannot be cut into groups of `size`."""
+    """Raises SettingError where `world` processes (None: not known) cannot be cut into groups of `size`. One process is
+    a group of its own."""
+    if world == 1 and size > 1:
+        raise SettingError(
+            f"{setting}={size}: this run has 1 process. Start {size} processes, or leave {setting.split()[-1]} out."
+        )
+    if world == size == 1:
+        return
     if world is None and size < 2:
         raise SettingError(f"{setting}={size}: it must divide the number of processes, and be at least 2.")
     if world is None or (size >= 2 and world % size == 0):

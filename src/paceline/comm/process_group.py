@@ -14,7 +14,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -22,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm import collectives, device_choice, mesh
 from paceline.errors import WorldError
-from paceline.world import World, ends_if_failed
+from paceline.torch_private.variables import check_interfaces, check_variables
+from paceline.world import World, ends_if_failed, store_place
 
 if not dist.is_initialized():
     # Its functions' default arguments hold the world's group, if there is one when it is imported, as by the first
@@ -35,6 +37,8 @@ if not dist.is_initialized():
     import torch.distributed.nn.functional
 
 runs = 0  # how many this process has joined
+HINT_SECONDS = 5.0  # of waiting for other processes, before a line says so; then after twice that time, and so on
+_CONNECT_SECONDS = 2.0
 
 
 class Rendezvous:
@@ -45,13 +49,21 @@ class Rendezvous:
     """
 
     def __init__(self, world: World, init_method: str | None, timeout_seconds: float = 1800.0) -> None:
-        """Waits for nobody. Raises WorldError where an existing group is of another world."""
+        """Waits for nobody.
+
+        Raises:
+            WorldError: an existing group is of another world.
+            SettingError: torch cannot read one of its environment variables.
+        """
         global runs
         runs += 1
         self._world, self._init_method = world, init_method
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._joined = world.size == 1 or dist.is_initialized()  # whether there is no group to be made
         self.versions: list[tuple[str, dict[str, str]]] | None = None  # each rank's host and versions, if told already
+        if not self._joined:
+            check_variables(os.environ)
+            check_interfaces(os.environ)
         if world.size == 1 or not dist.is_initialized():
             return
         found = (dist.get_rank(), dist.get_world_size())
@@ -65,13 +77,14 @@ class Rendezvous:
     def _store(self) -> Store:
         """That of the group that is to be made. Waits for rank 0 or the launcher, who has it."""
         world = self._world
-        if self._init_method is None and world.source not in ("torchrun", "paceline"):
-            store: Store = _store(world, self._timeout)
-        else:
-            method = self._init_method or "env://"
-            with _own_store(method):
-                store = next(rendezvous(method, world.rank, world.size, timeout=self._timeout))[0]
-            store.set_timeout(self._timeout)
+        with _told(lambda: _awaited(world, self._init_method)):
+            if self._init_method is None and world.source not in ("torchrun", "paceline"):
+                store: Store = _store(world, self._timeout)
+            else:
+                method = self._init_method or "env://"
+                with _own_store(method):
+                    store = next(rendezvous(method, world.rank, world.size, timeout=self._timeout))[0]
+                store.set_timeout(self._timeout)
         return PrefixStore("default_pg", store)  # the prefix that torch gives it
 
     def gather(self, what: str, own: Any) -> list[Any]:
@@ -105,15 +118,89 @@ class Rendezvous:
         if self._joined:
             return
         bound = device.type == "cuda" and "nccl" in str(backend)  # NCCL then connects at once
-        dist.init_process_group(
-            backend,
-            store=self._store,
-            rank=self._world.rank,
-            world_size=self._world.size,
-            timeout=self._timeout,
-            device_id=device if bound else None,
-        )
+        store = self._store
+        # Under `paceline run` the launcher sees which rank does not come, and says so.
+        with _told(self._incomplete) if self._world.source != "paceline" else contextlib.nullcontext():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self._world.rank,
+                world_size=self._world.size,
+                timeout=self._timeout,
+                device_id=device if bound else None,
+            )
         atexit.register(leave)
+
+    def _incomplete(self) -> str:
+        world = self._world
+        return (
+            f"it has found rank 0, and the {world.size} processes of this run are not all there yet. Is each started, "
+            f"with WORLD_SIZE={world.size} and a RANK of its own?"
+        )
+
+
+@contextlib.contextmanager
+def _told(why: Callable[[], str]) -> Iterator[None]:
+    """While this process waits for others, say so now and then, and why. torch waits for up to 30 minutes, mute."""
+    done = threading.Event()
+
+    def watch() -> None:
+        waited, pause = 0.0, HINT_SECONDS
+        while not done.wait(pause):
+            waited, pause = waited + pause, max(waited, HINT_SECONDS)
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                print(f"paceline: waiting for {waited:.0f} s: {why()}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=watch, name="paceline-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _awaited(world: World, init_method: str | None) -> str:
+    """What this process waits for, whose store is not there yet."""
+    who = f"this process, rank {world.rank} of {world.size},"
+    if init_method is not None and init_method != "env://":
+        return f"{who} waits for the others at init_method={init_method!r}. Are all started, with the same one?"
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    place = f"MASTER_ADDR={world.master_addr}, MASTER_PORT={world.master_port}"
+    if world.rank == 0:
+        others = "one other process" if world.size == 2 else f"the {world.size - 1} other processes"
+        return f"{who} listens at {place} and waits for {others}. Are all started, with the same values of these?"
+    try:
+        socket.create_connection(store_place(world.master_addr, world.master_port), _CONNECT_SECONDS).close()
+    except socket.gaierror as error:
+        return (
+            f"{who} looks for rank 0 at {place}, and this machine knows no host of that name ({error.strerror}). Is it "
+            "misspelt? (The name of a pod in Kubernetes is known once that has started.)"
+        )
+    except OSError as error:
+        return (
+            f"{who} looks for rank 0 at {place}, and nobody answers there ({error.strerror or error}). Is rank 0 "
+            "started, with the same values of these, and is no firewall between?"
+        )
+    return f"{who} has found rank 0 at {place}, and waits for others. Are all {world.size} processes started?"
+
+
+def join_alone(device: torch.device) -> None:
+    """Makes a process group of this process alone, for torch's engines that need one. Nothing where there is one. Gloo
+    listens on loopback only."""
+    if dist.is_initialized():
+        return
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group(device_choice.backend(device.type), store=HashStore(), rank=0, world_size=1)
+    finally:
+        if interface is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    atexit.register(leave)
 
 
 @contextlib.contextmanager

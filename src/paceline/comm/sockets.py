@@ -26,6 +26,7 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
 """A peer that has sent nothing for so long, no heartbeats either, is lost."""
 
+_PROBE_SECONDS = 2.0
 _LINGER_MS = 2000  # for the last message when a socket is closed
 
 
@@ -164,6 +165,8 @@ class Line(_Socket):
         self._socket.identity = str(peer).encode()
         self._socket.curve_serverkey = server_key
         self._socket.connect(endpoint)
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._address = host, int(port)
 
     def send(self, frames: Sequence[Any]) -> None:
         """The memory of the frames must not change before the answer has come. Raises WorldError where the server is
@@ -173,6 +176,15 @@ class Line(_Socket):
         except zmq.Again:
             raise WorldError(f"{self.name} has gone, or does not know this process's key.") from None
 
+    def _still_listens(self) -> bool:
+        """Is the server's process there? The kernel accepts connections for one that is stopped, and not for one that
+        has ended."""
+        try:
+            socket.create_connection(self._address, timeout=_PROBE_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
     def receive(self, seconds: float) -> list[Any] | None:
         """The next message; None where none came for so long. Raises WorldError where the server is lost."""
         deadline = time.monotonic() + seconds
@@ -180,6 +192,12 @@ class Line(_Socket):
             with contextlib.suppress(zmq.Again):
                 return list(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
             if self._monitor.poll(0):
+                if self._still_listens():
+                    raise WorldError(
+                        f"{self.name} does not answer: nothing was heard of it for {SILENCE_SECONDS:g} s, though its "
+                        "process is there. Is it stopped by a signal (SIGSTOP, Ctrl-Z), or its machine too busy? Start "
+                        "the run again: a script that calls run.restore goes on from its last checkpoint."
+                    )
                 raise WorldError(
                     f"{self.name} has gone: its connection ended. See what that process said, and start the run again: "
                     "a script that calls run.restore goes on from its last checkpoint."

@@ -6,9 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.config import PRECISIONS, StrategySpec, parse_strategy
+import torch
+
+from paceline.config import PRECISIONS, PRECISIONS_ELSEWHERE, StrategySpec, parse_strategy
 from paceline.errors import SettingError, suggest
-from paceline.strategies import STRATEGIES
+from paceline.strategies import STRATEGIES, alone
 from paceline.trials.start import Script, place_strategy
 
 BASELINE = "single"  # the losses of all others are compared with its losses
@@ -46,6 +48,8 @@ class Case:
     precision: str | None = None  # None: the script's own
     global_batch: int | None = None  # None: the script's own
     servers: int = 0  # processes that compute no shard
+    alone: str = ""  # what is said of it where it has one process and one device; "": it has several
+    as_single: bool = False  # whether it is then `single` by another name
 
 
 def read_strategies(text: str | None, nproc: int) -> list[StrategySpec]:
@@ -82,7 +86,7 @@ def read_precisions(text: str | None) -> list[str | None]:
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names or [text]:
         if name not in PRECISIONS:
-            raise SettingError(f"--precision: {name!r} is not known. {suggest(name, PRECISIONS)}")
+            raise SettingError(f"--precision: {name!r} is not known. {suggest(name, PRECISIONS, PRECISIONS_ELSEWHERE)}")
     return list(dict.fromkeys(names))
 
 
@@ -114,8 +118,17 @@ def make_cases(
         spec = StrategySpec(spec.name, {**_FOR_A_TRIAL.get(spec.name, {}), **spec.options})
         parts = [str(spec), precision if len(precisions) > 1 else None, str(batch) if len(batches) > 1 else None]
         placed, processes, servers = place_strategy(spec, nproc, devices)
-        cases.append(Case(" ".join(filter(None, parts)), placed, processes, precision, batch, servers))
+        own, line = _alone(placed, processes, devices[0])
+        same = own.name == BASELINE != placed.name
+        cases.append(Case(" ".join(filter(None, parts)), placed, processes, precision, batch, servers, line, same))
     return cases
+
+
+def _alone(spec: StrategySpec, processes: int, device: str) -> tuple[StrategySpec, str]:
+    try:
+        return alone(spec, processes, torch.device(device))
+    except (SettingError, ImportError):  # the row says why it did not run
+        return spec, ""
 
 
 def baseline_case(case: Case, cases: Sequence[Case]) -> Case:

@@ -18,7 +18,7 @@ from paceline.compare.document import make_document
 from paceline.compare.figures import Row
 from paceline.compare.rounds import check_cases, run_rounds
 from paceline.compare.table import render_table
-from paceline.errors import SettingError
+from paceline.errors import SettingError, printable
 from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import say
@@ -64,7 +64,7 @@ def compare(options: CompareOptions) -> int:
 
 def _show(options: CompareOptions, document: dict[str, Any], rows: Sequence[Row]) -> bool:
     """Print the table and write the files. A file that cannot be written is reported; return whether all were."""
-    sys.stdout.write("\n" + render_table(rows))
+    sys.stdout.write("\n" + printable(render_table(rows)))
     sentence = document["verdict"]["sentence"] if document["verdict"] is not None else document["no_verdict"]
     if sentence is not None:
         sys.stdout.write(f"\n{sentence}\n")

@@ -1,6 +1,7 @@
 """Which strategy to take, and why: one sentence from the figures. Pure.
 
-1. Only rows that ran in every round count, with the first precision and the first global batch that were asked for.
+1. Only rows that ran in every round count, with the first precision and the first global batch that were asked for; and
+   none that was `single` by another name, as of one process.
    From a single round there is no recommendation: another program that runs meanwhile can make a trial much slower.
 2. Of these, only rows that train the same model: their losses differ from those of `single` by at most SAME times its
    largest loss (loss_causes.py). Where the model draws random numbers, by at most three times the smallest difference
@@ -36,7 +37,7 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str] | None:
     first = measured[0].case
     measured = [r for r in measured if (r.case.precision, r.case.global_batch) == (first.precision, first.global_batch)]
     single = next((row for row in measured if row.case.spec.name == BASELINE), None)
-    ran = [row for row in measured if row.failed is None]
+    ran = [row for row in measured if row.failed is None and not row.case.as_single]
     if not ran or any(row.figures is not None and len(row.figures.rounds) < LEAST_ROUNDS for row in ran):
         return None
     same = _same(ran, single)

@@ -18,7 +18,8 @@ from paceline.compare.figures import Record, Row, compute_figures, loss_differen
 from paceline.compare.loss_causes import cause_of_difference
 from paceline.compare.table import number
 from paceline.config import StrategySpec
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, printable
+from paceline.launcher import streams
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Length, Script, Start
@@ -109,8 +110,7 @@ def _rows(asked: Sequence[Case], rounds: Mapping[str, list[list[Record]]], faile
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    streams.write(sys.stderr, printable(text))  # that nobody reads it ends no measurement
 
 
 def _start_of(case: Case) -> Start:

@@ -35,6 +35,9 @@ def render_table(rows: Sequence[Row]) -> str:
     for case in served:
         replicas, servers = case.processes - case.servers, case.servers
         lines.append(f"{case.name}: {servers} server{'s' * (servers > 1)} beside the {replicas} replicas.")
+    lone = [row.case.alone for row in rows if row.figures is not None and row.case.alone]
+    if lone:
+        lines += ["", *dict.fromkeys(f"{text[0].upper()}{text[1:]}" for text in lone)]
     lines += _section("Did not run:", [f"{r.case.name}: {r.failed}" for r in rows if r.figures is None])
     later = [f"{r.case.name}: {r.failed}" for r in rows if r.figures is not None and r.failed is not None]
     lines += _section("Failed after the rounds that the figures are of:", later)

@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from paceline.doctor.findings import MODEL, Finding
 from paceline.doctor.findings_text import text
 from paceline.doctor.rules import DIVERGENCE, find_faults
-from paceline.doctor.rules.collective_rules import CollectiveChecker, divergence_line, refused_call
+from paceline.doctor.rules.collective_rules import CollectiveChecker, refused_call, uneven_loop
 from paceline.doctor.rules.recorded_run import RecordedRun, read_run
-from paceline.errors import PacelineError, SettingError
+from paceline.errors import PacelineError, SettingError, printable
+from paceline.launcher import streams
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output
 from paceline.launcher.plan import Plan, make_plan
@@ -113,7 +114,8 @@ def diagnose(
     mismatch = checker.finding(cut) or refused_call(run)
     found = find_faults(run)
     if mismatch is not None:
-        mismatch = replace(mismatch, beside=divergence_line(run, checker.lines))
+        uneven = uneven_loop(run)
+        mismatch = replace(mismatch, beside=uneven) if uneven else checker.with_exit(mismatch)
         # what may follow from it is no finding of its own
         found = [mismatch, *(f for f in found if f.cause not in (*DIVERGENCE, "lr_differs"))]
     return run, found
@@ -151,23 +153,23 @@ def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: I
 def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], story: str, failed: bool) -> int:
     sys.stdout.flush()
     if story:
-        sys.stderr.write(story)
-        sys.stderr.flush()
+        streams.write(sys.stderr, printable(story))
     grave = any(f.about.kind == MODEL for f in found)
     why = _unwatched(run, failed)
     code = FOUND if grave else UNWATCHED if why else CLEAN
     sys.stdout.write("\n")
     if found or not why:
-        sys.stdout.write(text(found, run.steps(), run.processes))
+        sys.stdout.write(printable(text(found, run.steps(), run.processes)))
     if why:
         sys.stdout.write(f"paceline doctor: {why}\n")
     sys.stdout.flush()
     trouble = Counter(e["text"] for e in run.all_events("trouble"))
     if trouble:
         what, times = trouble.most_common(1)[0]
-        sys.stderr.write(
-            f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {what}); what it "
-            "would have seen there is missing.\n"
+        streams.write(
+            sys.stderr,
+            f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {printable(what)}); "
+            "what it would have seen there is missing.\n",
         )
     if options.json_file is not None:
         document = {
@@ -196,6 +198,11 @@ def _unwatched(run: RecordedRun, failed: bool) -> str:
         return "the run was ended before the script made a step of a torch optimizer."
     if failed:
         return "the script failed (above) before it could be watched to its end."
+    if any(run.all_events("unseen")):
+        return (
+            "the script loaded torch in a way that doctor does not see, so that nothing was watched. Import torch at "
+            "the script's top, before any code that changes how Python finds modules (sys.meta_path, import hooks)."
+        )
     if not any(run.ranks):
         return "the script never imported torch. Name one that trains with PyTorch, as for torchrun."
     if run.processes > 1 and run.world_size == 1:

@@ -8,27 +8,42 @@ puts into the environment before `import torch` counts.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
-from paceline.doctor.recorders.patching import after_import
 from paceline.launcher import worker
+from paceline.launcher.import_hook import after_import, stay_first
 from paceline.world import DOCTOR
 
 
 def main() -> None:
     kind, script = sys.argv[1:3]
     order = json.loads(os.environ.pop(DOCTOR))  # processes that the script starts are not watched
+    watched: list[ModuleType] = []
 
-    def watch(_: ModuleType) -> None:
-        from paceline.doctor.recorders import install
+    def watch(torch: ModuleType) -> None:
+        if not watched:  # torch may be reloaded
+            watched.append(torch)
+            from paceline.doctor.recorders import install
 
-        install(order, kind, script)
+            install(order, kind, script)
 
     after_import("torch", watch)
+    stay_first()
+    atexit.register(_note_if_unwatched, order, watched, os.getpid())
     worker.main()
+
+
+def _note_if_unwatched(order: dict[str, Any], watched: list[ModuleType], pid: int) -> None:
+    """Leave an event where torch is loaded now, and its execution was not seen."""
+    if "torch" in sys.modules and not watched and os.getpid() == pid:
+        path = os.path.join(order["directory"], f"rank-{os.environ.get('RANK', '0')}.jsonl")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps({"k": "unseen", "t": 0.0, "at": []}) + "\n")
 
 
 if __name__ == "__main__":

@@ -41,10 +41,15 @@ class Finding:
     at: str  # "file:line", or ""
     evidence: str  # what was recorded, with numbers
     beside: str = ""  # a second line, where what is at fault was made, or of a call that matters; or ""
+    fitting: str = ""  # what to do in this run, where the cause's own remedy does not fit; or ""
 
     @property
     def about(self) -> Cause:
         return CAUSES[self.cause]
+
+    @property
+    def remedy(self) -> str:
+        return self.fitting or self.about.remedy
 
     def as_json(self) -> dict[str, Any]:
         """The finding as `--json` writes it."""
@@ -60,7 +65,7 @@ class Finding:
             "beside": self.beside if self.beside != self.at and self.beside else None,
             "evidence": self.evidence,
             "consequence": about.consequence,
-            "remedy": about.remedy,
+            "remedy": self.remedy,
             "see": about.page,
         }
 
@@ -99,6 +104,24 @@ CAUSES = {
         "What they augment by them comes again in each epoch, and on every rank that seeds them alike.",
         "Leave the workers' seeds to torch, which seeds Python, NumPy and torch in them anew for each pass; or seed by "
         "torch.initial_seed() in worker_init_fn, with another torch.manual_seed on each rank.",
+    ),
+    "same_noise": Cause(
+        MODEL,
+        "Ranks draw the same random numbers for different examples",
+        "The noise, masks or timesteps of a global batch repeat on every rank: the gradient is noisier than one of so "
+        "many examples should be, and changes with the number of processes.",
+        "Seed with the rank after the model is made and wrapped, torch.manual_seed(seed + rank), or draw from a "
+        "generator that is seeded with the rank.",
+        see=_WORSE,
+    ),
+    "same_augmentations": Cause(
+        MODEL,
+        "Workers of different ranks draw the same random numbers",
+        "The examples of a rank are augmented just as those at the same place on every other rank: augmentation varies "
+        "less than the number of examples says.",
+        "Seed with the rank before the loop, torch.manual_seed(seed + rank): the workers' seeds follow from it. In a "
+        "worker_init_fn take torch.initial_seed(), and nothing that is the same on all ranks.",
+        see=_WORSE,
     ),
     "same_batch": Cause(
         MODEL,
@@ -211,6 +234,23 @@ CAUSES = {
         "Sum the loss, all_reduce the count, and multiply by world_size / count before backward.",
         see=_WORSE,
     ),
+    "term_times_processes": Cause(
+        MODEL,
+        "A term of the loss counts once for each process",
+        "That term is as many times too large as there are processes; the others are right.",
+        "Multiply by world_size only the term whose sum is divided by the global count; leave a rank's means as they "
+        "are. (transformers.Trainer: average_tokens_across_devices=False, or the term's coefficient divided by the "
+        "number of processes.)",
+        see=_WORSE,
+    ),
+    "own_fractions": Cause(
+        MODEL,
+        "A term of the loss is a product of statistics of each rank's own rows",
+        "The balance of each rank's few tokens is asked for, and not that of the global batch: another gradient.",
+        "all_reduce the fractions (counts and totals) over the ranks before they multiply the mean probabilities: then "
+        "the average of the ranks' gradients is the gradient of the global loss.",
+        see=_WORSE,
+    ),
     "modes_differ": Cause(
         MODEL,
         "Ranks train in different modes",
@@ -253,6 +293,14 @@ CAUSES = {
         "process or micro-batch.",
         see=_WORSE,
     ),
+    "lr_scaled_alone": Cause(
+        MODEL,
+        "The learning rate grows with the processes, and the global batch does not",
+        "Each update is as many times larger as there are processes, of a gradient over as many examples as on one.",
+        "Where batch_size // world_size keeps the global batch, leave the rate as it is; or give each process the "
+        "whole batch size, and scale the rate with the global batch.",
+        see=_WORSE,
+    ),
     "accumulation": Cause(
         MODEL,
         "Gradients are accumulated without division",
@@ -277,11 +325,20 @@ CAUSES = {
         "The parts of one gradient are clipped by different norms: its direction changes, with the processes.",
         "Clip by the norm of the whole: torch.nn.utils.clip_grad_norm_ knows DTensors; or all_reduce the squares.",
     ),
+    "matrix_of_shard": Cause(
+        MODEL,
+        "The optimizer computes of each rank's shard what is meant of the whole matrix",
+        "Each shard is orthogonalised (or scaled, or preconditioned) by itself: another update, which changes with the "
+        "number of processes.",
+        "Compute of the whole: on the DTensor itself, whose operations know its shards (torch.optim.Muon does), or of "
+        "grad.full_tensor(), cut again afterwards (distribute_tensor). Weights that are not matrices may stay sharded.",
+    ),
     "gradients_dropped": Cause(
         MODEL,
         "Gradients of micro-batches are dropped before the step",
         "The step uses the last micro-batch alone; the others are computed in vain.",
-        "Call zero_grad() once for each optimizer step, after it or before its first micro-batch.",
+        "Call zero_grad() once for each optimizer step: right after optimizer.step() (in accelerator.accumulate too), "
+        "or before its first micro-batch.",
     ),
     "mean_of_means": Cause(
         MODEL,
@@ -359,6 +416,11 @@ CAUSES = {
     "module_prefix": Cause(
         COST, "`module.` in a saved state", "Only a model that DDP wraps can load it.",
         "Save model.module.state_dict().",
+    ),
+    "same_masks": Cause(
+        NOTE, "Dropout draws the same masks on all ranks",
+        "The masks of a global batch repeat on every rank. Many trainers do so by default, and it seldom matters.",
+        "torch.manual_seed(seed + rank) after the model is made and wrapped gives each rank its own.",
     ),
     "lr_scaled_twice": Cause(
         NOTE, "The learning rate is multiplied by the number of processes more than once",

@@ -38,7 +38,7 @@ def _one(number: int, finding: Finding) -> str:
     lines = [f"{number}. {where}{about.title}  [{finding.cause}: {_HEADS[about.kind]}]"]
     if finding.beside and finding.beside != finding.at:
         lines.append(f"   with {finding.beside}")
-    for name, value in (("seen", finding.evidence), ("leads to", about.consequence), ("do", about.remedy)):
+    for name, value in (("seen", finding.evidence), ("leads to", about.consequence), ("do", finding.remedy)):
         lines.append(
             textwrap.fill(value, 116, initial_indent=f"   {name + ':':10}", subsequent_indent=" " * 13)
         )  # fmt: skip

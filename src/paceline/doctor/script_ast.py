@@ -11,10 +11,13 @@ from typing import Any
 _MAX_DEPTH = 3  # how far assignments to the names in an expression are followed
 _NEAR = 8  # lines within which what is reduced is divided
 
-WORLD = re.compile(r"world_?size|get_world_size|num_replicas|n_?gpus?\b|num_gpus|WORLD_SIZE|ngpus|nproc", re.IGNORECASE)
+WORLD = re.compile(
+    r"world_?size|get_world_size|num_replicas|n_?gpus?\b|num_gpus|num_processes|WORLD_SIZE|ngpus|nproc", re.IGNORECASE
+)
 RATE = re.compile(r"\blr\b|learning_?rate|_lr\b|\blr_|base_lr|\['lr'\]", re.IGNORECASE)
 BATCH = re.compile(r"batch", re.IGNORECASE)
 _IS_WORLD = re.compile(r"get_world_size\(|WORLD_SIZE")
+_READS = ("get_world_size", "int", "get", "getenv", "max")  # calls that give that number
 _MICRO_BATCHES = re.compile(r"accum|micro|chunk", re.IGNORECASE)
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
@@ -57,6 +60,7 @@ def called(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
+@cache
 def accumulates(file: str, line: int) -> bool:
     """Does a line stand in a loop over micro-batches, by the words in the loop's head?"""
     loops = [n for n in nodes_of(file) if isinstance(n, ast.For) and holds(n, line)]
@@ -79,7 +83,9 @@ def world_pattern(file: str) -> re.Pattern[str]:
             names |= {
                 one.id
                 for one, value in pairs
-                if isinstance(one, ast.Name) and not isinstance(value, (ast.BinOp, ast.Tuple, ast.IfExp))
+                if isinstance(one, ast.Name) and not isinstance(value, (ast.Tuple, ast.IfExp))
+                if not any(isinstance(part, ast.BinOp) for part in ast.walk(value))
+                if not isinstance(value, ast.Call) or called(value) in _READS
                 if _IS_WORLD.search(ast.unparse(value)) and not RATE.search(one.id) and not BATCH.search(one.id)
             }
     more = "".join(rf"|\b{re.escape(name)}\b" for name in sorted(names))

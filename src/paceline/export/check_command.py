@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from paceline.errors import printable
 from paceline.train import checkpoint
 from paceline.train.plain_files import compare_checksums
 
@@ -22,7 +23,7 @@ def check(paths: Sequence[str], say: Callable[[str], None] = click.echo) -> int:
     for path in map(Path, paths):
         found |= checkpoint.examine(path) if path.is_dir() else {path: compare_checksums(path)}
     for path, damage in found.items():
-        say(f"{path}: not whole" if damage else f"{path}: whole")
+        say(printable(f"{path}: not whole" if damage else f"{path}: whole"))
         for line in damage:
-            say(f"  {line}")
+            say(f"  {printable(line)}")
     return int(any(found.values()))

@@ -116,6 +116,10 @@ def _tracked(path: Path, name: str, models: list[str]) -> Any:
     if name not in tracked:
         raise SettingError(f"--name {name!r}: {path} holds no such model. {suggest(name, [*models, *tracked])}")
     state = tracked[name]
+    if isinstance(state, Mapping) and state.keys() >= {"model", "weights"} and state["weights"]:  # of averaged_weights
+        model = _part(path, f"{_MODEL}{state['model']}")
+        averages = {key: value.to(model[key].dtype) for key, value in state["weights"].items()}
+        return OrderedDict((key, averages.get(key, value)) for key, value in model.items())
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise SettingError(
             f"--name {name!r}: what run.track({name}=...) has put into {path} is no model's state_dict (names and "

@@ -18,7 +18,7 @@ import click
 import torch
 from torch import nn
 
-from paceline.errors import ExportError, SettingError
+from paceline.errors import ExportError, SettingError, printable
 from paceline.export import onnx_check, onnx_program, user_model
 from paceline.export.checkpoint_weights import DTYPES, Weights, in_dtype, listed, read_weights
 from paceline.train import checkpoint
@@ -58,7 +58,7 @@ def export(options: ExportOptions, say: Callable[[str], None] = click.echo) -> P
     _check_output(file, options.force)
     weights = read_weights(Path(options.checkpoint), options.name, options.prefix)
     for line in weights.damage:
-        click.echo(f"Warning: a newer checkpoint is damaged and was passed over: {line}", err=True)
+        click.echo(f"Warning: a newer checkpoint is damaged and was passed over: {printable(line)}", err=True)
     rounded = in_dtype(weights, options.dtype)
     told: list[str] = []
     if kind == "onnx":

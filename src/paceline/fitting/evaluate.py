@@ -13,6 +13,7 @@ from paceline.errors import SettingError, UsageError
 from paceline.fitting.metric_target import Target, check_target, predictions_and_target
 from paceline.fitting.model_loss import ModelLoss, used_columns
 from paceline.run import Run
+from paceline.train.averaged_weights import weights_of
 from paceline.train.loader import Loader
 from paceline.train.loss import Total, terms_of
 from paceline.train.metrics import Average, evaluating, reduce_averages
@@ -38,6 +39,7 @@ def evaluate(
     Args:
         model, loss_fn: as for `run.forward_backward`: loss_fn(model, batch) returns a mean over the examples, a
             paceline.Total, or a tuple of these, which add. None: the model's own, model(**batch).loss (see `fit`).
+            model may also be what `run.ema` returns.
         dataset: a data set, or a loader made by `run.loader(..., train=False)`.
         global_batch: how many examples are computed at once, over all devices. It changes the time, not the result.
         metrics: name -> function(outputs, batch), where outputs is what the model returned in loss_fn. It returns a
@@ -57,10 +59,11 @@ def evaluate(
     run = open_run(run, model)
     check_metrics(metrics)
     check_target(target)
-    if loss_fn is None:
-        loss_fn, dataset = ModelLoss(), used_columns(dataset, model)
-    loader = evaluation_loader(run, dataset, global_batch, loader_options)
-    return evaluate_pass(run, model, loss_fn, loader, metrics, target)
+    with run.calls.call("paceline.evaluate"), weights_of(model) as model:
+        if loss_fn is None:
+            loss_fn, dataset = ModelLoss(), used_columns(dataset, model)
+        loader = evaluation_loader(run, dataset, global_batch, loader_options)
+        return evaluate_pass(run, model, loss_fn, loader, metrics, target)
 
 
 def evaluate_pass(

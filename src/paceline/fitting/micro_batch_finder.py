@@ -128,7 +128,7 @@ def find_micro_batch(
             raise SettingError("find_micro_batch: the data set, or its sampler, has no example to try.")
         shard = -(-global_batch // mesh.current().shards)
         alone = MemoryTrial(*copies, loss_fn, examples, run.settings, run.device, int(reserve_mb * 1e6))
-        return MicroBatches(_tried(run, alone, _sizes(run, model, shard), global_batch), shard)
+        return MicroBatches(_tried(run, alone, _sizes(run, model, shard, global_batch), global_batch, shard), shard)
     finally:
         run.close()
         generators.set_state(before, torch.device("cpu"))
@@ -140,13 +140,13 @@ def _whole(global_batch: int, options: dict[str, Any]) -> dict[str, Any]:
     return {"global_batch": global_batch, "shuffle": options.get("sampler") is None, **options}
 
 
-def _sizes(run: Run, model: nn.Module, shard: int) -> list[int]:
-    """The sizes that micro-batches of a shard can have, ascending. Micro-batches of a shard are as equal as can be, so
+def _sizes(run: Run, model: nn.Module, shard: int, global_batch: int) -> list[int]:
+    """The values of micro_batch to try, ascending. Micro-batches of a shard are as equal as can be, so
     that with a shard of 32, micro_batch=20 makes two of 16, as micro_batch=16 does."""
     if not any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return sorted({-(-shard // count) for count in range(1, shard + 1)})
     if run.settings.batch_norm == "global" and not mesh.current().independent:
-        return [shard]  # statistics over the global batch cannot be had from parts of it
+        return [global_batch]  # a smaller micro_batch is refused on any number of processes
     return sorted({-(-shard // count) for count in range(1, max(1, shard // 2) + 1)})  # one example has no variance
 
 
@@ -168,19 +168,20 @@ def search(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     return sizes[low] if low >= 0 else None
 
 
-def _tried(run: Run, alone: MemoryTrial, sizes: list[int], global_batch: int) -> list[MicroBatch]:
-    """Phases 2 and 3."""
+def _tried(run: Run, alone: MemoryTrial, sizes: list[int], global_batch: int, shard: int) -> list[MicroBatch]:
+    """Phases 2 and 3. A process computes no more than its shard at once, whatever the size."""
     found: dict[int, MicroBatch] = {}
     wanting: list[str] = []  # of the last size that did not fit: who said what
 
     def fits(size: int) -> bool:
-        each = _agree(size, alone.run(size, run.rank))
+        examples = min(size, shard)
+        each = _agree(examples, alone.run(examples, run.rank))
         wanting[:] = [f"rank {rank}: {outcome.message}" for rank, outcome in enumerate(each) if not outcome.fits]
         if wanting:
             found[size] = MicroBatch(size, False, None, None)
             return False
         memory = [outcome.memory for outcome in each if outcome.memory is not None]
-        speed = size / max(outcome.seconds for outcome in each)
+        speed = examples / max(outcome.seconds for outcome in each)
         found[size] = MicroBatch(size, True, speed, max(memory, default=None))
         return True
 
@@ -188,7 +189,7 @@ def _tried(run: Run, alone: MemoryTrial, sizes: list[int], global_batch: int) ->
         told = "\n".join(f"  {line}" for line in wanting)
         if len(sizes) == 1 and sizes[0] > 1:
             raise ModelError(
-                f"find_micro_batch(global_batch={global_batch}): the part of one replica, {sizes[0]} examples, does "
+                f"find_micro_batch(global_batch={global_batch}): the part of one replica, {shard} examples, does "
                 "not fit into memory, and it cannot be cut into micro-batches, since the model has batch norm over the "
                 "global batch. Use more devices, a normalisation within the example (GroupNorm, LayerNorm), or "
                 f"batch_norm='shard', which changes the model.\n{told}"

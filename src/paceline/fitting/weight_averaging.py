@@ -9,96 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from paceline.comm import collectives
-from paceline.comm.dtensor import is_sharded, local, sharded_like, whole_on_main
-from paceline.errors import CheckpointError, ModelError, SettingError
+from paceline.errors import SettingError
 from paceline.fitting.callbacks import Callback
+from paceline.train.averaged_weights import AveragedWeights, check_decay
 
 if TYPE_CHECKING:
     from paceline.fitting.fit_state import Fitting
-
-
-class AveragedWeights:
-    """The running average of a model's parameters; in float32 where they are of a lower precision. Buffers are the
-    model's own. average: a function of swa_utils, (averages, current values, how many so far)."""
-
-    def __init__(self, model: nn.Module, average: Callable[[Any, Any, Any], None]) -> None:
-        self._parameters = dict(model.named_parameters())
-        self._average = average
-        self._means: dict[str, Tensor] = {}  # sharded as the parameters are
-        self._whole: dict[str, Tensor] | None = None  # of sharded parameters, on rank 0, from before_save to `update`
-        self.count = 0  # how many values the average has
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take the current weights into the average. The first ones are the average."""
-        self._whole = None
-        if not self.count:
-            self._means = {name: _wide(p.detach()).clone() for name, p in self._parameters.items()}
-        else:
-            means = [local(self._means[name]) for name in self._parameters]
-            current = [_wide(local(p.detach())) for p in self._parameters.values()]
-            self._average(means, current, self.count)
-        self.count += 1
-
-    @contextmanager
-    def in_model(self) -> Iterator[None]:
-        """The model has the average, within the context. Collective."""
-        self._check_alike()
-        before = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self.write(self._means)
-        try:
-            yield
-        finally:
-            self.write(before)
-
-    @torch.no_grad()
-    def write(self, values: Mapping[str, Tensor] | None = None) -> None:
-        """Put values, or the average, into the model."""
-        values = self._means if values is None else values
-        for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
-
-    def _check_alike(self) -> None:
-        """Raises ModelError where each process has an average of its own."""
-        if collectives.size_of() == 1 or any(is_sharded(mean) for mean in self._means.values()):
-            return
-        unlike = collectives.digest_mismatch(self._means.items())
-        if unlike:
-            raise ModelError(
-                f"the averaged weights are not the same on all processes, as of {unlike[0]!r}: each trains weights of "
-                "its own. EMA and SWA need a strategy under which all train one model, such as ddp or fsdp."
-            )
-
-    def before_save(self) -> None:
-        """Gather what is sharded to rank 0. Collective."""
-        if any(is_sharded(mean) for mean in self._means.values()):
-            self._whole = {
-                name: whole_on_main(mean) if is_sharded(mean) else mean for name, mean in self._means.items()
-            }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "weights": dict(self._means if self._whole is None else self._whole)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
-        missing = self._parameters.keys() ^ state["weights"].keys()
-        if self.count and missing:
-            raise CheckpointError(f"the checkpoint's averaged weights are of another model: see {min(missing)!r}.")
-        self._means = (
-            {
-                name: sharded_like(_wide(p.detach()), whole) if is_sharded(p) else whole.to(p.device, copy=True)
-                for (name, p), whole in zip(
-                    self._parameters.items(), (state["weights"][name] for name in self._parameters), strict=True
-                )
-            }
-            if self.count
-            else {}
-        )
 
 
 class _Averaging(Callback):
@@ -115,7 +34,7 @@ class _Averaging(Callback):
         return self._weights
 
     def on_start(self, fit: Fitting) -> None:
-        self._weights = AveragedWeights(fit.model, self._average)
+        self._weights = AveragedWeights(fit.model, fit.run._models.index(fit.model), fit.run._strategy, self._average)
         fit.run.track(**{f"{fit.loader.name} {type(self).__name__}": self})
 
     def before_save(self) -> None:
@@ -142,8 +61,7 @@ class EMA(_Averaging):
     x weights. It begins with the weights after the first step."""
 
     def __init__(self, decay: float = 0.999) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
-            raise SettingError(f"EMA(decay={decay!r}): how much of the average stays at each step: 0 or more, below 1.")
+        check_decay("EMA", decay)
         super().__init__(get_ema_multi_avg_fn(decay))
 
     def on_step(self, fit: Fitting) -> None:
@@ -223,7 +141,3 @@ def update_batch_norm(fit: Fitting) -> None:
 
 def _norms(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if getattr(m, "running_mean", None) is not None and hasattr(m, "momentum")]
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

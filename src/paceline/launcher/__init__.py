@@ -9,6 +9,7 @@ worker.py              what each worker runs: the user's script, as plain python
 processes.py           starting and ending operating-system processes
 early_start.py         the first workers on one machine, before the launcher has loaded torch
 output.py              what the ranks print
+streams.py             standard streams that are closed, full, or not read
 rendezvous.py          where the workers meet, on one machine and on several
 key_values.py          the store, and the requests of torch's client (pure)
 doors.py               who may come to it, and by which door
@@ -26,6 +27,7 @@ endings.py             what can be found out of how a rank ended
 stop_request.py        a signal that asks the run to save a checkpoint and end
 report.py              which rank is the cause of a failure, and how to say it (pure)
 interrupts.py          Ctrl-C and SIGTERM
+import_hook.py         code around the execution of a module that a script imports
 torch_import.py        loading torch faster, and the interpreter's end after it
 supervise.py           a run, from the rendezvous to the last message
 function.py            paceline.launch: a function in place of a script
@@ -37,13 +39,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from paceline.config import StrategySpec
 from paceline.errors import LaunchError
 from paceline.launcher.nodes import ALONE, Nodes
 from paceline.launcher.torch_import import faster
+from paceline.world import NOTICE_SECONDS
 
 
 @contextlib.contextmanager
@@ -93,14 +95,15 @@ def run(
         monitor_seconds: between two polls of the workers.
         output: directory for what the ranks other than the first print; None: a temporary one.
         tee: ranks whose output is shown too, such as "1,3" or "all".
-        grace: at SIGTERM, seconds in which the run may save a checkpoint and end; None: it is ended.
+        grace: at SIGTERM, seconds in which the run may save a checkpoint and end; 0: it is ended at once. None: 25 s
+            where the script has called run.save or run.restore, and otherwise it is ended at once.
         stall_seconds: how long a rank may wait for others before it is said; None: by the usual time of a batch.
         stall_action: "say" it, "end" the run too, or "restart" all ranks, as `max_restarts` allows.
         check_strategy: see plan.StrategyCheck.
 
     Returns:
         The launcher's exit code: 0, that of the rank that failed first, 128 + n for a signal n, 75 where the run was
-        asked to stop and has saved a checkpoint (SIGUSR1, or SIGTERM with `grace`), or 124 where a stall ended it.
+        asked to stop and has saved a checkpoint (SIGUSR1, or SIGTERM and `grace`), or 124 where a stall ended it.
 
     Raises:
         LaunchError: something that was asked for cannot be run, or a process could not be started.
@@ -113,9 +116,12 @@ def run(
     from paceline.launcher.stalls import check_options
 
     check_options(stall_seconds, stall_action, max_restarts)
-    if grace is not None and grace <= 0:
-        raise LaunchError(f"--grace {grace:g}: give seconds, above 0, in which a checkpoint can be saved, such as 25.")
-    with Interrupts(stoppable=True, grace=grace) as interrupts:
+    if grace is not None and not 0 <= grace < float("inf"):
+        raise LaunchError(
+            f"--grace {grace:g}: give the seconds for a checkpoint at SIGTERM, such as 25, or 0 to save none."
+        )
+    seconds = NOTICE_SECONDS if grace is None else grace or None
+    with Interrupts(stoppable=True, grace=seconds, if_able=grace is None) as interrupts:
         ranks: Output | None = None
         early: early_start.EarlyWorkers | None = None
         try:
@@ -137,16 +143,14 @@ def run(
                     stall_action=stall_action,
                 )
             if nodes.unused:
-                print(
+                say(
                     f"paceline: {', '.join(nodes.unused)}: not used, since there is one machine, whose processes meet "
-                    "on loopback. For several give --nnodes too.",
-                    file=sys.stderr,
-                    flush=True,
+                    "on loopback. For several give --nnodes too.\n"
                 )
             ranks = Output(plan.output, plan.tee)
             if early_start.possible(plan):
                 interrupts.deferred = True  # a process that is being started must not be lost
-                early = early_start.start(plan, ranks, early_start.stop_file(ranks, 0))
+                early = early_start.start(plan, ranks, early_start.stop_file(ranks, 0), interrupts.notices)
                 interrupts.deferred = False
                 interrupts.check()
             with _quietly(), faster():
@@ -164,5 +168,6 @@ def run(
             raise
         where = ranks.close(failed=outcome.exit_code != 0 and not outcome.refused and not outcome.saved)
         if outcome.exit_code != 0:
-            say(outcome.story + where)
+            interrupts.deferred = False  # a reader that does not come keeps nobody from ending this
+            say(outcome.story + where, last=True)
         return outcome.exit_code

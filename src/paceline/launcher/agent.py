@@ -35,11 +35,10 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline.launcher import early_start, processes, report
+from paceline.launcher import early_start, endings, processes, report
 from paceline.launcher.checks import device_count, room_for
 from paceline.launcher.early_exits import EarlyExits, read_place
-from paceline.launcher.endings import crashed_when_done, make_ending, told_exit_code
-from paceline.launcher.interrupts import Interrupts
+from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import POLL_SECONDS, Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan
@@ -64,7 +63,11 @@ from paceline.world import (
     WRITES,
     WRITING,
     World,
+    forget,
     read_beat,
+    told,
+    was_told,
+    where_told,
 )
 
 SETTLE_SECONDS = 1.0
@@ -173,9 +176,10 @@ class Agent(SimpleElasticAgent):
         alone, action = len(files) == 1 and not several, self._plan.stall_action
         on_cpus = (self._plan.device or "").startswith("cpu") or device_count() == 0
         self._stalls = Stalls(files, alone, several=several, on_cpus=on_cpus, seconds=limit, action=action)
-        if self._interrupts.stoppable:
+        if self._interrupts.stoppable or self._interrupts.notices:
             path = early_start.stop_file(self._output, starts)
             self._stop_request = StopRequest(path, self._peers, node, nodes)
+            self._interrupts.consult(self._would_save)
         self._interrupts.deferred = True
         self._interrupts.check()
         early, self._early = self._early, None
@@ -202,16 +206,21 @@ class Agent(SimpleElasticAgent):
             group.master_addr,
             group.master_port,
         )
-        stop_file = None if self._stop_request is None else self._stop_request.path
+        request = self._stop_request
         return early_start.command(
             self._plan,
             world,
             self._output,
             rendezvous.get_run_id(),
             starts=starts,
-            stop_file=stop_file,
+            stop_file=request.path if request is not None and request.works else None,
+            notices=self._interrupts.notices,
             door=self._door,
         )
+
+    def _role(self, rank: int) -> str:
+        """What a rank is for the others; "" where all are alike."""
+        return told(self._error_file(rank), ROLE) or ""
 
     def _error_file(self, rank: int) -> str:
         return early_start.error_file(self._output, rank, self._restarts.starts - 1)
@@ -247,20 +256,20 @@ class Agent(SimpleElasticAgent):
 
         final: there is to be no restart.
         """
-        endings = [*self._endings.values(), *self._leaving()]
+        seen = [*self._endings.values(), *self._leaving()]
         self.exit_code, consequence = 1, False
-        ours = None if problem or not any(ending.failed for ending in endings) else report.cause(endings)
+        ours = None if problem or not any(ending.failed for ending in seen) else report.cause(seen)
         if ours is not None and (elsewhere is None or not ours.consequence):
             text, consequence = report.headline(ours), ours.consequence
             files = {rank: self._error_file(rank) for rank in self._ranks}
             stands = sample_stacks(files, self._running()) if ours.in_collective else {}
             where = {rank: str(stand) for rank, stand in stands.items() if stand.in_script}
-            self.story = report.describe(endings, self._output.last_lines(ours.rank), where)
+            stopped = endings.stopped_in_words(self._running(), self._role) if consequence else ""
+            self.story = stopped + report.describe(seen, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
             if consequence and self._plan.nodes.several:
-                self.story += (
-                    "No machine told of a failure of its own: perhaps one is down, or its launcher was killed.\n"
-                )
+                alone = "No machine told of a failure of its own: perhaps one is down, or its launcher was killed."
+                self.story += f"{alone}\n"
         else:
             text = problem or (elsewhere.text if elsewhere else "")
             self.story = f"{text}\n"
@@ -271,7 +280,7 @@ class Agent(SimpleElasticAgent):
         if problem is None and again is not None:
             self._await_handover()
         self._failed = True
-        self.refused = bool(endings) and all(ending.refusal for ending in endings)
+        self.refused = bool(seen) and all(ending.refusal for ending in seen)
         self._shutdown()
         self._remaining_restarts = 0 if again is None else 1  # by which torch decides, and takes off one
         if again is None:
@@ -279,7 +288,7 @@ class Agent(SimpleElasticAgent):
                 self._peers.linger()
         else:
             self._restarts = again
-        failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in endings if e.failed}
+        failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in seen if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
 
     def _after_failure(self) -> Restarts | None:
@@ -291,8 +300,8 @@ class Agent(SimpleElasticAgent):
         if self._peers.any_finished():
             self.story += "There is no restart: another machine has ended its part already.\n"
             return None
-        endings = self._endings.values()
-        died = sum(ending.is_cause for ending in endings)
+        seen = self._endings.values()
+        died = sum(ending.is_cause for ending in seen)
         room = room_for(self._plan.device, device_count(), self._plan.on_cpu)
         again = self._restarts.after_failure(died, self._moved(), room)
         if again is None:
@@ -312,23 +321,20 @@ class Agent(SimpleElasticAgent):
         while True:
             ended = self._processes.exits()
             left = [rank for local_rank, rank in enumerate(self._ranks) if local_rank not in ended]
-            kept = [text for text in map(self._kept_by, left) if text is not None]
+            kept = [text for rank in left if (text := told(self._error_file(rank), KEEPS)) is not None]
             if not kept or time.monotonic() - began > (WRITING_SECONDS if WRITING in kept else HANDOVER_SECONDS):
                 return
             self._interrupts.check()
             time.sleep(self._plan.monitor_seconds)
 
-    def _kept_by(self, rank: int) -> str | None:
-        """What the rank says of the state that it would hand on; None: it hands nothing on."""
-        try:
-            with open(self._error_file(rank) + KEEPS) as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
-
     def _wait_for_cause(self) -> Failure | None:
-        """If only secondary failures have been reported, wait briefly for the root cause, also of other machines."""
+        """If only secondary failures have been reported, wait briefly for the root cause, also of other machines. If
+        SIGTERM has killed a rank, wait briefly for the launcher's own: the run was then asked to end."""
         deadline = time.monotonic() + SETTLE_SECONDS
+        while any(ending.code == -signal.SIGTERM for ending in self._endings.values()) and time.monotonic() < deadline:
+            if self._interrupts.asked == signal.SIGTERM:
+                raise Stopped(signal.SIGTERM)
+            self._look_again()
         elsewhere: Failure | None = self._peers.poll()
         while (
             all(ending.consequence or ending.refusal for ending in self._endings.values() if ending.failed)
@@ -359,18 +365,20 @@ class Agent(SimpleElasticAgent):
         for local_rank, rank in enumerate(self._ranks):
             if local_rank in self._endings:
                 continue
-            code = exits.get(local_rank)
+            code, path = exits.get(local_rank), self._error_file(rank)
             if code is None and patience == 0.0:
-                code = told_exit_code(self._error_file(rank))
-            if crashed_when_done(self._error_file(rank), code):
-                crash = report.headline(make_ending(rank, code, now, None, False, "", "", self._output))
+                code = endings.told_exit_code(path)
+            if endings.ended_when_saved(path, code):
+                code = 0
+            if endings.crashed_when_done(path, code):
+                crash = report.headline(endings.make_ending(rank, code, now, None, False, "", "", self._output))
                 say(f"paceline: {crash} when its script and all exit functions had ended: it counts as ended well.\n")
                 code = 0
-            error = report.read_error(self._error_file(rank)) if code != 0 else None
+            error = report.read_error(path) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
                 expendable = self._is_expendable(local_rank, rank, code)
-                role, path = self._role(rank), self._error_file(rank)
-                ending = make_ending(rank, code, now, error, expendable, role, path, self._output)
+                role = self._role(rank)
+                ending = endings.make_ending(rank, code, now, error, expendable, role, path, self._output)
                 self._endings[local_rank] = ending
                 if expendable and rank not in self._early_exits.ended:
                     late = code == 0 or local_rank in self._too_late
@@ -385,32 +393,23 @@ class Agent(SimpleElasticAgent):
         """Can the others go on without this rank? It was killed, and had said that they can; or it was to rejoin them,
         and they do not count on it yet."""
         path = self._error_file(rank)
-        if local_rank in self._rejoined and not os.path.exists(path + JOINED):
+        if local_rank in self._rejoined and not was_told(path, JOINED):
             return code is not None
-        return code is not None and code < 0 and os.path.exists(path + MAY_DIE)
-
-    def _role(self, rank: int) -> str:
-        """What the rank is for the others, as it has said; "" where all ranks are alike."""
-        try:
-            with open(self._error_file(rank) + ROLE) as file:
-                return file.read()
-        except FileNotFoundError:
-            return ""
+        return code is not None and code < 0 and was_told(path, MAY_DIE)
 
     def _restart_rank(self, local_rank: int, rank: int, ending: report.Ending) -> None:
         """Start one rank again alone, to rejoin the others, if a signal killed it and restarts are left."""
-        ticket = self._error_file(rank) + TICKET_FILE
+        ticket = next(where_told(self._error_file(rank), TICKET_FILE), None)
         ended = any(other.code == 0 for other in self._endings.values())
-        if ending.error is not None or not self._restarts.left or ended or not os.path.exists(ticket):
+        if ending.error is not None or not self._restarts.left or ended or ticket is None:
             return
         again = self._restarts.after_death_of_one(self._peers.count_alone(1))
         if again is None:  # another machine has taken the last
             return
         self._restarts = again
         say(f"paceline: restart {again.used} of {again.most}: rank {rank}, to join the others.\n")
-        for told in (JOINED, WRITES):  # by the former process
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(self._error_file(rank) + told)
+        for what in (JOINED, WRITES):  # by the former process
+            forget(self._error_file(rank), what)
         output = self._output.open(rank, first=local_rank == 0)
         command = self._commands[local_rank]
         environ = {**command.environ, TICKET: ticket}
@@ -430,7 +429,7 @@ class Agent(SimpleElasticAgent):
         running = self._running()
         if all(rank - self._ranks[0] in self._rejoined for rank in running):
             for rank, pid in running.items():
-                if not os.path.exists(self._error_file(rank) + JOINED):
+                if not was_told(self._error_file(rank), JOINED):
                     self._too_late.add(rank - self._ranks[0])
                     os.kill(pid, signal.SIGKILL)
 
@@ -446,11 +445,15 @@ class Agent(SimpleElasticAgent):
 
     @property
     def saved(self) -> str | None:
-        """The checkpoint with which the ranks have ended, since the run was asked to stop; None: they were not."""
-        for rank in self._ranks:
-            with contextlib.suppress(FileNotFoundError), open(self._error_file(rank) + SAVED) as file:
-                return file.read()
-        return None
+        """The checkpoint with which the ranks have ended, since the run was asked to stop, and how to go on from it;
+        None: they were not."""
+        return next(filter(None, (told(self._error_file(rank), SAVED) for rank in self._ranks)), None)
+
+    def _would_save(self) -> bool:
+        """Asked to stop, would the ranks of this machine save a checkpoint?"""
+        running = self._running()
+        able = all(was_told(self._error_file(rank), SAVES) for rank in running)
+        return bool(running) and able and not any(ending.failed for ending in self._endings.values())
 
     def _leaving(self) -> list[report.Ending]:
         """Of ranks that have come to their end, with exit code 0, but whose process still exits: how they end."""
@@ -502,8 +505,7 @@ class Agent(SimpleElasticAgent):
             elif not running:
                 return self.saved is not None and not self._peers.was_asked()
             elif now - began >= _HEAR_SECONDS:  # one that failed is seen to come again before it is read that it did
-                able = all(os.path.exists(self._error_file(rank) + SAVES) for rank in running)
-                if self._stop_request is None or not able or now - began > SAVE_SECONDS:
+                if self._stop_request is None or not self._would_save() or now - began > SAVE_SECONDS:
                     return True
                 self._stop_request.poll(self._interrupts.asked is not None, machines_come=True)
             time.sleep(self._plan.monitor_seconds)
@@ -560,24 +562,31 @@ class Agent(SimpleElasticAgent):
         interrupted = self._interrupts.received[:1] == [signal.SIGINT]
         if not interrupted:  # which lets a rank end its write; SIGTERM ends Python in the middle of it
             self._await_writes()
+        if self._stop_request is not None:
+            self._stop_request.end()
         signum = signal.SIGINT if interrupted else signal.SIGTERM
-        busy = lambda: not self._interrupts.overdue and bool(self._writes())  # noqa: E731
+        busy = lambda: not self._interrupts.breaks_writes_off and bool(self._writes())  # noqa: E731
         self._processes.stop(signum, lambda: self._interrupts.impatient, busy)
         self._output.show()
-        for file in {self._traced_to(rank) for rank in self._ranks} - {None}:
+        # The files to which the ranks' runs are traced. Rank 0 has written its own, unless it was killed.
+        for file in {told(self._error_file(rank), TRACE) for rank in self._ranks} - {None}:
             for line in join_left(str(file), self._ranks):
                 say(f"paceline: {line}\n")
 
     def _await_writes(self) -> None:
         """Let ranks end the checkpoints that they write in the background (train/background_write.py)."""
         began, before, first = time.monotonic(), len(self._interrupts.received), self._writes()
-        told = False
+        said = False
         while any(self._writes().get(rank) == step for rank, step in first.items()):
             waited = time.monotonic() - began
-            if len(self._interrupts.received) > before or self._interrupts.overdue or waited > processes.BUSY_SECONDS:
+            if (
+                len(self._interrupts.received) > before
+                or self._interrupts.breaks_writes_off
+                or waited > processes.BUSY_SECONDS
+            ):
                 return
-            if not told and waited > 1.0:
-                told = True
+            if not said and waited > 1.0:
+                said = True
                 steps = ", ".join(sorted(set(first.values())))
                 say(f"paceline: waiting for the checkpoint of step {steps}, which is being written.\n")
             time.sleep(self._plan.monitor_seconds)
@@ -585,16 +594,7 @@ class Agent(SimpleElasticAgent):
 
     def _writes(self) -> dict[int, str]:
         """The ranks of this machine that write a checkpoint in the background: rank -> its step."""
-        ended, found = self._processes.exits(), dict[int, str]()
-        for rank in (rank for local_rank, rank in enumerate(self._ranks) if local_rank not in ended):
-            with contextlib.suppress(FileNotFoundError), open(self._error_file(rank) + WRITES) as file:
-                found[rank] = file.read()
-        return found
-
-    def _traced_to(self, rank: int) -> str | None:
-        """The file to which this rank's run is traced, if it is. Rank 0 has written it, unless it was killed."""
-        try:
-            with open(self._error_file(rank) + TRACE) as file:
-                return file.read()
-        except FileNotFoundError:
-            return None
+        ended = self._processes.exits()
+        left = (rank for local_rank, rank in enumerate(self._ranks) if local_rank not in ended)
+        found = {rank: told(self._error_file(rank), WRITES) for rank in left}
+        return {rank: step for rank, step in found.items() if step is not None}

@@ -249,9 +249,7 @@ class Doors:
             return
         count = "a connection" if self._untold == 1 else f"{self._untold} connections, the last"
         self._untold, self._told_at = 0, now
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"paceline: refused {count} from {self._last}. (To the run's store, at {self._name}.)\n")
-            sys.stderr.flush()
+        say(f"paceline: refused {count} from {self._last}. (To the run's store, at {self._name}.)\n")
 
 
 def _written(address: tuple[object, ...]) -> str:

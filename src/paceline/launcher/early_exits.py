@@ -23,7 +23,7 @@ from paceline.launcher.output import say
 from paceline.launcher.process_state import read_state
 from paceline.launcher.report import exits_in_words, name_ranks
 from paceline.launcher.stacks import StackSample, is_waiting, sample_stacks
-from paceline.world import LEFT, MAY_DIE
+from paceline.world import LEFT, MAY_DIE, told, was_told
 
 NOTICE_SECONDS = 10.0
 POLL_SECONDS = 2.0
@@ -91,7 +91,7 @@ class EarlyExits:
         """Kill ranks that are stopped, where all that run are, and the others could do without each of them."""
         stopped = {rank for rank, pid in pids.items() if read_state(pid).stopped}
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
-        if len(stopped) < len(pids) or not all(os.path.exists(self._error_files[rank] + MAY_DIE) for rank in stopped):
+        if len(stopped) < len(pids) or not all(was_told(self._error_files[rank], MAY_DIE) for rank in stopped):
             return
         if all(now - since >= self._stuck_seconds for since in self._stopped.values()):
             self.ended |= stopped
@@ -103,6 +103,4 @@ class EarlyExits:
 
 def read_place(error_file: str) -> str:
     """Where in the script a rank that ended with exit code 0 did so; "" where it did not say."""
-    with contextlib.suppress(OSError), open(error_file + LEFT, errors="replace") as file:
-        return file.read()
-    return ""
+    return told(error_file, LEFT) or ""

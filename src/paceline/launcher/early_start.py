@@ -24,7 +24,7 @@ from paceline.launcher import processes
 from paceline.launcher.checks import check_devices
 from paceline.launcher.output import Output
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
-from paceline.world import HANDOVER, MEMORY, MEMORY_EVERY, STARTS_AGAIN, STOP_FILE, STORE_DOOR, World
+from paceline.world import HANDOVER, MEMORY, MEMORY_EVERY, NOTICE, STARTS_AGAIN, STOP_FILE, STORE_DOOR, World
 
 HOST = "127.0.0.1"
 DRIVERS = (  # on Linux: of NVIDIA, of it under WSL, of AMD, of Intel, of others
@@ -58,8 +58,8 @@ def possible(plan: Plan) -> bool:
     )
 
 
-def start(plan: Plan, output: Output, stop_file: str | None) -> EarlyWorkers:
-    """Start the workers. stop_file: through which they are told to save a checkpoint and end; None: they are not.
+def start(plan: Plan, output: Output, stop_file: str | None, notices: bool = False) -> EarlyWorkers:
+    """Start the workers. stop_file, notices: as for `command`.
 
     Raises:
         LaunchError: a worker cannot be started.
@@ -67,14 +67,14 @@ def start(plan: Plan, output: Output, stop_file: str | None) -> EarlyWorkers:
     check_devices(plan.nproc, plan.device, 0, plan.on_cpu)
     listener = listen(HOST, plan.nodes.port)
     run_id = uuid.uuid4().hex
-    if stop_file is not None:
-        write_stop_file(stop_file, 0)
+    if stop_file is not None and write_stop_file(stop_file, 0):
+        stop_file = None  # the agent's StopRequest says why
     port = listener.getsockname()[1]
     commands: list[processes.Command] = []
     try:
         for rank in range(plan.nproc):
             world = World(rank, plan.nproc, rank, plan.nproc, 0, 1, "paceline", HOST, port)
-            commands.append(command(plan, world, output, run_id, starts=0, stop_file=stop_file))
+            commands.append(command(plan, world, output, run_id, starts=0, stop_file=stop_file, notices=notices))
         started = processes.start(commands, output.private)
     except BaseException:
         listener.close()
@@ -102,11 +102,14 @@ def command(
     *,
     starts: int,
     stop_file: str | None,
+    notices: bool = False,
     door: int | None = None,
 ) -> processes.Command:
     """What starts the worker that has this place.
 
     starts: how often workers have been started before.
+    stop_file: through which they are told to save a checkpoint and end; None: they are not.
+    notices: may SIGTERM ask for that?
     door: the port on loopback that leads to the workers' store; None: it is at the place itself.
     """
     environ = worker_environment(
@@ -120,8 +123,11 @@ def command(
         restarts=starts,
     )
     environ.pop(STOP_FILE, None)  # of an outer launcher, which asks its own workers
+    environ.pop(NOTICE, None)
     if stop_file is not None:
         environ[STOP_FILE] = stop_file
+        if notices:
+            environ[NOTICE] = "1"
     environ.pop(HANDOVER, None)
     if plan.max_restarts:
         environ[HANDOVER] = os.path.join(output.private, "newest")
@@ -155,7 +161,12 @@ def stop_file(output: Output, starts: int) -> str:
     return os.path.join(output.private, f"stop-{starts + 1}")
 
 
-def write_stop_file(path: str, phase: int) -> None:
-    """Tell the ranks, which have mapped the file. phase: 0, or one of stop_request.py."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:  # in place: it is mapped
-        file.write(bytes([phase]))
+def write_stop_file(path: str, phase: int) -> str:
+    """Tell the ranks, which have mapped the file. phase: 0, or one of stop_request.py. Returns why it cannot be
+    written, or ""."""
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:  # in place: it is mapped
+            file.write(bytes([phase]))
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Mapping
 
+from paceline.launcher import process_state
 from paceline.launcher.early_exits import read_place
 from paceline.launcher.output import Output
 from paceline.launcher.report import UNWRITTEN, Ending, Error
 from paceline.launcher.stacks import in_collective, place_in_traceback, place_of_crash
-from paceline.world import DONE, FAILING, LOST_PEER
+from paceline.world import DONE, FAILING, LOST_PEER, SAVED, told, was_told
 
 CRASHES = tuple(-signum for signum in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 """Exit codes of a process that its own native code ended."""
@@ -24,12 +26,8 @@ def told_exit_code(path: str) -> int | None:
 
 def _told(path: str) -> tuple[int | None, bool]:
     """(the exit code, whether the script has caught an exception that only told of another rank's end)."""
-    try:
-        with open(path + FAILING) as file:
-            code, why = file.read().split("\n")
-            return int(code), why == LOST_PEER
-    except (OSError, ValueError):  # not there, or not written yet
-        return None, False
+    code, _, why = (told(path, FAILING) or "").partition("\n")
+    return (int(code), why == LOST_PEER) if code else (None, False)
 
 
 def crashed_when_done(path: str, code: int | None) -> bool:
@@ -38,7 +36,13 @@ def crashed_when_done(path: str, code: int | None) -> bool:
     Destructors of libraries run after the last of Python's exit functions, while threads of theirs may still run: torch
     with gloo or OpenBLAS crashes there, rarely. path: of the rank's error file.
     """
-    return code in CRASHES and os.path.exists(path + DONE)
+    return code in CRASHES and was_told(path, DONE)
+
+
+def ended_when_saved(path: str, code: int | None) -> bool:
+    """Was the rank asked to stop, and ended in some other way than by itself once the checkpoint was on the disk?
+    Schedulers send SIGTERM more than once. path: of the rank's error file."""
+    return code is not None and code != 0 and was_told(path, SAVED)
 
 
 def make_ending(
@@ -80,3 +84,18 @@ def _why_unwritable(output: Output, rank: int, code: int | None) -> str:
     if code == UNWRITTEN:
         return f"Its output goes to {path}: is there no room, or a quota? --output DIR or TMPDIR name another disk."
     return ""
+
+
+def stopped_in_words(pids: Mapping[int, int], role: Callable[[int], str]) -> str:
+    """A line for each of these ranks that is stopped by a signal: others may have waited for it.
+
+    Args:
+        pids: the process of each.
+        role: of a rank, what it is for the others; "" where all are alike.
+    """
+    states = {rank: process_state.read_state(pid) for rank, pid in pids.items()}
+    return "".join(
+        f"rank {rank}{(what := role(rank)) and f', {what},'} {process_state.describe(pids[rank], state)}\n"
+        for rank, state in sorted(states.items())
+        if state.stopped
+    )

@@ -12,7 +12,7 @@ from typing import Any
 from paceline import notebook
 from paceline.errors import LaunchError, SettingError
 from paceline.launcher.plan import StrategyCheck, make_plan
-from paceline.world import CELL_FILE
+from paceline.world import CELL_FILE, NOTICE_SECONDS
 
 
 def call(
@@ -27,14 +27,14 @@ def call(
 ) -> list[Any]:
     """paceline.launch, whose docstring is in launching.py."""
     from paceline.launcher.interrupts import Interrupts, Stopped
-    from paceline.launcher.output import Output
+    from paceline.launcher.output import Output, say
 
     if not callable(fn):
         raise SettingError(f"launch({fn!r}): a function is needed, to call in each process: launch(train, nproc=2).")
     plan = make_plan("", (), nproc, settings, check_strategy, kind="function", tee=tee, timeout_seconds=timeout)
     payload = _pickled(fn, args)
     output = Output(None, plan.tee, console=False)
-    with Interrupts() as interrupts:
+    with Interrupts(grace=NOTICE_SECONDS, if_able=True) as interrupts:
         try:
             from dataclasses import replace
 
@@ -54,6 +54,9 @@ def call(
         except Stopped as error:
             stopped = error.signum
         else:
+            if outcome.saved:
+                say(outcome.story)
+                signal.raise_signal(signal.SIGTERM)
             failed = LaunchError(f"launch({_name(fn)}): {outcome.story}".rstrip("\n"))
             notebook.shorten(failed, f"LaunchError: {failed}")  # with the rank's traceback, and not the launcher's
             raise failed

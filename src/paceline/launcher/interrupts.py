@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from paceline.launcher.output import say
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_final = False  # does the next signal end the run, whatever it means otherwise?
 
 
 class Stopped(BaseException):
@@ -36,16 +39,30 @@ class Interrupts:
 
     Args:
         stoppable: SIGUSR1 asks the run to save a checkpoint and end (stop_request.py).
-        grace: so does SIGTERM, while workers run: for so many seconds, and then it means what it always does.
+        grace: so does SIGTERM while workers run. After this many seconds the run ends. None: SIGTERM ends the run at
+            once.
+        if_able: SIGTERM asks the run only if its ranks can save now (`consult`), and otherwise ends it at once.
     """
 
-    def __init__(self, *, stoppable: bool = False, grace: float | None = None) -> None:
+    def __init__(self, *, stoppable: bool = False, grace: float | None = None, if_able: bool = False) -> None:
         self.received: list[int] = []  # the signals so far
         self.deferred = False  # does only `check` raise?
         self.stoppable, self._grace = stoppable, grace
+        self._able: Callable[[], bool] = lambda: not if_able
+        self._if_able = if_able
         self.asked: int | None = None  # the signal that asked the run to save and end
         self._grace_ends: float | None = None  # when that must be done, by time.monotonic
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def notices(self) -> bool:
+        """Can SIGTERM ask the run to save a checkpoint and end?"""
+        return self._grace is not None
+
+    def consult(self, able: Callable[[], bool]) -> None:
+        """able: can the ranks save a checkpoint now?"""
+        if self._if_able:
+            self._able = able
 
     @property
     def impatient(self) -> bool:
@@ -56,6 +73,12 @@ class Interrupts:
     def overdue(self) -> bool:
         """Is the time up that SIGTERM gave the run to save a checkpoint?"""
         return self._grace_ends is not None and time.monotonic() > self._grace_ends
+
+    @property
+    def breaks_writes_off(self) -> bool:
+        """Is the time up that the user gave? Where the user gave none, a checkpoint that is being written may take
+        longer: the scheduler knows when it ends that."""
+        return self.overdue and not self._if_able
 
     @property
     def due(self) -> int | None:
@@ -70,7 +93,7 @@ class Interrupts:
             raise Stopped(signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGUSR1 or (signum == signal.SIGTERM and self.deferred and self._grace is not None):
+        if signum == signal.SIGUSR1 or (signum == signal.SIGTERM and self._is_notice()):
             self.asked = self.asked or signum
             if signum == signal.SIGTERM and self._grace_ends is None:  # schedulers send it more than once
                 self._grace_ends = time.monotonic() + (self._grace or 0.0)
@@ -78,6 +101,12 @@ class Interrupts:
         self.received.append(signum)
         if not self.deferred:
             raise Stopped(signum)
+
+    def _is_notice(self) -> bool:
+        """Does this SIGTERM ask the run to save, as opposed to ending it?"""
+        if self._grace is None or not self.deferred or _final:
+            return False
+        return self._able() if self._grace_ends is None else not self.overdue
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
@@ -95,3 +124,10 @@ class Interrupts:
 
 def _too_late(signum: int, frame: FrameType | None) -> None:
     """A handler that does nothing."""
+
+
+def end(signum: int) -> None:
+    """End the run of this process by a signal, from any thread. SIGTERM is then no request to save a checkpoint."""
+    global _final
+    _final = True
+    os.kill(os.getpid(), signum)

@@ -8,6 +8,7 @@ directory that was asked for (--output) stay; temporary ones, of which nobody is
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 import subprocess
@@ -15,17 +16,28 @@ import sys
 import tempfile
 from typing import IO
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, printable
+from paceline.launcher import streams
 from paceline.notebook import Relay
+from paceline.world import SHARED_MEMORY, is_private
 
-SHARED_MEMORY = "/dev/shm"  # where Linux has memory as files
 LAST_LINES = 20  # of a rank that died without an exception
 
 
-def say(text: str) -> None:
-    """Print whole lines on stderr. A rank's progress bar, whose line has no end yet, is wiped away first."""
-    terminal = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown", None)
-    print("\r\x1b[2K" * terminal + text, end="", file=sys.stderr, flush=True)
+SAY_SECONDS = 5.0
+_reads = True  # did who reads stderr take the last message in time?
+
+
+def say(text: str, last: bool = False) -> None:
+    """Print whole lines on stderr, if that can be written (streams.py), with no control characters of a script's or
+    another host's. A rank's progress bar, whose line has no end yet, is wiped away first.
+
+    last: has the run ended? Then this waits for a slow reader, as other programs do.
+    """
+    global _reads
+    terminal = os.environ.get("TERM") not in ("dumb", "unknown", None) and streams.is_terminal(sys.stderr)
+    seconds = None if last else SAY_SECONDS if _reads else 0.0
+    _reads = streams.write(sys.stderr, "\r\x1b[2K" * terminal + printable(text), seconds)
 
 
 def _start_remover(folder: str) -> subprocess.Popen[bytes]:
@@ -39,6 +51,12 @@ def _start_remover(folder: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _compile_caches() -> list[str]:
+    """The folders for compiled code in TMPDIR. torch makes one at the first optimizer, also for a script that compiles
+    nothing."""
+    return glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "torchinductor_*"))
 
 
 class Output:
@@ -69,22 +87,25 @@ class Output:
             raise LaunchError(
                 f"--output {directory}: the directory cannot be made: {error.strerror}. Name one that you may write to."
             ) from None
-        self._memory: str | None = None  # a folder in memory; None: nobody has asked for it
+        # A folder in memory, for `memory` and for what the disk of the private one has no room for (world.py).
+        self._spare = os.path.join(SHARED_MEMORY, os.path.basename(self.private))
+        self._memory: str | None = None  # what `memory` returns, once it has been asked
         self._remover = _start_remover(self.private)
+        self._found = set(_compile_caches())  # before the run
         self._written: set[int] = set()  # ranks that have had a file in this run
         self._shown: dict[int, int] = {}  # rank -> bytes of its file that have been printed
+        self._unwritten = b""  # of them, those for which a pipe had no room yet
+        self._deaf = False  # can nothing be printed any more?
         self._first: int | None = None
         self.relay: Relay | None = None  # of the picture that rank 0 draws for a notebook
 
     def memory(self) -> str:
         """A folder in the memory of this machine, removed with the private one; that itself where none can be made."""
         if self._memory is None:
-            path = os.path.join(SHARED_MEMORY, os.path.basename(self.private))
-            try:
-                os.mkdir(path, mode=0o700)  # fails where another user has one of that name
-            except OSError:
-                path = os.path.join(self.private, "memory")
-            self._memory = path
+            path = self._spare
+            with contextlib.suppress(OSError):
+                os.mkdir(path, mode=0o700)
+            self._memory = path if is_private(path) else os.path.join(self.private, "memory")
         return self._memory
 
     def path(self, rank: int) -> str:
@@ -100,9 +121,13 @@ class Output:
             return None
         if first:
             self._first = rank
+        again = rank in self._written
         try:
-            file = open(self.path(rank), "ab" if rank in self._written else "wb")  # noqa: SIM115  # the caller closes it
+            file = open(self.path(rank), "ab" if again else "wb")  # noqa: SIM115  # the caller closes it
         except OSError as error:
+            if again:  # a run that was under way goes on without it
+                say(f"paceline: {self.path(rank)} cannot be written any more ({error.strerror}).\n")
+                return open(os.devnull, "wb")
             raise LaunchError(
                 f"The output of rank {rank} cannot be written to {self.path(rank)}: {error.strerror}. Name another "
                 "directory with --output."
@@ -115,36 +140,68 @@ class Output:
     def show(self, final: bool = False) -> None:
         """Print what has been written since the last call, in whole lines; with `final`, all of it."""
         for rank, start in self._shown.items():
-            with open(self.path(rank), "rb") as file:
-                file.seek(start)
-                data = file.read()
+            if not self._print("", final):
+                break
+            data = self._read(rank, start)
             whole = data if final else data[: data.rfind(b"\n") + 1]
             if not whole:
                 continue
             self._shown[rank] = start + len(whole)
             mark = "" if rank == self._first else f"[rank {rank}] "
-            for line in whole.decode(errors="replace").removesuffix("\n").split("\n"):
-                sys.stdout.write(f"{mark}{line}\n")
-            sys.stdout.flush()
+            lines = whole.decode(errors="replace").removesuffix("\n").split("\n")
+            self._print("".join(f"{mark}{line}\n" for line in lines), final)
         if self.relay is not None:
             self.relay.show()
+
+    def _print(self, text: str, final: bool) -> bool:
+        """Print on stdout. Where that is a pipe that has no room now, the rest is printed at the next call. Returns
+        whether there is no rest. Unlike stderr, nothing is dropped while somebody reads."""
+        stream = sys.stdout
+        if self._deaf or stream is None:
+            return False
+        if stream is not sys.__stdout__:  # a notebook's, or a test's
+            return not text or streams.write(stream, text)
+        assert stream is not None
+        try:
+            stream.flush()
+            self._unwritten += text.encode(stream.encoding, stream.errors or "strict")
+            until = float("inf") if final else 0.0
+            self._unwritten = streams.unwritten(stream.fileno(), self._unwritten, until)
+        except (OSError, ValueError):  # closed; nobody reads it any more; the disk is full
+            self._deaf = True
+        return not self._unwritten and not self._deaf
+
+    def _read(self, rank: int, start: int) -> bytes:
+        """A rank's file from this byte on; b"" where somebody has removed it."""
+        with contextlib.suppress(OSError), open(self.path(rank), "rb") as file:
+            file.seek(start)
+            return file.read()
+        return b""
+
+    def _size(self, rank: int) -> int:
+        with contextlib.suppress(OSError):
+            return os.path.getsize(self.path(rank))
+        return 0
 
     def last_lines(self, rank: int) -> list[str]:
         """The end of what `rank` printed, unless that was shown."""
         if rank not in self._written or rank in self._shown:
             return []
-        with open(self.path(rank), "rb") as file:
-            file.seek(max(0, os.path.getsize(self.path(rank)) - 100 * LAST_LINES))
-            return file.read(100 * LAST_LINES).decode(errors="replace").splitlines()[-LAST_LINES:]
+        data = self._read(rank, max(0, self._size(rank) - 100 * LAST_LINES))
+        return data.decode(errors="replace").splitlines()[-LAST_LINES:]
 
     def close(self, failed: bool) -> str:
         """Remove what need not be kept. Returns a line that says where the ranks' output is, or ""."""
         self.show(final=True)
         with contextlib.suppress(BrokenPipeError):  # it has been killed
             self._remover.communicate(b"done\n")
-        if self._memory is not None:
-            shutil.rmtree(self._memory, ignore_errors=True)
-        kept = [rank for rank in sorted(self._written) if os.path.getsize(self.path(rank))]
+        if is_private(self._spare):
+            shutil.rmtree(self._spare, ignore_errors=True)
+        for path in _compile_caches():
+            if path not in self._found:
+                with contextlib.suppress(OSError):  # it holds something
+                    os.rmdir(path)
+        kept = [rank for rank in sorted(self._written) if self._size(rank)]
         if self.directory != self.private or not failed or not kept:
             shutil.rmtree(self.private, ignore_errors=True)
         else:
@@ -152,7 +209,8 @@ class Output:
                 if entry.is_dir(follow_symlinks=False):  # what ranks have left for the next start
                     shutil.rmtree(entry.path, ignore_errors=True)
                 elif not entry.name.endswith(".log"):
-                    os.remove(entry.path)
+                    with contextlib.suppress(OSError):
+                        os.remove(entry.path)
         if not failed or not kept:
             return ""
         files = os.path.basename(self.path(kept[0])) + (", ..." if len(kept) > 1 else "")

@@ -118,8 +118,9 @@ class Peers:
             if other not in self._beats or self._beats[other][0] != beat:
                 self._beats[other] = beat, now
             elif now - self._beats[other][1] > SILENT_SECONDS and not self._call("check", [f"done/{other}"]):
-                why = f"nothing was heard of it for {SILENT_SECONDS:.0f} s: its launcher or the machine has gone"
-                return Failure(f"{self._name(other)}: {why}", False)
+                why = f"nothing was heard of it for {SILENT_SECONDS:.0f} s"
+                gone = "its launcher or the machine has gone, or is stopped"
+                return Failure(f"{self._name(other)}: {why}: {gone}", False)
         return None
 
     def publish_failure(self, text: str, consequence: bool) -> None:

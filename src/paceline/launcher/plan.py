@@ -17,7 +17,10 @@ from paceline import world as names
 from paceline.errors import LaunchError, SettingError
 from paceline.launcher import checks
 from paceline.launcher.nodes import ALONE, Nodes
+from paceline.torch_private.variables import check_variables
 from paceline.world import World
+
+MOST_PROCESSES = 10_000  # of one machine. More is a typing error.
 
 StrategyCheck = Callable[[config.StrategySpec | None, int | None, int | None], int]
 """Raises SettingError for a strategy (None: not known) that cannot work on so many processes (likewise), or not with
@@ -89,8 +92,9 @@ def make_plan(
 
     Raises:
         LaunchError: `nproc` is no number of processes, `script` is no file that can be read, or the like.
-        SettingError: one of `settings`, or of the settings file, cannot work.
+        SettingError: one of `settings`, of the settings file, or of torch's environment variables, cannot work.
     """
+    check_variables(os.environ)
     kind, nodes = rest.get("kind", "script"), rest.get("nodes", ALONE)
     if kind == "script":
         checks.check_script(script)
@@ -207,8 +211,10 @@ def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int], besid
         count = int(nproc)
     except ValueError:
         count = 0
-    if count < 1:
-        raise LaunchError(f"--nproc {nproc}: give the number of processes, 1 or more (or `gpu`, `cpu` or `auto`).")
+    if not 1 <= count <= MOST_PROCESSES:
+        raise LaunchError(
+            f"--nproc {nproc}: give the number of processes, from 1 to {MOST_PROCESSES} (or `gpu`, `cpu` or `auto`)."
+        )
     return count
 
 

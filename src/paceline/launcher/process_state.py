@@ -101,6 +101,11 @@ def has_variable(pid: int, entries: Sequence[bytes]) -> bool:
         return False
 
 
+def name_of(pid: int) -> str:
+    """The name of its program; "" where it has ended."""
+    return _read(f"/proc/{pid}/comm").strip()
+
+
 def all_pids() -> list[int]:
     try:
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]

@@ -17,8 +17,8 @@ from typing import IO, NamedTuple
 
 from paceline.errors import LaunchError
 from paceline.launcher import process_state
-from paceline.launcher.output import SHARED_MEMORY, say
-from paceline.world import ERROR_FILE
+from paceline.launcher.output import say
+from paceline.world import ERROR_FILE, SHARED_MEMORY
 
 GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
 BUSY_SECONDS = 300.0  # the same for those that write a checkpoint
@@ -26,6 +26,7 @@ _KILL_SECONDS = 1.0  # for SIGKILL to be seen to work
 _RELEASE_SECONDS = 10.0  # for a process that is killed to give back its memory, which takes a busy machine some time
 _STRAY_SECONDS = 1.0  # between SIGTERM and SIGKILL to what a worker left behind in a session of its own
 _POLL_SECONDS = 0.02
+_NAMED = 8  # of the processes that go on, at most
 
 
 class Command(NamedTuple):
@@ -111,16 +112,28 @@ class Processes:
             _wait(lambda: not busy() or hurry(), BUSY_SECONDS)
             _wait(lambda: not self._running() or hurry(), GRACE_SECONDS)
         self.exits()
-        marks = [mark for process, mark in zip(self._started, self._marks) if mark and process.pid in self._sweep]
+        # Where one has failed or was stopped, also what those have left that ended well.
+        marks = [mark for mark in self._marks if mark] if self._sweep else []
         for pid in self._sweep:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: the second)
                 os.killpg(pid, signal.SIGKILL)
+        if not self._sweep:
+            self._tell_of_what_goes_on()
         self._sweep.clear()
         _end_strays(marks, hurry)
         self._dismiss_watcher()
         _wait(lambda: not self._running(), _KILL_SECONDS)
         if self._running():
             self._wait_for_the_killed()
+
+    def _tell_of_what_goes_on(self) -> None:
+        """All have ended well. What they have left, such as a server, is theirs: it goes on, and is named once."""
+        marks, self._marks = [mark for mark in self._marks if mark], [b""] * len(self._marks)
+        left = [f"{pid} ({name})" for pid in _find(marks) if (name := process_state.name_of(pid))]
+        if left:
+            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+            what = "a process goes on that a rank has" if len(left) == 1 else "processes go on that ranks have"
+            say(f"paceline: {what} started: {', '.join(left[:_NAMED])}{more}. `kill` ends it; no launcher will.\n")
 
     def _wait_for_the_killed(self) -> None:
         """Say what keeps processes that SIGKILL has not ended, as the kernel tells it."""

@@ -366,6 +366,12 @@ def _reach(nodes: Nodes, keeper: Doors | None) -> tuple[str, int]:
             f"--rdzv-endpoint {nodes.endpoint}: the launcher there does not accept {ours} ({problem}). Give all "
             "machines the same file (--rdzv-secret-file)."
         )
+    if isinstance(problem, NoKeeper) and _is_insecure(nodes):
+        raise LaunchError(
+            f"--rdzv-endpoint {nodes.endpoint}: the launcher there asks nobody for a secret (it has --rdzv-insecure, "
+            "or is torchrun's), and this one does. Start all machines alike: with --rdzv-secret-file, or all with "
+            "--rdzv-insecure."
+        )
     if isinstance(problem, NoKeeper):
         raise LaunchError(
             f"--rdzv-endpoint {nodes.endpoint}: something that is no launcher of this version listens on port "
@@ -470,8 +476,36 @@ def _probe(nodes: Nodes) -> None:
     start = time.monotonic()
     while thread.is_alive() and time.monotonic() - start < _PROBE_SECONDS:
         thread.join(0.05)
-    if not answered.is_set():
+    if answered.is_set():
+        return
+    if _asks_for_a_secret(nodes):
         raise LaunchError(
-            f"--rdzv-endpoint {nodes.endpoint}: something that is no launcher listens on port {nodes.port}. End it "
-            f"there (`ss -ltnp | grep {nodes.port}` names it), or choose another port, on all machines alike."
+            f"--rdzv-endpoint {nodes.endpoint}: the launcher there asks for a secret, and this one was started with "
+            "--rdzv-insecure. Start all machines alike: with the file that the launcher there has "
+            "(--rdzv-secret-file), or all with --rdzv-insecure."
         )
+    raise LaunchError(
+        f"--rdzv-endpoint {nodes.endpoint}: what listens on port {nodes.port} does not answer as a launcher does. If "
+        f"it is another program (`ss -ltnp | grep {nodes.port}` there names it), end it, or choose another port on all "
+        "machines alike. If it is a launcher, start all machines with the same version and options."
+    )
+
+
+def _asks_for_a_secret(nodes: Nodes) -> bool:
+    """Does a launcher listen at the endpoint that lets in none without its secret?"""
+    try:
+        knock((nodes.host, nodes.port), b"", _PROBE_SECONDS)
+    except NoKeeper:
+        return False
+    except OSError as error:
+        return isinstance(error, Refused)
+    return True
+
+
+def _is_insecure(nodes: Nodes) -> bool:
+    """Does a store of torch's listen at the endpoint, as that of a launcher with --rdzv-insecure or of torchrun?"""
+    try:
+        _probe(nodes)
+    except LaunchError:
+        return False
+    return True

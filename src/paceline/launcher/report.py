@@ -13,7 +13,8 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.errors import only_tells_of_a_lost_peer
+from paceline.errors import only_tells_of_a_lost_peer, printable
+from paceline.world import told
 
 # What gloo says, before it aborts, when two ranks have come to different operations.
 _UNLIKE_CALLS = re.compile(r"gloo::EnforceNotMet|op\.preamble\.length|preamble\.nbytes")
@@ -21,6 +22,7 @@ _CALL_ALIKE = (
     "Ranks were in different collective operations. Is a call that all must make made on some ranks only, as under `if "
     "run.main` (run.save, run.export, evaluation, and with fsdp or tensor model(x), p.norm() or p.full_tensor())?"
 )
+_GIVE_ALIKE = "Do all ranks give that call tensors of the same sizes and dtypes?"
 _LIKELY = {
     signal.SIGKILL: " (perhaps out of memory)",
     signal.SIGBUS: " (perhaps /dev/shm is full)",
@@ -53,6 +55,11 @@ class Error:
     def consequence(self) -> bool:
         """Does it only say that another process has gone?"""
         return only_tells_of_a_lost_peer(self.chain)
+
+    @property
+    def names_the_call(self) -> bool:
+        """Does it say in which call of Paceline's the other process was missed (train/call_check.py)?"""
+        return self.consequence and self.chain[0].startswith("UsageError: ")
 
 
 @dataclass(frozen=True)
@@ -111,16 +118,15 @@ class Ending:
 def read_error(path: str) -> Error | None:
     """The error that a worker recorded; None where there is none, or the file is no record of ours."""
     try:
-        with open(path) as file:
-            record = json.load(file)
+        record = json.loads(told(path, "") or "")
         return Error(
             float(record["time"]),
-            str(record["summary"]),
-            str(record["traceback"]),
+            printable(str(record["summary"])),
+            printable(str(record["traceback"])),
             tuple(map(str, record["chain"])),
             bool(record["shown"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 
@@ -151,9 +157,10 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = (), elsewher
     early = [ending for ending in endings if not ending.failed and not ending.expendable]
     lines = [headline(first)]
     if first.consequence and early:  # the victim's words come second
+        named = first.error is not None and first.error.names_the_call
         lines = [
             f"{exits_in_words([e.rank for e in early], {e.rank: e.place for e in early})}, while others still needed "
-            f"{'it' if len(early) == 1 else 'them'}: do all ranks take the same number of steps?",
+            f"{'it' if len(early) == 1 else 'them'}{'.' if named else ': do all ranks take the same number of steps?'}",
             *lines,
         ]
     if first.error and not first.error.shown:
@@ -163,8 +170,9 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = (), elsewher
     if first.unwritable:
         lines.append(first.unwritable)
     if first.code == -signal.SIGABRT and (first.in_collective or any(map(_UNLIKE_CALLS.search, last_lines))):
-        lines.append(_CALL_ALIKE)
         places = {e.rank: e.place for e in endings if e.failed and e.place} | dict(elsewhere)
+        at_one_place = len(places) > 1 and len(set(places.values())) == 1
+        lines.append(_GIVE_ALIKE if at_one_place else _CALL_ALIKE)
         lines += [f"  rank {rank} was at {place}" for rank, place in sorted(places.items())]
     if first.role and not first.error:
         lines.append(

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import secrets
 import stat
+from collections import Counter
+from collections.abc import Sequence
 
+from paceline.config import open_plain
 from paceline.errors import LaunchError
 
 MIN_CHARACTERS = 32
+MIN_BITS = 64.0  # by _bits; 32 random hexadecimal digits have some 105
+_MOST_BYTES = 4096
 _BYTES = 32
+_MAKE = "`paceline secret FILE`"
 
 
 def make_secret() -> str:
@@ -35,9 +43,10 @@ def read_secret(path: str) -> str:
     """The secret in a file. Raises LaunchError where others could read it too, or it can be guessed."""
     option = f"--rdzv-secret-file {path}"
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(4096).decode().strip()
+            data = file.read(_MOST_BYTES + 1)
+        text = data.decode().strip()
     except FileNotFoundError:
         raise LaunchError(
             f"{option}: there is no such file. Make it once (`paceline secret {path}`), and copy it to all machines, "
@@ -57,4 +66,27 @@ def read_secret(path: str) -> str:
             f"{option} has {len(text)} characters, which can be guessed; {MIN_CHARACTERS} are the least. Make one with "
             "`paceline secret FILE`."
         )
+    if len(data) > _MOST_BYTES:
+        raise LaunchError(f"{option} is no secret: it has more than {_MOST_BYTES} bytes. Make one with {_MAKE}.")
+    if not text.isprintable():
+        raise LaunchError(f"{option} has characters that are no text. Make one with {_MAKE}.")
+    if _bits(text) < MIN_BITS:
+        raise LaunchError(
+            f"{option} can be guessed: it repeats itself, or counts, or has few different characters. Make one with "
+            f"{_MAKE}."
+        )
     return text
+
+
+def _bits(text: str) -> float:
+    """About how many bits an attacker must guess, who tries what repeats a few characters, or counts up or down: those
+    of one period of the text, by how often each character comes, or each step from a character to the next."""
+    period = next(n for n in range(1, len(text) + 1) if text.startswith(text[n:]))
+    steps = [ord(after) - ord(before) for before, after in itertools.pairwise(text)]
+    return period * min(_entropy(text), _entropy(steps))
+
+
+def _entropy(symbols: Sequence[object]) -> float:
+    """Bits of one symbol, by how often each comes (Shannon 1948)."""
+    shares = [count / len(symbols) for count in Counter(symbols).values()]
+    return -sum(share * math.log2(share) for share in shares)

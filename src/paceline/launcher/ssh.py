@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from paceline.config import open_plain
 from paceline.errors import LaunchError
 from paceline.launcher.hosts import (
     BEAT_SECONDS,
@@ -48,8 +49,9 @@ from paceline.launcher.hosts import (
 )
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import say
-from paceline.launcher.stop_request import RESUMABLE
+from paceline.world import NOTICE_SECONDS, RESUMABLE
 
+_MOST_HOSTFILE_BYTES = 2**24
 ANSWER_SECONDS = 60.0  # for a host to be asked: a Python from a slow network disk takes its time
 OTHERS_SECONDS = 10.0  # between the failure of one host and an order to the others to end
 END_SECONDS = 12.0  # for a host to carry out that order
@@ -67,7 +69,7 @@ class Job:
         options: further options of `paceline run`, as typed.
         meeting: how the hosts meet.
         version: of Paceline.
-        grace: at SIGTERM, seconds in which the hosts may save a checkpoint and end; None: they are ended.
+        grace: as for launcher.run.
         secret: that the launchers of the hosts share. It travels in ssh's pipe. None: they need none.
     """
 
@@ -88,8 +90,8 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
     text = ""
     if options.hostfile is not None:
         try:
-            with open(options.hostfile, encoding="utf-8") as file:
-                text = file.read()
+            with open_plain(options.hostfile) as file:
+                text = file.read(_MOST_HOSTFILE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise LaunchError(
                 f"--hostfile {options.hostfile} cannot be read: {error}. Name a text file with a host in each line."
@@ -108,7 +110,8 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
         )
     machines = [_Machine(*one) for one in zip(hosts, nproc, here)]
     request = {"probe": False, "directory": os.getcwd(), "environ": variables}
-    with Interrupts(stoppable=True, grace=job.grace) as interrupts:
+    grace = NOTICE_SECONDS if job.grace is None else job.grace or None
+    with Interrupts(stoppable=True, grace=grace) as interrupts:
         try:
             while True:
                 watch = _run_once(job, options, machines, least, request, interrupts)
@@ -158,7 +161,7 @@ def _run_once(
                 what["secret"] = job.secret
             remotes.append(_Remote(machine, commands[number], what))
         interrupts.deferred = True
-        watch = _Watch(remotes, interrupts, most_lost=len(machines) - least)
+        watch = _Watch(remotes, interrupts, most_lost=len(machines) - least, hosts_decide=job.grace is None)
         watch.run()
         return watch
     finally:
@@ -346,11 +349,16 @@ class _Watch:
         remotes: the hosts.
         interrupts: whether Ctrl-C or SIGTERM came.
         most_lost: how many may fail while the others go on.
+        hosts_decide: does each host decide whether SIGTERM asks it to save a checkpoint?
     """
 
-    def __init__(self, remotes: Sequence[_Remote], interrupts: Interrupts, most_lost: int) -> None:
+    def __init__(
+        self, remotes: Sequence[_Remote], interrupts: Interrupts, most_lost: int, hosts_decide: bool = False
+    ) -> None:
         self.exit_code = 1  # of the run, once it has ended
         self._remotes, self._interrupts, self._most_lost = remotes, interrupts, most_lost
+        self._hosts_decide = hosts_decide
+        self._noticed = False  # have the hosts heard of SIGTERM, where they decide?
         self._lost: dict[_Remote, float] = {}  # hosts whose launcher has gone without a word, and when
         self._ended: list[tuple[str, int | None]] = []  # (host, exit code) of those that ended without being told
         self._failed_at: float | None = None  # when too many had failed
@@ -456,8 +464,14 @@ class _Watch:
 
     def _beat(self, running: Sequence[_Remote], now: float) -> None:
         """A sign of life. After a signal that asks the run to save a checkpoint and end (stop_request.py) it says that,
-        at once, and each time: the first one may come too early there."""
-        word = "alive" if self._interrupts.asked is None else "save"
+        at once, and each time: the first one may come too early there. SIGTERM that the hosts decide on is passed on
+        once: one that comes early ends the run there, and a second would hurry its end."""
+        asked = self._interrupts.asked
+        if asked == signal.SIGTERM and self._hosts_decide:
+            word = "alive" if self._noticed else "notice"
+            self._noticed = True
+        else:
+            word = "alive" if asked is None else "save"
         if now - self._beat_at >= BEAT_SECONDS or word != self._beaten:
             self._beat_at, self._beaten = now, word
             for remote in running:

@@ -39,8 +39,10 @@ from socket import socket as Socket
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
+from paceline.launcher import process_state
 from paceline.torch_private import flight_recorder
 from paceline.torch_private.flight_recorder import GroupCalls
+from paceline.world import LAUNCHER_PID
 
 Answer = TypeVar("Answer")
 Frames = tuple[tuple[str, int, str], ...]  # innermost first: (file, line, function)
@@ -71,6 +73,7 @@ _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 # There a garbage collection inside of sys._current_frames could block all threads (python/cpython/issues/106883).
 _COLLECTS_INSIDE = (3, 11) <= sys.version_info < (3, 11, 9)
 _ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the lock
+_LOOK_SECONDS = 4.0  # between two looks whether the launcher is stopped
 _WHERE, _CALLS = b"?", b"c"  # the questions: a byte each
 _ANSWER_BYTES = 2**18  # more than a socket takes, as it comes
 # So many waits of the thread for the lock, in so many seconds, are in vain: each ends after 5 ms
@@ -90,6 +93,7 @@ class _Inbox:
         self._stat = os.fstat(self._socket.fileno())
         self._socket.bind(address)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.settimeout(_LOOK_SECONDS)
 
     @property
     def there(self) -> bool:
@@ -97,12 +101,16 @@ class _Inbox:
             return os.path.samestat(os.fstat(self._socket.fileno()), self._stat)
         return False
 
-    def receive(self) -> tuple[bytes, bytes] | None:
+    def receive(self, between: Callable[[], None]) -> tuple[bytes, bytes] | None:
         """Waits for a question of this user's, or of root's. Returns it, and where the answer goes; None: no more will
-        come."""
+        come. between: called every _LOOK_SECONDS meanwhile."""
         space = socket.CMSG_SPACE(_CREDENTIALS.size)
         while self.there:
-            question, extra, _, sender = self._socket.recvmsg(1, space)
+            try:
+                question, extra, _, sender = self._socket.recvmsg(1, space)
+            except TimeoutError:
+                between()
+                continue
             if not question:  # stop
                 return None
             users = [_CREDENTIALS.unpack(data)[1] for *_, data in extra if len(data) == _CREDENTIALS.size]
@@ -188,10 +196,33 @@ def _answer_all(inbox: _Inbox, main: int, answering: LockType, ready: LockType) 
             ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
         ready.release()
         with contextlib.suppress(OSError):  # the descriptor was closed: nobody can ask any more
-            while (asked := inbox.receive()) is not None:
+            watch = _LauncherWatch()
+            while (asked := inbox.receive(watch)) is not None:
                 question, sender = asked
                 answer = _calls() if question == _CALLS else [*_frames(main), _is_wanted()]
                 inbox.send(json.dumps(answer, ensure_ascii=False).encode(*_ENCODING), sender)
+
+
+class _LauncherWatch:
+    """Says that the launcher is stopped, which can say nothing itself: the first rank of a machine does."""
+
+    def __init__(self) -> None:
+        pid = os.environ.get(LAUNCHER_PID, "")
+        first = os.environ.get("LOCAL_RANK") == "0" and str(os.getppid()) == pid  # not a process that it has forked
+        self._pid = int(pid) if first else None
+        self._looks = 0  # at which it was stopped, one after the other
+
+    def __call__(self) -> None:
+        if self._pid is None:
+            return
+        self._looks = self._looks + 1 if process_state.read_state(self._pid).stopped else 0
+        if self._looks == 2:
+            with contextlib.suppress(OSError):
+                os.write(
+                    2,
+                    f"paceline: the launcher, process {self._pid}, is stopped by a signal. The ranks go on, and nobody "
+                    f"watches them; `kill -CONT {self._pid}` lets it go on.\n".encode(),
+                )
 
 
 def _calls() -> list[Any]:

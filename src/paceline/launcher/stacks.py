@@ -33,6 +33,7 @@ _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/co
 # Innermost frames of a rank in native code of a backward, or of DistributedDataParallel's forward (where ranks agree on
 # buckets in the second step), which may wait or compute: the CPU time tells.
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$|/torch/nn/parallel/distributed\.py$")
+_MAKE_GROUPS = {"init_process_group", "new_group"}  # of torch.distributed
 _DECORATORS = re.compile(r"wrapper$|decorate_context$|\w*call_impl$")  # of torch's, around what the script calls
 # Innermost frames of a thread that waits for something to do.
 _IDLE_THREAD = re.compile(
@@ -206,8 +207,9 @@ def is_waiting(before: StackSample, now: StackSample, seconds: float) -> bool:
 
 
 def in_collective(stand: StackSample) -> bool:
-    """Was it inside a call of torch.distributed, or of Paceline's that makes one?"""
-    return any(_OPERATIONS.search(path) for path, *_ in stand.frames)
+    """Was it inside a call of torch.distributed, or of Paceline's that makes one? To make a process group is none."""
+    operations = [function for path, _, function in stand.frames if _OPERATIONS.search(path)]
+    return bool(operations) and _MAKE_GROUPS.isdisjoint(operations)
 
 
 def may_wait(stand: StackSample) -> bool:

@@ -1,9 +1,9 @@
 """Nothing hangs in silence: say which rank waits where, in which call, which rank has not come there, and why.
 
 A rank that makes a collective call alone (`if run.main: run.save(...)`), or a step more than the others, waits for the
-process group's timeout, 30 minutes; so do the others of a rank that is stopped, or loops, or waits for a disk. Nobody
-can know whether they wait in vain: the one may be busy with something long. So no rank is ended, unless the user asked
-for it (--stall-action).
+process group's timeout, 30 minutes; so do the others of a rank that is stopped, or loops, or waits for a disk. The
+one may be busy with something long. So no rank is ended, unless the user asked for it (--stall-action), or it is proved
+that they wait in vain (`in_vain`).
 
 1. Every few seconds read the state of all ranks of this machine in /proc, and sample their stacks (stacks.py).
 2. Either a rank waits: its stack has not changed for the limit (--stall-timeout) and is in communication. Or a rank has
@@ -14,14 +14,13 @@ for it (--stall-action).
 
 Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
 CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives or in a backward, which cannot match then,
-and none uses a core or has a thread that does something.
+and none uses a core or has a thread that does something. That a rank is stopped is said after STOPPED_SECONDS.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.errors import LaunchError
@@ -38,11 +37,12 @@ from paceline.launcher.stacks import (
     sample_stacks,
 )
 from paceline.torch_private.flight_recorder import Call, GroupCalls
-from paceline.world import BEAT, MAY_DIE, read_beat
+from paceline.world import BEAT, MAY_DIE, read_beat, was_told
 
 STALL_SECONDS = 60.0
 USUAL_TIMES = 20
 DEADLOCK_SECONDS = 10.0
+STOPPED_SECONDS = 5.0
 POLL_SECONDS = 4.0  # between two looks, at most
 _SOON_SECONDS = 1.0  # the same, when the limit is near
 _OTHERS_FIRST_SECONDS = 4.0  # where no rank of this machine is to blame: for the machine whose rank is, to end the run
@@ -195,25 +195,45 @@ class Stalls:
         patience = self.limit * (1 if self._seconds is not None else 2)
         none_moves = self._stacks and known and min(still.values(), default=0.0) >= patience
         if not waiting and not stopped and not none_moves:
-            self._said = 0.0
+            self._tell_stopped(pids, still, now, left)
             return None
         longest = max(still[rank] for rank in waiting or stopped or still)
         if self.action != "say":
             elsewhere = self._several and len(waiting) == len(pids)
             if longest < limit + (_OTHERS_FIRST_SECONDS if elsewhere else 0.0):
                 return None
-            return self._story(pids, waiting, longest, now, left())
+            return self._story(pids, waiting, longest, now, left(), self._calls(pids))
         if self._said == 0.0 or longest >= 2 * self._said:
             self._said = longest
-            say(f"paceline: {self._story(pids, waiting, longest, now, left())}\n")
+            calls = self._calls(pids)
+            story = self._story(pids, waiting, longest, now, left(), calls)
+            if waiting and in_vain(calls, self._seen if self._all_idle(now) else ()):
+                return f"{story}\n  By these numbers they wait in vain: the run is ended."
+            say(f"paceline: {story}\n")
         return None
 
+    def _tell_stopped(
+        self, pids: Mapping[int, int], still: Mapping[int, float], now: float, left: Callable[[], str]
+    ) -> None:
+        """Of ranks that a signal has stopped it is certain that they do not move: it is said long before the limit."""
+        stopped = [seconds for rank, seconds in still.items() if self._seen[rank].state.stopped]
+        longest = max(stopped, default=0.0)
+        if longest < STOPPED_SECONDS:
+            self._said = 0.0
+        elif self._said == 0.0 or longest >= 2 * self._said:
+            self._said = longest
+            say(f"paceline: {self._story(pids, [], longest, now, left(), {})}\n")
+
     def _deadlocked(self, now: float) -> bool:
-        """Do all ranks of the run wait for each other? Not where the user has set the limit.
+        """Do all ranks of the run wait for each other? Not where the user has set the limit."""
+        return self._seconds is None and self._all_idle(now)
+
+    def _all_idle(self, now: float) -> bool:
+        """Do all ranks of the run wait, and none does anything meanwhile?
 
         Where there are GPUs nobody knows: all may wait, without a core, for what was queued there.
         """
-        if not self._on_cpus or self._several or self._seconds is not None:
+        if not self._on_cpus or self._several:
             return False
         if len(self._seen) != len(self._error_files):
             return False
@@ -221,7 +241,7 @@ class Stalls:
 
     def _spared(self, rank: int) -> bool:
         """Can the others go on without this rank? Then no stall of its own ends the run."""
-        return self.action != "say" and os.path.exists(self._error_files[rank] + MAY_DIE)
+        return self.action != "say" and was_told(self._error_files[rank], MAY_DIE)
 
     def _interval(self, now: float) -> float:
         """Seconds between two looks: few where the limit is near, so that it is said soon after."""
@@ -258,7 +278,15 @@ class Stalls:
 
     # ------------------------------------------------------------ saying it
 
-    def _story(self, pids: Mapping[int, int], waiting: list[int], seconds: float, now: float, left: str) -> str:
+    def _story(
+        self,
+        pids: Mapping[int, int],
+        waiting: list[int],
+        seconds: float,
+        now: float,
+        left: str,
+        calls: Mapping[int, list[GroupCalls]],
+    ) -> str:
         """Who waits, who has not come, and what keeps each. No newline at the end."""
         away = [rank for rank in self._seen if rank not in waiting]
         stopped = [rank for rank in away if self._seen[rank].state.stopped]
@@ -280,7 +308,7 @@ class Stalls:
             lines.append("  All ranks wait, each for others.")
         if away and waiting:
             lines.append(f"  {name_ranks(away)} {_has(away)} not come to it.")
-        lines += [f"  {line}" for line in calls_in_words(self._calls(pids))]
+        lines += [f"  {line}" for line in calls_in_words(calls)]
         if waiting and not explained and len({str(sight.last) for sight in self._seen.values()}) > 1:
             lines.append(
                 "  Every rank must make the same calls in the same order: is one of these made on some ranks only (if "
@@ -319,6 +347,44 @@ class Stalls:
             what = f"{kept}, {at}" if kept and at else kept or f"is {at}"
             lines.append(f"    its DataLoader worker, process {child}, {what}")
         return lines
+
+
+def in_vain(calls: Mapping[int, list[GroupCalls]], idle: Collection[int]) -> bool:
+    """Is it proved by the numbers of their calls that ranks wait for ever?
+
+    It is where two ranks have made different calls of one number in one group. And where all ranks of the run wait, if
+    one is in a call that another has not made: it would have to come, and waits itself.
+
+    Args:
+        calls: of each rank that has answered.
+        idle: the ranks of the run, where all of them wait; empty where one may still do something.
+    """
+    for rank, groups in calls.items():
+        for one in groups:
+            others = {other: _of_group(calls[other], one) for other in calls if other != rank}
+            members = {rank: one, **{other: found for other, found in others.items() if found is not None}}
+            if _mismatch(members):
+                return True
+            call = one.under_way
+            if call is None or call.message or len(idle) < 2 or set(idle) != set(calls):
+                continue
+            made = {other: _newest(found) >= call.number for other, found in others.items()}
+            takes_part = [other for other, found in others.items() if found is not None or one.of_all_ranks]
+            if not any(made.values()) or not all(made[other] for other in takes_part):
+                return True
+    return False
+
+
+def _of_group(groups: Iterable[GroupCalls], one: GroupCalls) -> GroupCalls | None:
+    return next((other for other in groups if other.group == one.group), None)
+
+
+def _newest(one: GroupCalls | None) -> int:
+    """The number of the newest collective call that was made, queued ones too; 0 where there is none."""
+    if one is None:
+        return 0
+    queued = one.under_way.number + one.queued - 1 if one.under_way is not None else 0
+    return max((queued, *(call.number for call in one.made if not call.message)))
 
 
 def calls_in_words(calls: Mapping[int, list[GroupCalls]]) -> list[str]:

@@ -13,16 +13,16 @@ import time
 from paceline.launcher.early_start import write_stop_file
 from paceline.launcher.output import say
 from paceline.launcher.peers import Peers
-from paceline.world import DECIDE, LOOK
+from paceline.world import DECIDE, END, LOOK
 
-RESUMABLE = 75
-"""The launcher's exit code where a checkpoint was saved and the run is not done: EX_TEMPFAIL of sysexits.h, by which a
-user is asked to try again."""
 POLL_SECONDS = 0.5
 
 
 class StopRequest:
     """Passes the request on, of one start of the workers.
+
+    A disk that is full ends no run. Where the file cannot be made, this start of the workers cannot be asked to save.
+    Where a phase cannot be written, it is tried again.
 
     Args:
         path: of the file, which is made here.
@@ -34,7 +34,22 @@ class StopRequest:
         self.path, self._peers, self._node, self._nodes = path, peers, node, nodes
         self._phase, self._polled = 0, 0.0
         self._told = False  # do the other launchers know that a signal has come?
-        self._write(0)
+        self._problem = write_stop_file(path, 0)
+        if self._problem:
+            say(
+                f"paceline: {path} cannot be written ({self._problem}), so that a signal cannot ask this run to save a "
+                "checkpoint. Make room, or set TMPDIR to another directory.\n"
+            )
+
+    @property
+    def works(self) -> bool:
+        """Can the ranks be asked?"""
+        return not self._problem
+
+    def end(self) -> None:
+        """The ranks are to end now: the next SIGTERM is no request to save."""
+        if self.works:
+            self._write(END)
 
     def poll(self, asked: bool, machines_come: bool = False) -> None:
         """Do what is due.
@@ -43,24 +58,27 @@ class StopRequest:
             asked: did a signal come to this launcher?
             machines_come: are the ranks to save since machines have come, with which they start again?
         """
+        if not self.works:
+            return
         now = time.monotonic()
         if asked and not self._told:
             self._told = True
             self._peers.add_asked()
         why = "asked to stop" if asked or not machines_come else "machines have come"
         asked = asked or machines_come
-        if self._phase == DECIDE or (not asked and (self._nodes == 1 or now - self._polled < POLL_SECONDS)):
+        if self._phase in (DECIDE, END) or (not asked and (self._nodes == 1 or now - self._polled < POLL_SECONDS)):
             return
         self._polled = now
         counted = self._peers.count_stops() if self._nodes > 1 else int(self._phase == LOOK)
-        if self._phase == 0 and (asked or counted):
-            self._write(LOOK)
+        if self._phase == 0 and (asked or counted) and self._write(LOOK):
             counted = self._peers.add_stop() if self._nodes > 1 else 1
             if self._node == 0:
                 say(f"paceline: {why}: a checkpoint is saved after one of the next steps.\n")
         if self._node == 0 and counted == self._nodes:
             self._write(DECIDE)
 
-    def _write(self, phase: int) -> None:
-        self._phase = phase
-        write_stop_file(self.path, phase)
+    def _write(self, phase: int) -> bool:
+        done = not write_stop_file(self.path, phase)
+        if done:
+            self._phase = phase
+        return done

@@ -8,38 +8,11 @@ launcher does, and a rank finds the store behind a port of its own machine's loo
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-import types
-from collections.abc import Sequence
 from typing import Any
 
 from paceline.world import store_place
 
-_MODULE = "torch.distributed.rendezvous"
-
-
-class Redirect(importlib.abc.MetaPathFinder):
-    """In sys.meta_path it changes torch's rendezvous when that is loaded."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                redirect(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one spec
-        return spec
+MODULE = "torch.distributed.rendezvous"  # which `redirect` changes, as soon as it is loaded
 
 
 def redirect(module: Any) -> None:

@@ -15,8 +15,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
+    RendezvousTimeoutError,
 )
 
+from paceline.errors import printable
 from paceline.launcher.agent import Agent
 from paceline.launcher.checks import check_devices, device_count
 from paceline.launcher.early_start import EarlyWorkers
@@ -24,8 +26,8 @@ from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import RendezvousLost
 from paceline.launcher.plan import Plan
-from paceline.launcher.rendezvous import make_rendezvous
-from paceline.launcher.stop_request import RESUMABLE
+from paceline.launcher.rendezvous import MEET_SECONDS, make_rendezvous
+from paceline.world import RESUMABLE
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class Outcome:
     refused: bool = False  # did the script refuse its arguments, on all ranks that ended?
     expendable: frozenset[int] = frozenset()  # ranks that were killed, while the others went on
     saved: bool = False  # was the run asked to stop, and has saved a checkpoint?
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "story", printable(self.story))  # words of ranks and of other machines are in it
 
 
 def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWorkers | None = None) -> Outcome:
@@ -88,7 +93,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             )
         except (RendezvousError, DistError) as error:
             close = False
-            why = f"{type(error).__name__}: {error.__cause__ or error!s}".splitlines()[0]
+            why = _in_words(error, plan)
             if not (isinstance(error, RendezvousConnectionError) and agent.restarts_without_keeper()):
                 hint = "Has the run there ended? Else: do " if isinstance(error, RendezvousConnectionError) else "Do "
                 hint += f"{plan.nodes.min_nodes} machines run the same command, and can they reach "
@@ -109,9 +114,23 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
         former, early = agent, None
     if agent.exit_code == 0 and agent.saved is not None:
         asked = "a signal on another machine" if interrupts.asked is None else signal.Signals(interrupts.asked).name
-        text = f"paceline: stopped by {asked}, after saving {agent.saved}. The same command goes on from there.\n"
+        text = f"paceline: stopped by {asked}, after saving {agent.saved}.\n"
         return Outcome(RESUMABLE, text if agent.leads else "", saved=True)
     return Outcome(agent.exit_code, agent.story, agent.refused, agent.expendable)
+
+
+def _in_words(error: Exception, plan: Plan) -> str:
+    """Why the machines did not meet. torch's exceptions often have no words, or only wrap those of another."""
+    if isinstance(error, RendezvousTimeoutError):
+        seconds = float(plan.nodes.conf.get("join_timeout", MEET_SECONDS))
+        return f"fewer than {plan.nodes.min_nodes} had come after {seconds:g} s"
+    link: BaseException | None = error
+    while link is not None:
+        words = str(link).splitlines()[:1]
+        if words and words[0]:
+            return f"{type(link).__name__}: {words[0]}"
+        link = link.__cause__ or link.__context__
+    return type(error).__name__
 
 
 def _give_up(rendezvous: RendezvousHandler) -> None:

@@ -10,44 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager
 def faster() -> Iterator[None]:
     """Within it torch may be loaded. Where it is loaded already, nothing changes."""
-    with contextlib.nullcontext() if "torch" in sys.modules else _paused():
+    with contextlib.nullcontext() if "torch" in sys.modules else paused():
         yield
 
 
-class FasterTorch(importlib.abc.MetaPathFinder):
-    """In sys.meta_path it makes the script's first `import torch` a faster one."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)  # by the other finders, of which doctor may have one
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                with _paused():
-                    execute(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one spec
-        return spec
-
-
 @contextlib.contextmanager
-def _paused() -> Iterator[None]:
+def paused() -> Iterator[None]:
     """A pause of the collector, which leaves alone what it finds afterwards. Where it is off, nothing changes."""
     if not gc.isenabled():
         yield

@@ -13,6 +13,8 @@ differs from plain python in these things:
   crashes, the stack is written into a file.
 - Where it ends with exit code 0, it writes down at which line of the script (world.LEFT), and when all exit functions
   have run (world.DONE): a crash of native code after that, in a library's destructors, loses nothing.
+- A standard stream that is closed becomes os.devnull. Where the disk is full, what is printed into a file of the
+  launcher's own is lost, and the script goes on.
 - `import torch` and the end of the interpreter take less time (torch_import.py).
 """
 
@@ -36,11 +38,11 @@ import traceback
 import types
 import typing
 from collections.abc import Sequence
+from multiprocessing.process import current_process
 
 from paceline.errors import LaunchError, PacelineError, chain_of, in_words, only_tells_of_a_lost_peer
-from paceline.launcher import stack_thread
-from paceline.launcher.store_redirect import Redirect
-from paceline.launcher.torch_import import FasterTorch
+from paceline.launcher import stack_thread, store_redirect, streams, torch_import
+from paceline.launcher.import_hook import after_import, around_import
 from paceline.world import (
     DONE,
     ERROR_FILE,
@@ -53,6 +55,7 @@ from paceline.world import (
     Served,
     ends_if_failed,
     tell_launcher,
+    was_told,
 )
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -61,6 +64,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # (os.execv), just when the launcher asks goes on. SIGUSR1 and 2 belong to scripts and batch systems.
 STACK_SIGNAL = signal.SIGURG if sys.platform == "linux" else None
 STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/(?!site-packages/)|^<frozen ")
+_LONGEST_FOLDER = 107 - len("/listener-12345678")  # of a socket, whose whole path unix(7) limits
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Code that is not the user's, by its file.
 LIBRARY = re.compile(rf"/torch/|^{re.escape(_PACKAGE)}/|{STANDARD_LIBRARY.pattern}")
@@ -71,13 +75,17 @@ def main() -> None:
     if os.environ.get(STOP_FILE) and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         # It asks the launcher to stop the run. Slurm, where it tracks trees of processes, sends it to all in a task's.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    streams.reopen_closed()
     kind, script, *args = sys.argv[1:]
-    sys.meta_path.insert(0, FasterTorch())
+    around_import("torch", lambda _: torch_import.paused())
     if os.environ.get(STORE_DOOR):
-        sys.meta_path.insert(0, Redirect())
+        after_import(store_redirect.MODULE, store_redirect.redirect)
     _register_stack_dump()
+    _keep_sockets_with_the_run()
     # write_through: PYTHONUNBUFFERED, set in many containers, would write the parts of a line one by one.
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # a TextIOWrapper
+    if os.environ.get(ERROR_FILE):
+        streams.drop_what_has_no_room(os.path.dirname(os.environ[ERROR_FILE]))
     pid = os.getpid()
     # The first to be registered are the last to be called. After this one only the thread ends that tells the stack.
     atexit.register(_note_done, pid)
@@ -140,11 +148,22 @@ def _register_stack_dump() -> None:
                 faulthandler.enable(file=crash, all_threads=True)  # all: gloo aborts in a thread of its own
 
 
+def _keep_sockets_with_the_run() -> None:
+    """multiprocessing has its sockets, as a DataLoader's workers make them, in a folder of its own in TMPDIR, which a
+    killed process leaves there. In the launcher's folder they go with that."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        folder = os.path.join(os.path.dirname(path), "mp")
+        if len(os.fsencode(folder)) <= _LONGEST_FOLDER:
+            with contextlib.suppress(OSError):
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+                current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]  # there is no public way
+
+
 def _note_exit(pid: int, where: str) -> None:
     """This process ends with exit code 0. Should the others still need it, the launcher says where it did."""
     if os.getpid() == pid:  # not in a child that the script has forked
-        with contextlib.suppress(OSError):
-            tell_launcher(os.environ, LEFT, where)
+        tell_launcher(os.environ, LEFT, where)
 
 
 def _note_failing(pid: int, code: int, error: BaseException | None) -> None:
@@ -154,17 +173,15 @@ def _note_failing(pid: int, code: int, error: BaseException | None) -> None:
     """
     if os.getpid() == pid:
         lost = error is not None and only_tells_of_a_lost_peer(map(in_words, chain_of(error)))
-        with contextlib.suppress(OSError):
-            tell_launcher(os.environ, FAILING, f"{code}\n{LOST_PEER if lost else ''}")
+        tell_launcher(os.environ, FAILING, f"{code}\n{LOST_PEER if lost else ''}")
 
 
 def _note_done(pid: int) -> None:
     """Nothing of Python's is left to do but to write out what was printed. Only where LEFT says that the exit code will
     be 0."""
     path = os.environ.get(ERROR_FILE)
-    if os.getpid() == pid and path and os.path.exists(path + LEFT):
-        with contextlib.suppress(OSError):
-            tell_launcher(os.environ, DONE)
+    if os.getpid() == pid and path and was_told(path, LEFT):
+        tell_launcher(os.environ, DONE)
 
 
 def _note_hard_exits(pid: int) -> None:
@@ -306,15 +323,8 @@ def report(error: BaseException, hook: _ExceptHook) -> None:
         record["shown"] = not hook.reached
     for note in getattr(error, "__notes__", ())[before:]:  # a hook's, such as ours
         record["traceback"] = f"{record['traceback']}{note}\n"
-    path = os.environ.get(ERROR_FILE)
-    try:
-        if not path:
-            raise OSError("there is no launcher")
-        with open(path + ".part", "w") as file:
-            json.dump(record, file)
-        os.replace(path + ".part", path)  # whole or not at all
-    except OSError:
-        if not record["shown"]:
+    if not tell_launcher(os.environ, "", json.dumps(record)) and not record["shown"]:
+        with contextlib.suppress(OSError, ValueError):  # closed, or on a disk that is full
             sys.stderr.write(str(record["traceback"]))
 
 
@@ -346,7 +356,7 @@ def _skip_worker(trace: types.TracebackType | None) -> types.TracebackType | Non
 
 
 def _hide_package(text: traceback.TracebackException, error: BaseException) -> None:
-    """Leave out the frames inside Paceline, and causes of which no frame remains.
+    """Leave out the frames inside Paceline, and causes that have none but in Paceline and torch.
 
     Frames are told by their module's name and not by their file: code that dataclasses generate has no file.
     """
@@ -358,7 +368,8 @@ def _hide_package(text: traceback.TracebackException, error: BaseException) -> N
         inner, cause = getattr(text, name), getattr(error, name)
         if inner is not None and cause is not None:
             _hide_package(inner, cause)
-            if not inner.stack:
+            frames = traceback.walk_tb(cause.__traceback__)
+            if {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames} <= {"paceline", "torch"}:
                 setattr(text, name, None)
 
 

@@ -8,6 +8,10 @@ A factory has an argument `sums` where the strategy can add in that order on sev
 
 A module may have a function `on_cpu(*, option, ...)`: how many processes, those of the last ranks, compute on the CPU
 whatever the device of the run is, so that they need no accelerator.
+
+Every strategy runs with one process and one device, since a script is to run on any number of them. A module may have a
+function `alone(spec, device, *, option, ...)`, for a run of one process. It returns the strategy that runs there
+(`single`, or the named one where its options keep a meaning), and a line that says so.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Piece, Strategy, Term, Work
 from paceline.world import World
 
-__all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "check", "default", "make", "on_cpu"]
+__all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "alone", "check", "default", "make", "on_cpu"]
 
 Factory = Callable[..., Strategy]
 
@@ -47,6 +51,14 @@ STRATEGIES = {
     "parameter_server": "paceline.strategies.parameter_server:ParameterServer",
 }
 
+_ELSEWHERE = {  # what other tools call them
+    **dict.fromkeys(("dp", "dataparallel"), "data_parallel"),
+    **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "hsdp", "fsdp2", "fully_shard"), "fsdp"),
+    **dict.fromkeys(("distributed", "horovod", "multi_worker_mirrored"), "ddp"),
+    **dict.fromkeys(("tp", "model_parallel", "tensor_parallel", "megatron"), "tensor"),
+    **dict.fromkeys(("pp", "pipeline_parallel", "gpipe"), "pipeline"),
+    **dict.fromkeys(("ps", "parameter_servers"), "parameter_server"),
+}
 _REPRODUCIBLE = "paceline.strategies.reproducible:Reproducible"
 _NO_OPTIONS = ("world", "device", "sums")  # arguments of factories
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -92,12 +104,26 @@ def check(spec: StrategySpec | None, size: int | None, reproducible: int | None 
     if _adds_in_order(factory):
         options["shards"] = reproducible
     module.check(size, **_taken(module.check, options))
-    return on_cpu(spec)
+    return on_cpu(spec, size)
 
 
-def on_cpu(spec: StrategySpec | None) -> int:
-    """How many processes, those of the last ranks, compute on the CPU whatever the device of the run is."""
-    if spec is None:
+def alone(
+    spec: StrategySpec, size: int, device: torch.device, reproducible: int | None = None
+) -> tuple[StrategySpec, str]:
+    """The strategy that runs in place of the named one, and a line about it ("": there is nothing to say). On several
+    processes it is the named one. Raises SettingError as `check` does."""
+    if size > 1:
+        return spec, ""
+    check(spec, size, reproducible)
+    module, factory = _find(spec)
+    replace: Callable[..., tuple[StrategySpec, str]] | None = getattr(module, "alone", None)
+    return (spec, "") if replace is None else replace(spec, device, **_taken(replace, _all_options(spec, factory)))
+
+
+def on_cpu(spec: StrategySpec | None, size: int | None) -> int:
+    """How many processes, those of the last ranks, compute on the CPU whatever the device of the run is. size: how many
+    processes there are (None: not known). One alone computes on the run's device."""
+    if spec is None or size == 1:
         return 0
     module, factory = _find(spec)
     count: Callable[..., int] | None = getattr(module, "on_cpu", None)
@@ -125,7 +151,7 @@ def _unknown(name: str) -> str:
     parts = [part.strip() for part in name.split("+")]
     wrong = next((part for part in parts if part not in STRATEGIES), None)
     if len(parts) == 1 or wrong is not None:
-        return f"strategy={name!r} is not known. {suggest(wrong or name, STRATEGIES)}"
+        return f"strategy={name!r} is not known. {suggest(wrong or name, STRATEGIES, _ELSEWHERE)}"
     products = [known for known in STRATEGIES if "+" in known]
     fits = next((known for known in products if sorted(known.split("+")) == sorted(parts)), None)
     if fits is not None:

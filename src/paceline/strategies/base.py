@@ -147,6 +147,15 @@ class Strategy(ABC):
         """Makes the models of independent replicas equal, before an evaluation or a checkpoint. Collective."""
         return None
 
+    def make_whole(self) -> None:
+        """Brings to this process the weights that others hold for it (a pipeline's stages), until the next step. What
+        is sharded stays so. Collective."""
+        return None
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether this process updates the parameter, or its shard of it."""
+        return True
+
     def synchronized(self) -> bool:
         """Whether the models of all replicas are equal now. Communicates nothing."""
         return True

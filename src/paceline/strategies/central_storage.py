@@ -46,7 +46,7 @@ _HOST = torch.device("cpu")
 
 def check(size: int | None, *, devices: str) -> None:
     """Raises SettingError for several processes, or for devices that cannot be."""
-    check_devices("central_storage", size, devices, least=1)
+    check_devices("central_storage", size, devices)
 
 
 class CentralStorage(LoopStrategy, ClosureStrategy):
@@ -54,7 +54,7 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
 
     def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
         check(world.size, devices=devices)
-        found = devices_of("central_storage", devices, device, least=1)
+        found = devices_of("central_storage", devices, device)
         self.device = found[0]
         self._replicas = ReplicaSet(found) if len(found) > 1 else None
         self.mesh = Mesh(device, world.rank)

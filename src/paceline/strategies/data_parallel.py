@@ -25,9 +25,11 @@ from torch import nn
 
 from paceline.comm.mesh import Mesh
 from paceline.comm.tree_sums import TreeSums
+from paceline.config import StrategySpec
 from paceline.strategies.base import ClosureStrategy, Term, Work
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_devices import check_devices, check_shards, devices_of
+from paceline.strategies.one_process import DEVICE, as_single
 from paceline.strategies.replica_set import ReplicaSet
 from paceline.strategies.replicated import load_replicated, replicated_state
 from paceline.world import World
@@ -35,7 +37,11 @@ from paceline.world import World
 
 def check(size: int | None, *, devices: str, shards: int | None = None) -> None:
     """Raises SettingError for several processes, or for devices that cannot be. shards: of a reproducible run."""
-    check_devices("data_parallel", size, devices, least=2, shards=shards)
+    check_devices("data_parallel", size, devices, shards=shards)
+
+
+def alone(spec: StrategySpec, device: torch.device, *, devices: str) -> tuple[StrategySpec, str]:
+    return as_single("data_parallel", DEVICE) if len(devices_of("data_parallel", devices, device)) == 1 else (spec, "")
 
 
 class DataParallel(ClosureStrategy):
@@ -43,7 +49,7 @@ class DataParallel(ClosureStrategy):
 
     def __init__(self, world: World, device: torch.device, sums: TreeSums | None = None, *, devices: str = "") -> None:
         check(world.size, devices=devices)
-        found = devices_of("data_parallel", devices, device, least=2)
+        found = devices_of("data_parallel", devices, device)
         check_shards("data_parallel", found, None if sums is None else sums.shards)
         self._replicas = ReplicaSet(found, sums=sums)
         self.device, self.plan = device, self._replicas.plan

@@ -28,6 +28,7 @@ time, for models whose path depends on the data.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,12 +41,14 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh
+from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError, UnusedParameterError, warn
 from paceline.strategies import ddp_hook
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import BatchPlan, one_shard
-from paceline.strategies.ddp_reducer import BucketReducer, accumulate
+from paceline.strategies.ddp_reducer import BucketReducer
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.one_process import line
 from paceline.strategies.replicated import (
     CHANGED_AT_START,
     check_same_bits,
@@ -62,6 +65,11 @@ from paceline.world import World
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")  # in every step: faster than a generator
 
+IN_PARTS = (
+    "the gradient of a parameter comes in several parts in one backward, which it did not at the first: its block is "
+    "called several times within torch.utils.checkpoint with use_reentrant=True. Set use_reentrant=False."
+)
+
 Used = tuple[bool, ...]
 """For each trainable parameter, whether a backward gives it a gradient."""
 
@@ -75,6 +83,10 @@ def check(
     if static_graph and find_unused:
         raise SettingError("strategy ddp: static_graph and find_unused contradict each other. Set one of them.")
     ddp_hook.check(reducer, codec)
+
+
+def alone(spec: StrategySpec, device: torch.device, *, codec: str) -> tuple[StrategySpec, str]:
+    return spec, line("ddp", "trains as 'single' does here") if codec == "none" else ""
 
 
 class DDP(LoopStrategy):
@@ -120,6 +132,7 @@ class DDP(LoopStrategy):
         self._accumulators: list[Any] = []  # autograd's node that adds to `.grad`, of each trainable parameter
         self._reducers: dict[Used, BucketReducer] = {}
         self._expected: dict[Kind, Used | None] = {}  # the parameters of each call; None: compared every time
+        self._late: set[Kind] = set()  # the calls whose gradients are reduced when the backward has ended
 
     def carrier(self) -> str:
         return "shared memory" if self._reduction is not None and self._reduction.shares_memory else ""
@@ -145,10 +158,13 @@ class DDP(LoopStrategy):
             return
         self._follow_requires_grad()
         run, call = partial(backward_here, work, self._factor), work.kind
-        if call not in self._expected and not self.find_unused:
-            self._backward_first(run, call)
+        if call not in self._expected:
+            self._backward_first(work.losses, run, call)
             return
-        expected = self._expected.get(call)
+        if call in self._late:
+            self._backward_late(run, call)
+            return
+        expected = self._expected[call]
         if expected is None or self.find_unused or expected not in self._reducers:
             self._backward_compared(work.losses, run, call)
             return
@@ -158,17 +174,61 @@ class DDP(LoopStrategy):
         if reducer.missed() or any(p.grad is not None for p in reducer.others):
             raise UnusedParameterError(self._changed_message(call, expected))
 
-    def _backward_first(self, run: Callable[[], None], call: Kind) -> None:
+    def _backward_first(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """Runs without a reducer, and then compares the parameters that had a gradient. So parameters within a
-        reentrant checkpoint count too, of which autograd does not know beforehand."""
+        reentrant checkpoint count too, of which autograd does not know beforehand.
+
+        From then on the call is reduced late if a reducer cannot follow its backward on any rank: it takes a gradient
+        that comes in several parts, as of a block that is checkpointed twice, for complete at the first; and where
+        ranks reach different parameters, autograd must know them beforehand.
+        """
+        visible: list[Used] = []
+
+        def look(_: Tensor) -> None:
+            visible.append(tuple(map(will_execute, self._accumulators)))
+
+        hooks = [loss.register_hook(look) for loss in losses]
+        began = time.perf_counter()
+        try:
+            with self._recording_order() as order:
+                run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        took = time.perf_counter() - began
+        used = self._compare(call, self._with_gradients())
+        graded = set(order)
+        in_parts = len(order) > len(graded)
+        hidden = bool(visible) and any(p in graded and not seen for p, seen in zip(self.trainable, visible[0]))
+        late = in_parts or (hidden and (self.find_unused or self._expected[call] is None))
+        if any(collectives.gather_objects(late)):
+            self._late.add(call)
+        self._reduce_late(used, order, took)
+
+    def _backward_late(self, run: Callable[[], None], call: Kind) -> None:
+        """Runs without a reducer, which then reduces what the backward has left."""
         began = time.perf_counter()
         with self._recording_order() as order:
             run()
         took = time.perf_counter() - began
-        graded = set(order)
-        used = self._compare(call, tuple(p in graded for p in self.trainable))
-        if any(used):  # else everything that this loss depends on is frozen
-            self._make_reducer(used, order, took)
+        mine, used = self._with_gradients(), self._expected[call]
+        if used is None or self.find_unused:
+            used = self._compare(call, mine)
+        elif mine != used:
+            raise UnusedParameterError(self._changed_message(call, used))
+        self._reduce_late(used, order, took)
+
+    def _with_gradients(self) -> Used:
+        """The parameters that have a gradient of this call, from this micro-batch or an earlier one."""
+        return tuple(p.grad is not None for p in self.trainable)
+
+    def _reduce_late(self, used: Used, order: Sequence[Tensor], seconds: float) -> None:
+        """Reduces what a backward without a reducer has left. used: the parameters that it reached on any rank. See
+        `_make_reducer`."""
+        if used in self._reducers:
+            self._reducers[used].reduce()
+        elif any(used):  # else everything that the loss depends on is frozen
+            self._make_reducer(used, order, seconds)
 
     def _backward_compared(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """The parameters may differ between steps and ranks: a hook at the root of the backward, before any gradient,
@@ -180,14 +240,15 @@ class DDP(LoopStrategy):
             if found:  # with several losses, only the first that autograd comes to
                 return
             mine = tuple(map(will_execute, self._accumulators))
-            found.append(self._compare(call, mine))
+            earlier = self._with_gradients()  # of micro-batches before
+            found.append(self._compare(call, tuple(map(operator.or_, mine, earlier))))
             expected.extend(p for p, used in zip(self.trainable, mine, strict=True) if used)
             reducer = self._reducers.get(found[0])
             if reducer is not None:
                 reducer.arm()
                 missing = [p for p, a, b in zip(self.trainable, mine, found[0], strict=True) if b and not a]
                 expected.extend(missing)
-                if missing:  # other ranks use these: this rank adds zeros, so that its buckets fill up too
+                if missing:  # this rank adds zeros, so that its buckets fill up as those of ranks that use them
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
         hooks: list[Any] = [loss.register_hook(compare) for loss in losses]
@@ -224,7 +285,8 @@ class DDP(LoopStrategy):
         depend on the layout.
         """
         numbers = {p: i for i, p in enumerate(self.trainable)}
-        ready = collectives.broadcast_object([numbers[p] for p in order])
+        complete = list(dict.fromkeys(reversed(order)))[::-1]  # a gradient may have come in parts
+        ready = collectives.broadcast_object([numbers[p] for p in complete])
         ready += [i for i, there in enumerate(used) if there and i not in set(ready)]
         parameters = [self.trainable[i] for i in ready]
         chosen = set(parameters)
@@ -240,8 +302,7 @@ class DDP(LoopStrategy):
             views=self.store.aliased,
             static_graph=self.static_graph,
         )
-        reducer.arm()
-        accumulate(parameters, [p.grad for p in parameters])
+        reducer.reduce()
 
     def _follow_requires_grad(self) -> None:
         """Parameters may be frozen and unfrozen between steps, alike on all ranks: start anew when they are."""
@@ -308,7 +369,7 @@ class DDP(LoopStrategy):
     def _drop_reducers(self) -> None:
         for reducer in self._reducers.values():
             reducer.close()
-        self._reducers, self._expected = {}, {}
+        self._reducers, self._expected, self._late = {}, {}, set()
 
     def _check_at_start(self) -> None:
         self._check_alike("before the first step", CHANGED_AT_START)
@@ -319,6 +380,11 @@ class DDP(LoopStrategy):
             "After each update they were the same, so that something changed them beside run.backward and run.step "
             "(loss.backward(), a gradient or weight written to, another learning rate, batches left out), on some",
         )
+
+    def explain(self, error: Exception) -> Exception | None:
+        if "mark a variable ready only once" not in str(error):
+            return None
+        return ModelError(IN_PARTS)
 
     def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
         optimizer.step(closure)

@@ -139,6 +139,7 @@ class Reduction:
         self._next: list[tuple[State, State]] = []  # of this backward: states before, states after it
         self._finite: list[Tensor] = []  # of this backward: for each bucket, whether its sum is finite
         self._worker = _Worker() if device.type == "cpu" else None
+        self._error: BaseException | None = None  # the first of this backward, in the worker
         self._busy = False  # whether the worker was given a bucket of this backward
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
@@ -167,7 +168,11 @@ class Reduction:
                 if self._busy:
                     self._worker.wait()
                 self._busy = False
-                self._fulfil(future, bucket)
+                error, self._error = self._error, None
+                if error is not None:
+                    raise error
+                self._reduce(bucket)
+                future.set_result(flat)
             else:
                 self._busy = True
                 self._worker.put(lambda: self._fulfil(future, bucket))
@@ -183,12 +188,14 @@ class Reduction:
         return future
 
     def _fulfil(self, future: Future[Tensor], bucket: GradBucket) -> None:
-        try:
-            self._reduce(bucket)
-        except BaseException as error:  # raised where the backward waits for it
-            future.set_exception(error)  # type: ignore[arg-type]
-        else:
-            future.set_result(bucket.buffer())
+        """In the worker. An error is raised at the last bucket, in the thread of the backward: of one in the future DDP
+        would say that it cannot cast it to a tensor."""
+        if self._error is None:
+            try:
+                self._reduce(bucket)
+            except BaseException as error:
+                self._error = error
+        future.set_result(bucket.buffer())
 
     @torch.no_grad()
     def _reduce(self, bucket: GradBucket) -> None:

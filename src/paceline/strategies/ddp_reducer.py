@@ -69,7 +69,7 @@ class BucketReducer:
     ) -> None:
         """ready: the parameters. others: trainable ones that are not among them. reduction: how a bucket is summed, in
         place of torch's own all-reduce and division by the number of replicas."""
-        self._first, self.others = ready[0], others
+        self._first, self._parameters, self.others = ready[0], ready, others
         kept = [p.grad for p in ready]
         _check_sparse(models, ready, reduction)
         for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
@@ -103,6 +103,11 @@ class BucketReducer:
     def arm(self) -> None:
         """From here on a gradient that is ready counts towards its bucket. Called at the root of a backward."""
         reducer.arm(self._ddp.reducer)
+
+    def reduce(self) -> None:
+        """Sums the gradients that a backward has left while this was not armed. A parameter without one adds zeros."""
+        self.arm()
+        accumulate(self._parameters, [p.grad for p in self._parameters])
 
     def missed(self) -> bool:
         """Whether, after a backward, a gradient is missing that `arm` was told would come."""

@@ -34,12 +34,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm import process_group
 from paceline.comm.mesh import Mesh
+from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, LoopStrategy, as_gradient
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.deepspeed_config import merged
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.one_process import line
 from paceline.strategies.replicated import (
     check_dense,
     listed,
@@ -55,11 +58,6 @@ from paceline.world import World
 def check(size: int | None, *, stage: int, config: str) -> None:
     """Raises SettingError for what cannot work, in the DeepSpeed JSON too, and where the library is missing."""
     merged(config, stage)
-    if size == 1:
-        raise SettingError(
-            "strategy deepspeed needs at least two processes to slice over: paceline run --nproc 2 --strategy "
-            "deepspeed ... With one, leave the strategy out."
-        )
     if importlib.util.find_spec("deepspeed") is None:
         raise SettingError(
             'strategy deepspeed needs the library DeepSpeed, which is not installed: pip install "paceline'
@@ -67,11 +65,18 @@ def check(size: int | None, *, stage: int, config: str) -> None:
         )
 
 
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    """One process gathers and reduces nothing. What the DeepSpeed JSON sets besides is done (offload, bf16)."""
+    return spec, line("deepspeed", "shards nothing here")
+
+
 class DeepSpeed(LoopStrategy):
     """stage: 1, 2 or 3; 0 for what the config says, or 2. config: the path of a DeepSpeed JSON."""
 
     def __init__(self, world: World, device: torch.device, *, stage: int = 0, config: str = "") -> None:
         check(world.size, stage=stage, config=config)
+        if world.size == 1:
+            process_group.join_alone(device)
         self._config = merged(config, stage)
         self.world, self.device = world, device
         self.mesh = Mesh(device, world.rank, {"shard": world.size})
@@ -177,6 +182,13 @@ class DeepSpeed(LoopStrategy):
         self._engine.step({p: self.store.places[p].grad for p in self._trainable})
 
     # --- state
+
+    def holds(self, parameter: Tensor) -> bool:
+        from paceline.strategies.deepspeed_engine import NO_COPY
+
+        if self._engine is not None and self._engine.partitioned:
+            raise UsageError(NO_COPY)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         if self._engine is None:

@@ -300,7 +300,7 @@ class Engine:
                 raise UsageError(_IN_SLICES)
 
         if self.partitioned:
-            refuse_deepcopy(self.model, UsageError(_NO_COPY))
+            refuse_deepcopy(self.model, UsageError(NO_COPY))
         kinds: list[Any] = [self.optimizer, *([self.model] if self.partitioned else [])]
         for one in kinds:
             self._hooks.append(one.register_state_dict_pre_hook(refuse))
@@ -316,9 +316,9 @@ class Engine:
         groups.extend(added)
 
 
-_NO_COPY = (
-    "strategy deepspeed: a model whose parameters are in slices (stage 3) cannot be copied with copy.deepcopy, as "
-    "for an average of the weights (EMA). Use strategy='deepspeed:stage=2', where parameters are whole."
+NO_COPY = (
+    "strategy deepspeed: a model whose parameters are in slices (stage 3) cannot be copied with copy.deepcopy, and no "
+    "average of its weights (run.ema) is kept. Use strategy='deepspeed:stage=2', where parameters are whole."
 )
 
 

@@ -25,11 +25,14 @@ from __future__ import annotations
 
 import torch
 
+from paceline.comm import process_group
 from paceline.comm.mesh import Mesh
+from paceline.config import StrategySpec
 from paceline.errors import SettingError, suggest, warn
 from paceline.strategies.base import LoopStrategy
 from paceline.strategies.fsdp2 import FSDP2
 from paceline.strategies.fsdp_wrapping import Sharding
+from paceline.strategies.one_process import line
 from paceline.strategies.zero1 import ZeRO1
 from paceline.world import World
 
@@ -64,21 +67,25 @@ def check(
             f"strategy {strategy}: {name} needs stage=2 or stage=3; in stage 1 parameters stay whole, as they are. "
             "(precision='bf16' works with every stage.)"
         )
-    if size == 1:
-        raise SettingError(
-            "strategy fsdp needs at least two processes to slice over: paceline run --nproc 2 --strategy fsdp ... With "
-            "one, leave the strategy out."
-        )
     if replicate >= 1 and (size is None or (size % replicate == 0 and size // replicate >= 2)):
+        return
+    if size == replicate == 1:
         return
     where = f"strategy {strategy}: replicate={replicate}"
     if size is None:
         raise SettingError(f"{where}: a number of replicas, at least 1, is needed.")
+    if size == 1:
+        raise SettingError(f"{where}: this run has 1 process. Start {2 * max(replicate, 1)}, or leave replicate out.")
     fits = [n for n in range(1, size // 2 + 1) if size % n == 0]
     raise SettingError(
         f"{where}: each replica is in slices over at least two processes, and there are {size}. Here replicate may be "
         f"{' or '.join(map(str, fits))}; or start {2 * max(replicate, 1)} processes."
     )
+
+
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    """One process gathers and reduces nothing. mixed, offload and checkpointing do what they do on several."""
+    return spec, line("fsdp", "shards nothing here")
 
 
 def fsdp(
@@ -111,6 +118,8 @@ def fsdp(
             f"strategy fsdp: mixed={mixed} computes in {mixed}, so that the model is near to that of other "
             "strategies, and not the same.",
         )
+    if world.size == 1:
+        process_group.join_alone(device)  # fully_shard and DTensor need one
     sizes = {"replicate": replicate, "shard": world.size // replicate}
     mesh = Mesh(device, world.rank, sizes if replicate > 1 else {"shard": world.size})
     sharding = Sharding(wrap, min_params, checkpointing, find_unused, MIXED[mixed], offload, keep=stage == 2)

@@ -21,6 +21,7 @@ Follows torch's composition of fully_shard over tensor parallelism: the inner di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,15 +29,19 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh
+from paceline.config import StrategySpec
 from paceline.errors import SettingError
 from paceline.strategies import fsdp, tensor
 from paceline.strategies.base import Backward
 from paceline.strategies.fsdp2 import FSDP2
 from paceline.strategies.fsdp_wrapping import Sharding
+from paceline.strategies.one_process import line
 from paceline.strategies.sharded_state import replace_parameters
 from paceline.strategies.tensor_cut import LayerCuts, explained, is_cut
 from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
+
+SIZE = 2  # devices that share the parts of a layer, where `size` is not given
 
 
 def check(
@@ -48,21 +53,18 @@ def check(
             "strategy fsdp+tensor: stage=1 slices the optimizer's state beside whole parameters, and here they are cut "
             "already. Use stage=2 or stage=3; or strategy='tensor', which keeps 1/size of the state of cut layers."
         )
+    common: dict[str, Any] = {"stage": stage, "min_params": min_params, "mixed": mixed, "offload": offload}
+    if world == 1:
+        fsdp.check(world, "fsdp+tensor", replicate=replicate, **common)
+        return tensor.check(world, "fsdp+tensor", size=size, plan=plan)
+    size = size or SIZE
     patterns = tensor.check(world, "fsdp+tensor", size=size, plan=plan)
     if world is not None and world // size < 2:
         raise SettingError(
             f"strategy fsdp+tensor: size={size}: of {world} processes none are left to slice over. Start {2 * size} or "
             "more; or use strategy='tensor'."
         )
-    fsdp.check(
-        None if world is None else world // size,
-        "fsdp+tensor",
-        stage=stage,
-        min_params=min_params,
-        mixed=mixed,
-        offload=offload,
-        replicate=1,
-    )
+    fsdp.check(None if world is None else world // size, "fsdp+tensor", replicate=1, **common)
     if replicate < 1 or (world is not None and (world // size % replicate or world // size // replicate < 2)):
         raise SettingError(
             f"strategy fsdp+tensor: replicate={replicate}: {world or 'so many'} processes cannot be {replicate} "
@@ -72,16 +74,22 @@ def check(
     return patterns
 
 
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    """fsdp, with the options that it knows."""
+    options = {key: value for key, value in spec.options.items() if key not in ("size", "plan")}
+    return StrategySpec("fsdp", options), line("fsdp+tensor", "shards nothing here and runs as 'fsdp'")
+
+
 class FSDPTensor(FSDP2):
-    """size: devices that share the parts of a layer; plan: which layers are cut and how, as of tensor. The others: as
-    of fsdp, with stages 2 and 3."""
+    """size: devices that share the parts of a layer, two by default; plan: which layers are cut and how, as of tensor.
+    The others: as of fsdp, with stages 2 and 3."""
 
     def __init__(
         self,
         world: World,
         device: torch.device,
         *,
-        size: int = 2,
+        size: int = 0,
         plan: str = "",
         stage: int = 3,
         wrap: str = "auto",
@@ -102,6 +110,7 @@ class FSDPTensor(FSDP2):
             offload=offload,
             replicate=replicate,
         )
+        size = size or SIZE
         sizes = {"replicate": replicate, "shard": world.size // size // replicate, "tensor": size}
         mesh = Mesh(device, world.rank, {name: n for name, n in sizes.items() if n > 1 or name != "replicate"})
         dtype = fsdp.MIXED[mixed]

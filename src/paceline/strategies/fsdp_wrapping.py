@@ -171,8 +171,9 @@ def _writing(method: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
 
 
 _NO_COPY = (
-    "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy, "
-    "as for an average of the weights (EMA). Use strategy='fsdp:stage=1', where parameters are whole."
+    "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy. For "
+    "an average of the weights write ema = run.ema(model, decay) in place of the copy; else use "
+    "strategy='fsdp:stage=1', where parameters are whole."
 )
 
 

@@ -10,9 +10,7 @@ import torch
 from paceline.errors import SettingError
 
 
-def check_devices(
-    strategy: str, size: int | None, given: str | Sequence[str], least: int, shards: int | None = None
-) -> None:
+def check_devices(strategy: str, size: int | None, given: str | Sequence[str], shards: int | None = None) -> None:
     """Raises SettingError for several processes, for devices that cannot be used together, and for more devices than a
     reproducible run has shards. Does not look at this machine's devices."""
     if size not in (1, None):
@@ -24,8 +22,6 @@ def check_devices(
     text = ",".join(names)
     for name in names:
         _read(f"strategy {strategy}: devices={text!r}", name)
-    if names and len(names) < least:
-        raise _too_few(strategy, f"devices={text!r} names {len(names)}", "single")
     check_shards(strategy, names, shards)
 
 
@@ -39,20 +35,11 @@ def check_shards(strategy: str, devices: Sequence[Any], shards: int | None) -> N
         )
 
 
-def _too_few(strategy: str, found: str, otherwise: str) -> SettingError:
-    return SettingError(
-        f"strategy {strategy} needs at least two devices, but {found}. Name them (devices=cuda:0,cuda:1, or cpu,cpu to "
-        f"try it without), or use strategy='{otherwise}'."
-    )
+def devices_of(strategy: str, given: str | Sequence[str], first: torch.device) -> list[torch.device]:
+    """The devices that `given` names ("cuda:0,cuda:1", "cpu+cpu", a list). Where it names none, all accelerators; or
+    the run's own device, where that is none.
 
-
-def devices_of(
-    strategy: str, given: str | Sequence[str], first: torch.device, least: int, otherwise: str = "single"
-) -> list[torch.device]:
-    """The devices that `given` names ("cuda:0,cuda:1", "cpu+cpu", a list), or all accelerators where it names none.
-
-    first: the run's own device, where the script's own model is and evaluates. least: how many are needed. otherwise:
-    the strategy to suggest for fewer. Raises SettingError.
+    first: the run's own device, where the script's own model is and evaluates. Raises SettingError.
     """
     names = _names(strategy, given)
     text = ",".join(names)
@@ -61,12 +48,7 @@ def devices_of(
     count = torch.accelerator.device_count() if kind is not None else 0
     if not names and kind is not None and first.type == kind.type:
         names = [f"{kind.type}:{(first.index or 0) + i}" for i in range(count - (first.index or 0))]
-    if not names and least == 1:
-        names = [str(first)]
-    devices = [_device(where, name, kind, count) for name in names]
-    if len(devices) < least:
-        found = f"devices={text!r} names {len(devices)}" if text else f"this machine has {len(names)} accelerator(s)"
-        raise _too_few(strategy, found, otherwise)
+    devices = [_device(where, name, kind, count) for name in names or [str(first)]]
     if len({device.type for device in devices}) > 1:
         raise SettingError(f"{where} are of several types. Name devices of one type.")
     if devices[0] != (own := _with_index(first)):

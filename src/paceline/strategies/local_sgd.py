@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import torch
 
+from paceline.config import StrategySpec
+from paceline.strategies.one_process import line
 from paceline.strategies.periodic_averaging import PeriodicAveraging, check_whole
 from paceline.world import World
 
@@ -35,6 +37,10 @@ def check(size: int | None, *, every: int, warmup: int) -> None:
     """Raises SettingError for what cannot work, on any number of processes."""
     check_whole("local_sgd", "every", every, 1)
     check_whole("local_sgd", "warmup", warmup, 0)
+
+
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    return spec, line("local_sgd", "trains as 'single' does here")
 
 
 class LocalSGD(PeriodicAveraging):

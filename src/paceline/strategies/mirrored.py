@@ -39,10 +39,12 @@ from paceline.comm.mesh import Mesh
 from paceline.comm.reducers import REDUCERS
 from paceline.comm.threads import ThreadTeam
 from paceline.comm.tree_sums import TreeSums
+from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError, suggest
 from paceline.strategies.base import ClosureStrategy, Term, Work
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.local_devices import check_devices, check_shards, devices_of
+from paceline.strategies.one_process import DEVICE, as_single
 from paceline.strategies.optimizer_hooks import GeneratorStates, follow_groups, optimizer_like, step_between_hooks
 from paceline.strategies.replica_set import ReplicaSet, norms_of, on_device
 from paceline.strategies.replicated import listed, load_replicated, parameter_names, replicated_state
@@ -64,7 +66,11 @@ def check(size: int | None, *, devices: str, reduction: str, shards: int | None 
             f"reproducible={shards} with strategy mirrored: reduction={reduction!r}: gradients are added in the one "
             f"order that reproducible={shards} has. Leave reduction out."
         )
-    check_devices("mirrored", size, devices, least=2, shards=shards)
+    check_devices("mirrored", size, devices, shards=shards)
+
+
+def alone(spec: StrategySpec, device: torch.device, *, devices: str) -> tuple[StrategySpec, str]:
+    return as_single("mirrored", DEVICE) if len(devices_of("mirrored", devices, device)) == 1 else (spec, "")
 
 
 class Mirrored(ClosureStrategy):
@@ -82,7 +88,7 @@ class Mirrored(ClosureStrategy):
     ) -> None:
         shards = None if sums is None else sums.shards
         check(world.size, devices=devices, reduction=reduction, shards=shards)
-        self.devices = devices_of("mirrored", devices, device, least=2)
+        self.devices = devices_of("mirrored", devices, device)
         check_shards("mirrored", self.devices, shards)
         self._replicas = ReplicaSet(self.devices, keep_weights=True, sums=sums)
         self.device, self.plan = device, self._replicas.plan

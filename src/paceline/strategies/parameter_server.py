@@ -43,10 +43,12 @@ from torch import Tensor, nn
 from paceline.comm import collectives
 from paceline.comm.mesh import Mesh
 from paceline.comm.sockets import Keys, Listening, address_towards, new_keys
+from paceline.config import StrategySpec
 from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Backward, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import BatchPlan, OneShard, WorkQueue, one_shard
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.one_process import as_single
 from paceline.strategies.replicated import load_replicated, parameter_names, replicated_state
 from paceline.strategies.servers import rejoining
 from paceline.strategies.servers.remote_parameters import RemoteParameters, setting_of
@@ -63,12 +65,12 @@ def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
         raise SettingError(f"strategy parameter_server: mode={mode!r}: sync or async is needed.")
     if servers < 1:
         raise SettingError(f"strategy parameter_server: servers={servers}: 1 or more are needed.")
-    if size is not None and size < 2:
+    if size == 1 and servers > 1:
         raise SettingError(
-            "strategy parameter_server needs at least 2 processes, a server and a worker, but this run has 1. Start "
-            "more (paceline run --nproc 3), or use strategy='single'."
+            f"strategy parameter_server: servers={servers}: this run has 1 process. Start at least {servers + 1}, or "
+            "leave servers out."
         )
-    if size is not None and servers >= size:
+    if size is not None and servers >= size > 1:
         raise SettingError(
             f"strategy parameter_server: servers={servers} of {size} processes leaves no worker. Set servers to "
             f"{size - 1} at most, or start more processes."
@@ -77,6 +79,10 @@ def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
         raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
     if staleness >= 0 and mode == "sync":
         raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")
+
+
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    return as_single("parameter_server")
 
 
 def on_cpu(*, servers: int) -> int:

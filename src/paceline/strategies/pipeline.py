@@ -40,10 +40,12 @@ from torch import Tensor, nn
 from paceline.comm import collectives
 from paceline.comm.mesh import ALONE, Mesh, OneReplica, check_size
 from paceline.comm.replicas import ProcessReplicas
+from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import ClosureStrategy, Term, Weight, Work, kind_of
 from paceline.strategies.batch_plan import AllMicroBatches
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.one_process import as_single
 from paceline.strategies.pickling import refuse_deepcopy
 from paceline.strategies.pipeline_calls import check_names
 from paceline.strategies.pipeline_cut import (
@@ -66,18 +68,21 @@ SCHEDULES = ("gpipe", "1f1b", "naive")
 BALANCES = ("parameters", "cost")
 
 
-def check(size: int | None, *, stages: int, schedule: str, balance: str) -> None:
+def check(size: int | None, *, stages: int, schedule: str, cut: str, balance: str) -> None:
     """Raises SettingError for what cannot work on so many processes."""
-    if size == 1:
+    if size == 1 and cut:
         raise SettingError(
-            "strategy pipeline needs at least two processes: paceline run --nproc 2 --strategy pipeline ... With one, "
-            "leave the strategy out."
+            f"strategy pipeline: cut={cut}: this run has 1 process. Start a process for each stage, or leave cut out."
         )
     for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
         if value not in known:
             raise SettingError(f"strategy pipeline: {name}={value!r} is not known. {suggest(str(value), known)}")
     if stages:
         check_size(stages, size, "strategy pipeline: stages")
+
+
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    return as_single("pipeline")
 
 
 class Pipeline(ClosureStrategy):
@@ -95,7 +100,7 @@ class Pipeline(ClosureStrategy):
         cut: str = "",
         balance: str = "parameters",
     ) -> None:
-        check(world.size, stages=stages, schedule=schedule, balance=balance)
+        check(world.size, stages=stages, schedule=schedule, cut=cut, balance=balance)
         self.world, self.device = world, device
         self.schedule, self.cut, self.balance = schedule, str(cut), balance
         stages = stages or world.size
@@ -178,9 +183,7 @@ class Pipeline(ClosureStrategy):
         """The user calls the model itself, as in evaluation. All processes do, since the model is gathered first."""
         if self._call_stages is not None and self._call_stages.running:
             return
-        self._whole_before_cut()
-        if self._parameters is not None:
-            self._parameters.make_whole()
+        self.make_whole()
 
     # --- the step
 
@@ -341,6 +344,14 @@ class Pipeline(ClosureStrategy):
         optimizer.step()
         self._parameters.share_tied()
 
+    def make_whole(self) -> None:
+        self._whole_before_cut()
+        if self._parameters is not None:
+            self._parameters.make_whole()
+
+    def holds(self, parameter: Tensor) -> bool:
+        return self._parameters is None or parameter in self._parameters.names
+
     def state_dict(self) -> dict[str, Any]:
         self._whole_before_cut()
         if self._parameters is None:
@@ -373,8 +384,9 @@ def _refuse_one_stage(model: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 _NO_COPY = (
-    "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy, as for an "
-    "average of the weights (EMA). Use strategy='ddp', where each process has a whole one."
+    "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy. For an "
+    "average of the weights write ema = run.ema(model, decay) in place of the copy; else use strategy='ddp', where "
+    "each process has a whole model."
 )
 
 

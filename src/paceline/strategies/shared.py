@@ -40,10 +40,12 @@ from torch import Tensor, nn
 from paceline.comm import collectives, copied_pages, shared_memory
 from paceline.comm.mesh import Mesh
 from paceline.comm.scalars import wide_dtype
+from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError
 from paceline.strategies.base import Backward, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.gradient_store import Factor, GradientStore, norm_of, not_finite, scale_
+from paceline.strategies.one_process import as_single
 from paceline.strategies.optimizer_hooks import step_between_hooks
 from paceline.strategies.replicated import (
     CHANGED_AT_START,
@@ -62,12 +64,11 @@ _TAKEN_AT_ONCE = 2**16  # bytes of a gradient from which on it goes to its place
 
 
 def check(size: int | None) -> None:
-    """Raises SettingError for one process."""
-    if size == 1:
-        raise SettingError(
-            "strategy shared needs at least two processes of one machine: paceline run --nproc 2 --strategy shared ... "
-            "With one, leave the strategy out."
-        )
+    """Nothing to refuse: whether the processes can share memory, only they can know."""
+
+
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    return as_single("shared")
 
 
 class Shared(LoopStrategy):

@@ -35,11 +35,12 @@ from torch.distributed.tensor import DTensor
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import Mesh, check_size
-from paceline.errors import SettingError
+from paceline.config import StrategySpec
 from paceline.strategies import tensor_plan
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.batch_plan import one_shard
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.one_process import as_single
 from paceline.strategies.pickling import PickleGuard
 from paceline.strategies.replicated import (
     named_state,
@@ -55,14 +56,13 @@ from paceline.world import World
 
 def check(world: int | None, strategy: str = "tensor", *, size: int, plan: str) -> dict[str, str]:
     """The plan, read. strategy: for messages. Raises SettingError for what cannot work on so many processes."""
-    if world == 1:
-        raise SettingError(
-            "strategy tensor needs at least two processes: paceline run --nproc 2 --strategy tensor ... With one, "
-            "leave the strategy out."
-        )
     if size:
         check_size(size, world, f"strategy {strategy}: size")
     return tensor_plan.read(plan) if plan else {}
+
+
+def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
+    return as_single("tensor")
 
 
 class TensorParallel(LoopStrategy):

@@ -16,8 +16,8 @@ import signal
 import subprocess
 
 from paceline.errors import LaunchError, SettingError
-from paceline.launcher.stop_request import RESUMABLE
 from paceline.submit.batch_job import BatchJob, Submitted
+from paceline.world import RESUMABLE
 
 GRACE_SECONDS = 25
 """At SIGTERM. Slurm sends SIGKILL after KillWait, which is 30 s where nobody has set it."""

@@ -107,6 +107,26 @@ def node_number(node: Any) -> int:
     return number
 
 
+def output_shape(node: Any, place: int) -> tuple[int, ...]:
+    """The shape of an output of a node, which it has by this number: is it a scalar?"""
+    return tuple(node._input_metadata[place].shape)
+
+
+def saved_factor_shape(node: Any) -> tuple[int, ...] | None:
+    """The shape of the other factor (divisor) of a product (quotient), if the node has kept it for its backward."""
+    factor = getattr(node, "_saved_other", None)
+    return tuple(factor.shape) if isinstance(factor, Tensor) else None
+
+
+# ------------------------------------------------------------ packed sequences
+
+with needed_for("packed sequences of no rows"):
+    SEQUENCES: Any = torch._VF
+    """The functions that torch.nn.utils.rnn calls to pack and unpack, whoever has imported it by which name."""
+    PACK, UNPACK = "_pack_padded_sequence", "_pad_packed_sequence"
+    getattr(SEQUENCES, PACK), getattr(SEQUENCES, UNPACK)
+
+
 # ------------------------------------------------------------ operators
 
 with needed_for("noise that belongs to examples"):

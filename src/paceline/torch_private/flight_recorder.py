@@ -31,6 +31,7 @@ _DTYPES = {
 }
 # Calls to which all ranks give tensors of the same sizes. To others they need not: a root's list, uneven splits.
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce")
+_OF_ALL = "default_pg"  # the description that torch gives it
 _TOLD = 3  # of the tensors of one call
 
 
@@ -81,6 +82,11 @@ class GroupCalls:
     under_way: Call | None
     queued: int
     ended: tuple[Call, ...]
+
+    @property
+    def of_all_ranks(self) -> bool:
+        """Is it the group of all ranks of the run?"""
+        return self.title.startswith(f"{_OF_ALL} (")
 
     @property
     def made(self) -> tuple[Call, ...]:

@@ -92,6 +92,22 @@ def has_number_of_samples(sampler: Any) -> bool:
 # ------------------------------------------------------------ losses, loss scales, schedules
 
 
+def replace_factory(name: str, replace: Callable[[], None]) -> None:
+    """Replace `torch.NAME`, a function that makes tensors. TorchScript and `with torch.device(...)` look it up in
+    tables of their own. The latter's is made first, since it must hold the original.
+    """
+    from torch.jit import _builtins
+    from torch.utils import _device
+
+    getattr(_device, "_device_constructors", lambda: None)()
+    replace()
+    made = getattr(torch, name)
+    made.__module__, made.__qualname__ = "torch", name  # by which it is pickled
+    table = getattr(_builtins, "_builtin_table", None)
+    if table is not None:  # otherwise it is made later, of what torch holds then
+        table[id(made)] = f"aten::{name}"
+
+
 def saved(node: Any, name: str, otherwise: Any = None) -> Any:
     """What a node of a graph has kept for its backward, such as a loss's reduction."""
     return getattr(node, f"_saved_{name}", otherwise)

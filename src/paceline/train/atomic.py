@@ -187,7 +187,7 @@ def explained(what: str, path: Path) -> Iterator[None]:
 
 def contents(path: Path, most: int = 8) -> str:
     """The names in a directory, for a message: "a, b, c and 12 more"."""
-    names = sorted(os.listdir(path))
+    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "nothing") + more
 

@@ -67,15 +67,10 @@ class BackgroundWrite:
 
     def _tell(self, writing: bool) -> None:
         """Tell the launcher whether it should wait before it ends this process."""
-        if not self._tells:
-            return
-        try:
-            if writing:
-                tell_launcher(os.environ, WRITES, str(self._step))
-            else:
-                take_back(os.environ, WRITES)
-        except OSError:  # the launcher's folder is gone, or full: it then does not wait
-            return
+        if self._tells and writing:
+            tell_launcher(os.environ, WRITES, str(self._step))
+        elif self._tells:
+            take_back(os.environ, WRITES)
 
     def finish(self) -> Path | None:
         """Wait until nothing is being written. Returns the path of what was, None where nothing was.

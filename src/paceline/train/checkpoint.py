@@ -15,7 +15,7 @@
     3. Replace the pointer `latest`. Remove checkpoints that are neither among the newest nor among the best.
 `find` trusts no name and no pointer: it returns the newest checkpoint whose hashes all fit, and reports the others.
 
-Only rank 0 calls this module. Several runs may write into one directory at a time.
+Only rank 0 calls this module. Several runs may write into one directory (folder_lock.py keeps them from it).
 """
 
 from __future__ import annotations
@@ -485,9 +485,8 @@ def _read_part(place: Path, name: str, manifest: Manifest) -> Any:
         with _damaged(path, SafetensorError), safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     path = place / f"{name}.json"
-    with open_plain(path) as opened, _damaged(path, ValueError, RecursionError, MemoryError):
-        document = json.loads(opened.read())
-    return plain_state.decode_saved(document, tensors, str(path))
+    with open_plain(path) as opened, _damaged(path, MemoryError):
+        return plain_state.read_saved(opened.read(), tensors, str(path))
 
 
 @contextmanager

@@ -7,21 +7,24 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.errors import EmptyShardError, UsageError
 from paceline.strategies.base import Piece, Term
 from paceline.strategies.batch_plan import Request
 from paceline.train.loader import Bundle, Loader
 from paceline.train.loss import terms_of
-from paceline.train.messages import ONE_VALUE, empty_message, wrong_closure
+from paceline.train.messages import NOT_AS_YIELDED, ONE_VALUE, empty_message, wrong_closure
 from paceline.train.precision import Precision
 from paceline.train.randomness import mix, seed_torch
 
 
-def pieces_of(batch: Any, request: Request) -> list[Piece]:
-    """The pieces of what a loader has yielded for this request."""
+def pieces_of(batch: Any, request: Request, bundled: bool) -> list[Piece]:
+    """The pieces of what a loader has yielded for this request. bundled: it was a Bundle."""
     if isinstance(batch, Bundle):
         return batch.pieces
+    if bundled:
+        raise UsageError(NOT_AS_YIELDED)
     part = request.parts[0]
     return [Piece(part.shard, part.micro, len(part.indices), batch)]
 
@@ -35,13 +38,19 @@ def _noise(loader: Loader, request: Request, piece: Piece, call: int) -> Abstrac
 
 
 def computing(
-    loss_fn: Callable[[Any, Any], Any], precision: Precision, loader: Loader, request: Request, call: int, seeded: bool
+    loss_fn: Callable[[Any, Any], Any],
+    precision: Precision,
+    loader: Loader,
+    request: Request,
+    call: int,
+    seeded: bool,
+    check: Callable[[list[Tensor]], None] | None = None,
 ) -> Callable[[Any, Piece, torch.device], list[Term]]:
     """`Work.compute`: a function that runs the closure on one piece, and returns the terms of its loss.
 
     call: the number of the backward call in its micro-batch. Each call draws random numbers of its own, the same under
     every strategy. seeded: at the first call torch's generators still have the key that the loader gave them for the
-    only piece.
+    only piece. check: is given the terms that are weighted by their share of examples; may raise.
     """
 
     def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:
@@ -55,7 +64,10 @@ def computing(
 
     def terms(replica: Any, piece: Piece) -> list[Term]:
         try:
-            return terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
+            made = terms_of(loss_fn(replica, piece.batch), piece.count, request.total)
+            if check is not None:
+                check([term.value for term in made if term.count is None])
+            return made
         except (TypeError, AttributeError, NotImplementedError) as error:
             wrong = wrong_closure(loss_fn, replica)
             if wrong is None:

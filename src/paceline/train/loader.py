@@ -133,6 +133,27 @@ class Loader:
         """Examples of one optimizer step over all processes. None where a batch sampler makes the batches."""
         return self._source.global_batch or self._source.sampled_batch or None
 
+    def same_sizes(self, other: Loader) -> bool:
+        """Whether all global batches of both loaders have one size, or each epoch's have the same sizes in the same
+        order. True too where the sizes are not known beforehand."""
+        try:
+            mine, its = ([s.batch_sizes() for s in loader._sources.values()] for loader in (self, other))
+        except TypeError:
+            return True
+        sizes = {size for epoch in mine + its for size, number in epoch.items() if number}
+        return len(sizes) <= 1 or mine == its
+
+    @property
+    def cut_alone(self) -> tuple[int, int] | None:
+        """(global batch, micro_batch) if a process alone would cut the global batch of any epoch into micro-batches;
+        else None. Whether several processes cut it depends on their number: what is refused must not."""
+        micro_batch = self._source.micro_batch
+        if micro_batch is None:
+            return None
+        sizes = [source.global_batch or 0 for source in self._sources.values()]
+        largest = max([*sizes, 0 if self.current is None else self.current.total])
+        return (largest, micro_batch) if largest > micro_batch else None
+
     @property
     def step(self) -> int:
         """The current optimizer step in the epoch, from 0; between epochs, the step at which the next epoch starts."""

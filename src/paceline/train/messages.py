@@ -33,7 +33,38 @@ def out_of_turn(begins: str, open_one: str, micro: int, micros: int) -> str:
 
 def several_loaders(call: str, names: Sequence[str]) -> str:
     listed = ", ".join(map(repr, names))
-    return f"run.{call}: several training loaders are being iterated ({listed}): say which, with of=loader."
+    return (
+        f"run.{call}: several training loaders are being iterated ({listed}): say which, with of=loader. A loss that "
+        f"is a sum over batches of several loaders needs a call for each part:\n{_each_its_own(names, call)}"
+    )
+
+
+def _each_its_own(names: Sequence[str], call: str = "backward") -> str:
+    given = "loss_{0}" if call == "backward" else "loss_fn_{0}, model, batch_{0}"
+    lines = [(f"    run.{call}({given.format(i)}, of=...)", name) for i, name in enumerate(names, 1)]
+    return "\n".join(f"{line}  # computed from a batch of {name!r}" for line, name in lines)
+
+
+def sum_over_loaders(call: str, names: Sequence[str], parts: int) -> str:
+    """names: of the loader that the call named, and of those whose batches have other shares."""
+    return (
+        f"run.{call}: this loss, of a batch of loader {names[0]!r}, is a sum of {parts} parts, each from a forward of "
+        f"its own. It may have parts of batches of {', '.join(map(repr, names[1:]))} too, which would get a wrong "
+        "weight: these global batches have other sizes. Make a call for each part, with the loader of that part; calls "
+        f"add up until run.step:\n{_each_its_own(names, call)}\nOr give a sum and its count (total= with count=, in a "
+        "closure paceline.Total), which is exact for parts of any loader."
+    )
+
+
+def unused_batches(unused: str, used: Sequence[str]) -> str:
+    return (
+        f"loader {unused!r} has yielded batches that had no run.backward, while updates were made from those of "
+        f"{', '.join(map(repr, used))}, whose global batches have other sizes. If a loss is computed from batches of "
+        "both, as by model(torch.cat([a, b])), its parts need a call each, with the loader of that part; calls add up "
+        f"until run.step:\n{_each_its_own([*used, unused])}\n(with retain_graph=True in all but the last, if they "
+        "have a forward in common). Else fetch a batch only when it is used, with next(); or make the loader with "
+        "train=False, if no loss depends on its batches."
+    )
 
 
 def which_optimizer(prepared: int) -> str:
@@ -56,7 +87,7 @@ def empty_message(error: BaseException, total: int) -> str:
     return (
         f"this rank's shard of the global batch is empty (all of it has {examples}), and the model or the loss cannot "
         f"take its zero-length batch: {type(error).__name__}: {error}. Leave out what needs a row where len(x) == 0 "
-        "(x.max() becomes x.max() if len(x) else 0; torch.stack and pack_padded_sequence need one too), or see that no "
+        "(x.max() becomes x.max() if len(x) else 0; torch.stack and pack_sequence need one too), or see that no "
         "shard is empty: a global_batch of at least the number of shards, and drop_last=True."
     )
 
@@ -130,6 +161,16 @@ def one_value_message(examples: int, total: int) -> str:
     )
 
 
+def batch_norm_cut(loader: str, global_batch: int, micro_batch: int) -> str:
+    return (
+        f"loader {loader!r}: micro_batch={micro_batch} cuts a global batch of {global_batch} into micro-batches (on "
+        "few processes; it is refused on any number), and the model has batch norm, whose statistics are those of the "
+        "whole global batch. Leave micro_batch out: each process computes its part at once, and the more processes "
+        "there are the less memory each needs. Or use a normalisation within the example (GroupNorm, LayerNorm); or "
+        "batch_norm='shard', which changes the model. Batch norm in evaluation mode takes micro-batches too."
+    )
+
+
 CLOSURE = "def loss_fn(model, batch): x, y = batch; return F.cross_entropy(model(x), y)"
 
 
@@ -191,6 +232,36 @@ CANNOT_BE_UNPACKED = (
     "`reproducible`."
 )
 
+
+def second_backward(call: str, error: BaseException) -> str | None:
+    """What to say where a graph's second backward was refused by torch; None: this is another error."""
+    text = str(error)
+    if not any(words in text for words in ("through the graph a second time", "already unpacked once")):
+        return None
+    if call == "backward":
+        remedy = (
+            "Where several losses share a forward, give all calls but the last retain_graph=True, or add the losses: "
+            "run.backward(a + b)"
+        )
+    else:
+        remedy = (
+            "Compute the whole loss in one closure, which may return a tuple of losses (they add); or call "
+            "run.backward(loss, retain_graph=True), under a strategy that takes the loop form"
+        )
+    return (
+        f"run.{call}: a part of this loss's graph has had its backward already, which freed what it had kept. "
+        f"{remedy}. A tensor that is carried from batch to batch, as an RNN's hidden state, needs a detach(). "
+        f"(torch: {text.splitlines()[0][:80]}...)"
+    )
+
+
+NOT_AS_YIELDED = (
+    "run.forward_backward(loss_fn, model, batch): the batch is not as the loader yielded it. The chosen strategy "
+    "computes several shards or micro-batches at once, whose batches are within it. Pass on what the loop got. Where "
+    "the loss is computed from batches of several loaders, make a call for each, with of=loader; calls add up until "
+    "run.step."
+)
+
 LOST_BETWEEN_UPDATES = (
     "a process died between two updates of one global batch, of which the first has been made: it cannot be computed "
     "anew. Restore the last checkpoint."
@@ -204,7 +275,8 @@ SAVED_IN_MID_BATCH = (
 LOSS_OVER_YIELDS = (
     "run.backward: a part of this loss was computed before the loader's latest yield, and a part after it, so that it "
     "cannot be known of which batch it is a mean. Compute the whole loss (the model and the criterion) before the next "
-    "batch is fetched; fetch it just before run.backward, or after run.step."
+    "batch is fetched; fetch it just before run.backward, or after run.step. If the loss is a sum over several "
+    "batches, make a call for each part (calls add up until run.step)."
 )
 
 LOSS_OF_AN_EARLIER_YIELD = (

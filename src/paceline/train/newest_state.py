@@ -329,8 +329,7 @@ def _kept(folder: Path) -> list[tuple[int, Path]]:
 
 def _stop_keeping() -> None:
     """The launcher need not wait for this rank any more."""
-    with contextlib.suppress(OSError):
-        take_back(os.environ, KEEPS)
+    take_back(os.environ, KEEPS)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from paceline.strategies.batch_plan import Request
 from paceline.torch_private.core import BatchNormBase
 from paceline.train import batchnorm, biases
 from paceline.train.loader import Loader
-from paceline.train.messages import FETCHED_AHEAD_IN_TURNS
+from paceline.train.messages import FETCHED_AHEAD_IN_TURNS, batch_norm_cut
 
 
 class Normalisation:
@@ -49,8 +49,9 @@ class Normalisation:
         biases.convert(model)
 
     def on_yield(self, loader: Loader) -> None:
-        """A training loader yields. Raises ModelError where statistics would not be those of the whole global batch:
-        those of micro-batches depend on how many replicas there are."""
+        """A training loader yields. Raises ModelError where statistics would not be those of the whole global batch, on
+        any number of processes: then on each, so that a run that has begun can go on with fewer. Not before the first
+        yield, since a script may put batch norms into evaluation mode until then."""
         request, plan = loader.current, self._strategy.plan
         if request is None or not any(module.training for module in self._found):
             return
@@ -65,13 +66,8 @@ class Normalisation:
                 "(GroupNorm, LayerNorm); or batch_norm='shard', which changes the model; or --strategy "
                 "data_parallel:devices=cpu,cpu (a device for each shard)."
             )
-        if request.micro_batches > 1:
-            raise ModelError(
-                f"loader {loader.name!r} cuts a global batch into {request.micro_batches} micro-batches, and the model "
-                "has batch norm, whose statistics would be those of a micro-batch, another one on another number of "
-                "devices. Raise micro_batch until one is enough, use a normalisation within the example (GroupNorm, "
-                "LayerNorm), or set batch_norm='shard', which changes the model."
-            )
+        if (cut := loader.cut_alone) is not None:
+            raise ModelError(batch_norm_cut(loader.name, *cut))
 
     def average_statistics(self, models: Sequence[nn.Module], fetched_ahead: Callable[[], bool]) -> None:
         """After an update, with "shard": running statistics become their mean over the shards, so that all replicas

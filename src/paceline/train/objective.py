@@ -19,8 +19,8 @@ from paceline.comm import collectives
 from paceline.comm.mesh import Group
 from paceline.comm.scalars import scalar, wide_dtype
 from paceline.errors import UsageError
-from paceline.strategies.batch_plan import Request
 from paceline.strategies.replicated import check_known
+from paceline.train.loader import Loader
 from paceline.train.loss import LossRecord
 from paceline.train.messages import outside_a_loop, without_backward
 from paceline.train.step import Stepper
@@ -38,7 +38,7 @@ def step_by_closure(
     check_known(optimizer, stepper.names)
     if not stepper.latest_yields():
         raise UsageError(outside_a_loop("step"))
-    _check_whole(optimizer, [one.request for one in stepper.latest_yields()])
+    _check_whole(optimizer, [one.loader for one in stepper.latest_yields()])
     watched, told = stepper.losses, False
 
     def evaluate() -> Tensor:
@@ -78,13 +78,15 @@ def _check_exact(optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
         )
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, requests: Sequence[Request]) -> None:
-    if any(request.micros > 1 for request in requests):
-        raise UsageError(
-            f"run.step({type(optimizer).__name__}, closure): each evaluation needs the gradient of the whole global "
-            f"batch, which is cut into {max(request.micros for request in requests)} micro-batches. Leave micro_batch "
-            "out, raise it until one is enough, or use more processes."
-        )
+def _check_whole(optimizer: torch.optim.Optimizer, loaders: Sequence[Loader]) -> None:
+    """On any number of processes alike, also where the part of each is not cut."""
+    for loader in loaders:
+        if (cut := loader.cut_alone) is not None:
+            raise UsageError(
+                f"run.step({type(optimizer).__name__}, closure): each evaluation needs the gradient of the whole "
+                f"global batch, and loader {loader.name!r} has micro_batch={cut[1]}, which cuts a global batch of "
+                f"{cut[0]}. Leave micro_batch out: the more processes there are the less memory each needs."
+            )
 
 
 def _mean_loss(made: Sequence[LossRecord], device: torch.device, group: Group) -> Tensor:

@@ -10,6 +10,12 @@ step, and may be a step apart when the signal comes, on machines that hear of it
 3. After that step all ranks save, tell their launchers so, and end. The launcher's exit code says that the run is not
    done; started again, the script restores the checkpoint.
 
+SIGTERM to a rank is the same notice: systemd and Slurm's process tracking send it to all processes of a job, launcher
+and ranks, in any order. Once the script has saved or restored, a rank passes SIGTERM on to the launcher and goes on to
+the step above. When the launcher itself sends SIGTERM, to end the rank, it has written END into the file before.
+
+A process without a launcher, alone in its world, needs no agreement: SIGTERM asks it to save after its next step.
+
 The launcher asks too where machines have come, and all ranks are to start again with them: then no step is lost.
 
 Before anybody asks, a step costs one read of a byte in memory.
@@ -21,10 +27,13 @@ import contextlib
 import datetime
 import mmap
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
@@ -34,18 +43,66 @@ from paceline.errors import WorldError
 from paceline.strategies.base import Strategy
 from paceline.train import manifest
 from paceline.train.loader import Loader
-from paceline.world import DECIDE, SAVED, SAVES, Preempted, store_place, tell_launcher
+from paceline.world import (
+    DECIDE,
+    END,
+    LAUNCHER_PID,
+    LOOK,
+    NOTICE,
+    NOTICE_SECONDS,
+    SAVED,
+    SAVES,
+    Preempted,
+    store_place,
+    take_back,
+    tell_launcher,
+)
 
 _STORE_SECONDS = 60.0
+_REACT_SECONDS = 3.0
 _LAG = 2
 """An accelerator's host may be ahead of the device by this many steps (finite.py reads flags a step late)."""
+
+_open: list[Preemption] = []  # of which SIGTERM calls the handler
+
+
+def _put_back() -> None:
+    """SIGTERM has its default meaning again: after a run, and in a forked child, such as a loader's worker."""
+    while _open:
+        if signal.getsignal(signal.SIGTERM) == _open.pop()._on_sigterm:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_put_back)
+
+
+class _End:
+    """Ends this process by SIGTERM after so many seconds, or by SIGKILL if it does not react to that."""
+
+    def __init__(self, seconds: float) -> None:
+        self.came = False
+        self._cancelled = threading.Event()
+        self._seconds = seconds
+        threading.Thread(target=self._wait, name="paceline-end", daemon=True).start()
+
+    def _wait(self) -> None:
+        if not self._cancelled.wait(self._seconds):
+            self.came = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            if not self._cancelled.wait(_REACT_SECONDS):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
 
 
 class Preemption:
     """Looks after every step whether the run is asked to stop.
 
     Args:
-        path: of the launcher's file.
+        path: of the launcher's file. Raises OSError or ValueError where it cannot be read. None: there is no launcher,
+            and no other process.
         ready: whether a checkpoint may be written now, as after `run.step` and before the next batch.
         steps: how many steps were made.
         save: writes a checkpoint into this directory, and returns its path. Collective.
@@ -53,7 +110,7 @@ class Preemption:
 
     def __init__(
         self,
-        path: str,
+        path: str | None,
         strategy: Strategy,
         device: torch.device,
         *,
@@ -61,11 +118,17 @@ class Preemption:
         steps: Callable[[], int],
         save: Callable[[Path], Path],
     ) -> None:
-        with open(path, "rb") as file:
-            self._asked = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
+        self._asked: mmap.mmap | bytearray = bytearray(1)
+        if path is not None:
+            with open(path, "rb") as file:
+                self._asked = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
+        self._alone = path is None
+        self._end: _End | None = None  # of a process alone, since SIGTERM has come
         self._strategy, self._ready, self._steps, self._save = strategy, ready, steps, save
         self._lag = 0 if device.type == "cpu" else _LAG
         self._restores: Path | None = None  # where the script looked for the newest checkpoint
+        self._saves: Path | None = None  # where it saved last
+        self._announced = False
         # Of this start of the workers, and of this run of those that the script makes one after the other.
         self._key = f"paceline/stop/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{process_group.runs}"
         self._refused = False  # was it said that nothing can be saved?
@@ -76,14 +139,50 @@ class Preemption:
         """The script has looked there for a checkpoint, and will again when it is started the next time."""
         if not (directory / manifest.NAME).exists():  # else it names one checkpoint, and will start from that again
             self._restores = directory
-            if self._in_step():
-                with contextlib.suppress(OSError):  # then nobody waits for a checkpoint
-                    tell_launcher(os.environ, SAVES)
+            self._announce()
+
+    def saves(self, directory: Path) -> None:
+        """The script has saved there."""
+        self._saves = directory
+        self._announce()
+
+    def _announce(self) -> None:
+        """Asked to stop, this rank can save from now on: the launcher hears of it, and SIGTERM is a notice."""
+        if self._announced or not self._in_step():
+            return
+        self._announced = True
+        tell_launcher(os.environ, SAVES)
+        # A script's own handler stays, and so does SIG_IGN. In a session of Python's, SIGTERM ends the session.
+        notice = not hasattr(sys, "ps1") if self._alone else os.environ.get(NOTICE)
+        if notice and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, self._on_sigterm)
+                _open.append(self)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if self._asked[0] == END or (self._end is not None and self._end.came):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        elif self._alone:
+            if self._end is None:  # schedulers send it more than once
+                self._asked[0] = DECIDE  # a bytearray
+                self._end = _End(NOTICE_SECONDS)
+        else:
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(os.environ[LAUNCHER_PID]), signal.SIGTERM)
+
+    def close(self) -> None:
+        """The run has ended: this rank saves no more."""
+        if self._announced:
+            take_back(os.environ, SAVES)
+        if self._end is not None:
+            self._end.cancel()
+        _put_back()
 
     def after_batch(self, loader: Loader) -> None:
         """The script comes back for its next training batch. Saves and raises Preempted at the step decided on."""
         phase = self._asked[0]
-        if not phase or not loader.stepped or not self._ready():
+        if phase not in (LOOK, DECIDE) or not loader.stepped or not self._ready():
             return
         steps = self._steps()
         if self._at is None:
@@ -97,17 +196,27 @@ class Preemption:
                     "when it heard of it. Nothing was saved now; the last checkpoint is as it was."
                 )
         if steps >= self._at:
-            assert self._restores is not None
-            tell_launcher(os.environ, SAVED, str(self._save(self._restores).absolute()))
-            raise Preempted
+            directory = self._restores or self._saves
+            assert directory is not None
+            path = self._save(directory).absolute()
+            if self._end is not None:
+                self._end.cancel()
+            if self._restores is not None:
+                then = "The same command goes on from there"
+            else:
+                then = f"The script restores nothing: call run.restore({str(directory)!r}) in it to go on from there"
+            told = tell_launcher(os.environ, SAVED, f"{path}. {then}")
+            if not told and collectives.rank_of() == 0:
+                print(f"paceline: asked to stop, and saved {path}. {then}.", file=sys.stderr, flush=True)
+            raise Preempted(told)
 
     def _decide(self, steps: int) -> int | None:
         """Rank 0's choice of the step, told to the others; None where nothing can be saved, which is said once."""
         problem = None
-        if self._restores is None:
+        if self._restores is None and self._saves is None:
             problem = (
-                "the script restores none when it is started again. Call run.restore(DIRECTORY, missing_ok=True) after "
-                "run.prepare"
+                "the script saves none, and restores none when it is started again. Call run.restore(DIRECTORY, "
+                "missing_ok=True) after run.prepare"
             )
         elif not self._in_step():
             problem = "processes that are not in step, or may come and go, cannot agree on one. Save now and then"

@@ -22,7 +22,7 @@ from paceline.strategies.batch_plan import BatchPlan, Fetched, Pass, Request
 from paceline.train import order
 from paceline.train.agreement import check_same_data, probe_of_indices
 from paceline.train.collating import SCOPES, Collator, Streams
-from paceline.train.fetch import MapFetcher, StreamFetcher, converted, is_stream
+from paceline.train.fetch import Answer, MapFetcher, StreamFetcher, converted, is_stream
 from paceline.train.made_batches import RowDataset
 from paceline.train.randomness import mix, tag
 from paceline.train.sampler_rng import SamplerRNG, generators_of
@@ -179,7 +179,8 @@ class MapSource(Source):
         return plan.fetch(data, probe_of_indices, self._answer)
 
     def _answer(self, requests: Iterator[Request]) -> Iterator[Fetched]:
-        if self._loader.num_workers == 0:  # what torch's loader would do, without its 40 us a batch
+        # What torch's loader would do, without its 40 us a batch. A tool that wraps its iterators sees this loader too.
+        if self._loader.num_workers == 0 and not hasattr(DataLoader.__iter__, "__wrapped__"):
             return self._fetched_here(requests)
         self._requests.current = requests
         return iter(self._loader)
@@ -187,7 +188,7 @@ class MapSource(Source):
     def _fetched_here(self, requests: Iterator[Request]) -> Iterator[Fetched]:
         pins = self._loader.pin_memory and torch.accelerator.is_available()
         for request in requests:
-            answer = converted(self._fetcher[request])
+            answer = converted(Answer(*self._fetcher[request]))
             yield answer.pin_memory() if pins else answer
 
     def _batches(self, epoch: int) -> Iterable[Sequence[int]]:

@@ -25,7 +25,10 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
 from paceline.train import checkpoint
 from paceline.train.background_write import BackgroundWrite
+from paceline.train.call_check import CallCheck
 from paceline.train.environment_fingerprint import check_ranks, check_resumed, fingerprint
+from paceline.train.folder_lock import FolderLocks
+from paceline.train.hyperparameters import Hyperparameters, Whose
 from paceline.train.loader import Loader
 from paceline.train.metrics import modules_of
 from paceline.train.predict_files import digest
@@ -37,12 +40,23 @@ T = TypeVar("T")
 class State:
     """Gathers the state of a run into checkpoints, and restores it."""
 
-    def __init__(self, strategy: Strategy, *, device: torch.device, seed: int, reproducible: int | None = None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        hyperparameters: Hyperparameters,
+        *,
+        device: torch.device,
+        seed: int,
+        reproducible: int | None = None,
+    ) -> None:
         self.strategy = strategy
         self.schedulers: list[Any] = []
         self.loaders: dict[str, Loader] = {}
         self.tracked: dict[str, Any] = {}
+        self.hyperparameters = hyperparameters
+        self.whose: Whose = "checkpoint"  # hyperparameters does a restored run go on with?
         self.restored_from = ""  # where the last restored state was, in words
+        self.locks = FolderLocks()  # of the folders that this run saves in; on rank 0
         self.parts: dict[str, Any] = {}  # objects of the run itself: the fp16 scaler
         self._device, self._seed, self._reproducible = device, seed, reproducible
         # Restored states of loaders and tracked objects that the script has not made yet, by name.
@@ -107,6 +121,7 @@ class State:
 
         def write() -> Path | None:
             self._writer.finish()  # it writes what the buffers hold
+            self.locks.take(Path(directory))
             parts = with_models(state, self.parts_beside_models(run, streams))
             encoded = checkpoint.encode_parts(parts, self._buffers)
             meta = {"world_size": collectives.size_of(), "torch": str(torch.__version__)}
@@ -138,11 +153,13 @@ class State:
         self._unfinished = False
         return _on_rank_0(self._writer.finish)
 
-    def end_saves(self) -> None:
+    def end_saves(self, calls: CallCheck) -> None:
         """`wait_for_save`, when the run ends well. Where members come and go, one may have ended before: then who has
         written waits, and raises, alone."""
         if transport.channel() is None:
-            self.wait_for_save()
+            if self._unfinished:
+                with calls.call("the end of the run"):
+                    self.wait_for_save()
         else:
             self._writer.finish()
 
@@ -153,13 +170,15 @@ class State:
             self._writer.finish()
         except CheckpointError as error:
             print(f"paceline: {error}", file=sys.stderr, flush=True)
+        finally:
+            self.locks.close()
 
     def parts_beside_models(self, run: dict[str, Any], streams: list[Any]) -> dict[str, Any]:
         """The parts of a checkpoint that hold neither models nor optimizers. run: what the run itself adds to its part.
         streams: the random streams of all ranks; an empty list where they are not known."""
         parts = {f"scheduler_{i}": scheduler.state_dict() for i, scheduler in enumerate(self.schedulers)}
         kinds = [type(scheduler).__qualname__ for scheduler in self.schedulers]
-        own = {"seed": self._seed, "schedulers": kinds, "streams": streams}
+        own = {"seed": self._seed, "schedulers": kinds, "streams": streams, "begun": self.hyperparameters.begun}
         return {**parts, "run": {**run, **own, **self._run_part()}, "tracked": self._tracked_part()}
 
     def _run_part(self) -> dict[str, Any]:
@@ -192,8 +211,10 @@ class State:
 
         def find() -> tuple[Any, ...] | None:
             self._writer.finish()
-            if missing_ok and not checkpoint.holds_checkpoint(directory):
-                return None
+            if missing_ok:
+                self.locks.resumes(Path(directory))
+                if not checkpoint.holds_checkpoint(directory):
+                    return None
             whole = checkpoint.find(directory)
             read.update(checkpoint.read(whole.path)[1])
             return tuple(whole)
@@ -250,6 +271,9 @@ class State:
         named = {"models": _numbered(parts, "model"), "optimizers": _numbered(parts, "optimizer")}
         self.strategy.load_state_dict({**parts.get("strategy", {}), **named})
         self._load(schedulers, run, parts["tracked"])
+        for line in self.hyperparameters.restored(run.get("begun", {}), self.whose):
+            if collectives.rank_of() == 0:
+                print(f"paceline: {line}", file=sys.stderr, flush=True)
         if len(run["streams"]) == collectives.size_of():
             generators.set_state(run["streams"][collectives.rank_of()], self._device)
         return run
@@ -370,4 +394,8 @@ def model_number(models: Sequence[nn.Module], model: nn.Module | None) -> int:
     for number, own in enumerate(models):
         if own is model:
             return number
-    raise UsageError(f"run.export(path, model): this {type(model).__name__} was not prepared.")
+    raise UsageError(
+        f"run.export(path, model): this {type(model).__name__} was not prepared. For an average of a prepared model's "
+        "weights (a copy.deepcopy, or torch's AveragedModel) write ema = run.ema(model, decay), ema.update() after "
+        "run.step, and run.export(path, ema)."
+    )

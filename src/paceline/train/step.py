@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm import collectives, transport
 from paceline.comm.mesh import ALONE
@@ -56,6 +57,7 @@ from paceline.train.messages import (
     not_reached,
     out_of_turn,
     outside_a_loop,
+    second_backward,
     several_loaders,
     unprepared,
     unstepped,
@@ -65,6 +67,7 @@ from paceline.train.messages import (
 from paceline.train.precision import Precision
 from paceline.train.preparable import needs_closure
 from paceline.train.randomness import seed_torch, tag
+from paceline.train.several_loaders import SeveralLoaders
 from paceline.train.tree_accounts import UPDATED_BETWEEN, TreeAccounts
 from paceline.train.yields import Yield, Yields
 
@@ -85,6 +88,7 @@ class Stepper:
     def __init__(
         self,
         strategy: Strategy,
+        models: Sequence[nn.Module],
         calls: CallCheck,
         precision: Precision,
         guards: Guards,
@@ -111,9 +115,11 @@ class Stepper:
         self._finite = FiniteWatch(store, strategy.mesh, device, nonfinite_every)
         self._left = LeftGradients(store)
         self.device, self.skip = device, skip
+        self._models = models  # the prepared ones; the run adds to them
         self._deterministic_by = deterministic_by  # the setting that asks for deterministic kernels; "": none
         self._loaders: list[Loader] = []  # the training loaders, in the order in which they were first iterated
         self._yields: dict[Loader, Yields] = {}  # the yields of each of these loaders
+        self._several = SeveralLoaders(self._yields)
         # For each loader whose global batch has gradients: the last of its yields that had a backward.
         self._open_yields: dict[Loader, Yield] = {}
         self._call_number = 0  # the number of the next backward call in this micro-batch
@@ -156,6 +162,7 @@ class Stepper:
             self._yields[loader].close(loader, whole)
             loader.presented = None
         if whole:
+            self._several.check_end(loader)
             self.drain()
 
     def _start_micro_batch(self, yields: Yields, one: Yield) -> None:
@@ -232,6 +239,7 @@ class Stepper:
         """Pass the numbers of epochs on; after each epoch, warn of gradients that were not used."""
         for number in numbers:
             yield number
+            self._several.check_end()
             self.warn_unstepped()
 
     # --- backward
@@ -247,10 +255,11 @@ class Stepper:
         yields = self._yields_of(of, "forward_backward")
         one = yields.find_by_batch(batch)
         call, request, bundled = self._register_call(yields, one), one.request, self.strategy.plan.bundled
-        pieces = pieces_of(batch, request)
+        pieces = pieces_of(batch, request, bundled)
         inputs = None if optimizer is None else self._inputs(optimizer)
         seeded = not bundled and not self._prefetched
-        compute = computing(loss_fn, self.precision, one.loader, request, call, seeded)
+        check = partial(self._several.check_loss, "forward_backward", one) if len(self._loaders) > 1 else None
+        compute = computing(loss_fn, self.precision, one.loader, request, call, seeded, check)
         self.guards.in_run_backward = True
         try:
             if bundled:
@@ -261,7 +270,7 @@ class Stepper:
                 terms = [[Term(term.value.detach(), term.count) for term in own]]
         except BaseException as error:
             one.discarded = True
-            self._explain(error)
+            self._explain("forward_backward", error)
             raise
         finally:
             self.guards.in_run_backward = False
@@ -293,6 +302,8 @@ class Stepper:
         elif node_number(node) < one.first_node:
             one = yields.find_by_loss(value, self._first_node or 0)
         request = one.request
+        if len(self._loaders) > 1 and isinstance(value, Tensor) and (loss is not None or count is None):
+            self._several.check_loss("backward", one, [value])
         term = mean_term(loss, count) if loss is not None else sum_term(total, count, request.examples, request.total)
         inputs = None if optimizer is None else self._inputs(optimizer)
         call = self._register_call(yields, one)
@@ -301,7 +312,7 @@ class Stepper:
             self._backward([[term]], request, call, inputs, retain_graph)
         except BaseException as error:
             one.discarded = True
-            self._explain(error)
+            self._explain("backward", error)
             raise
         finally:
             self.guards.in_run_backward = False
@@ -364,11 +375,13 @@ class Stepper:
         """A better error than this one, if the strategy has one, or it is about a deterministic kernel."""
         explained = self.strategy.explain(error) if isinstance(error, Exception) else None
         if explained is None and self._deterministic_by:
-            return deterministic.explained(error, self.strategy.models, self._deterministic_by)
+            return deterministic.explained(error, self._models, self._deterministic_by)
         return explained
 
-    def _explain(self, error: BaseException) -> None:
-        """Raises a better error in place of this one, if there is one."""
+    def _explain(self, call: str, error: BaseException) -> None:
+        """Raises a better error in place of this one of a backward call, if there is one."""
+        if isinstance(error, RuntimeError) and (words := second_backward(call, error)) is not None:
+            raise UsageError(words) from error
         explained = self.explanation(error)
         if explained is not None:
             raise explained from error
@@ -446,6 +459,8 @@ class Stepper:
             if one.loader.recut:
                 self._discard_global_batch(opened)
                 return False
+        if len(self._loaders) > 1:
+            self._several.check_update(opened)
         self.store.samples = self._samples
         self.strategy.finish()
         if self.accounts.unreduced(parameters):

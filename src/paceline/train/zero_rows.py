@@ -14,6 +14,14 @@ attention in 16 bits returns None for no rows: here it returns a tensor of none.
 Fast path: torch's own transformer layers compute as they do in training. Their fast path for evaluation stacks the rows
 that a padding mask leaves, of which there are none.
 
+Packed sequences: torch packs no sequence of no rows. Here it packs as many steps as the padded tensor has, each of 0
+rows, which recurrent layers take. What is unpacked depends on them, so that their gradients are zeros and not absent.
+
+CTC: over no rows its loss is what that of other criteria is, a mean over nothing or a sum of 0.
+
+Fourier transforms, which torch refuses over 0 rows on a CPU: they transform one row of zeros, which is then dropped. No
+other operation sees that row: it enters no count, no statistics of a layer and no other row's result.
+
 Compilation: what torch.compile has compiled runs uncompiled, since it would be compiled anew for 0 rows, and refused.
 
 Torch's functions are replaced, on all threads. A mode of torch's functions would not see the calls within torch's own,
@@ -33,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.torch_private.core import compiled_wrapper
+from paceline.torch_private.core import PACK, SEQUENCES, UNPACK, compiled_wrapper
 
 KEPT = 4
 """For how many yields the functions stay replaced: two loaders in one loop, each fetched one batch ahead."""
@@ -112,6 +120,69 @@ def _attending_to_nothing(function: Callable[..., Tensor]) -> Callable[..., Tens
     return called
 
 
+def _packing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that packs padded sequences, also those of no rows."""
+
+    @functools.wraps(function)
+    def called(padded: Tensor, lengths: Tensor, batch_first: bool) -> Any:
+        try:
+            return function(padded, lengths, batch_first)
+        except RuntimeError:
+            if padded.dim() < 2 or padded.size(0 if batch_first else 1):
+                raise
+        steps = max(padded.size(1 if batch_first else 0), 1)
+        return padded.reshape(0, *padded.shape[2:]), torch.zeros(steps, dtype=torch.long)
+
+    return called
+
+
+def _unpacking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that pads packed sequences, whose result of no rows depends on these too."""
+
+    @functools.wraps(function)
+    def called(packed: Tensor, *args: Any) -> Any:
+        padded, lengths = function(packed, *args)
+        return (padded if packed.numel() else padded + packed.sum()), lengths
+
+    return called
+
+
+_NONE, _MEAN = 0, 1
+"""How torch numbers the reductions of a criterion; 2 is "sum"."""
+
+
+def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.ctc_loss, also over no rows."""
+
+    @functools.wraps(function)
+    def called(log_probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return function(log_probs, *args, **kwargs)
+        except RuntimeError:
+            if log_probs.dim() != 3 or log_probs.size(1):
+                raise
+        each = log_probs.sum((0, 2))
+        reduction = kwargs.get("reduction", args[4] if len(args) > 4 else _MEAN)
+        return each if reduction == _NONE else each.mean() if reduction == _MEAN else each.sum()
+
+    return called
+
+
+def _of_one_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, which computes one row of zeros and drops it, where it is refused for no rows."""
+
+    @functools.wraps(function)
+    def called(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return function(rows, *args, **kwargs)
+        except RuntimeError:
+            if rows.dim() < 2 or rows.size(0) or 0 in rows.shape[1:]:
+                raise
+        return function(rows.new_zeros((1, *rows.shape[1:])) + rows.sum(), *args, **kwargs)[:0]
+
+    return called
+
+
 METHODS = ("view", "reshape")
 """Those of Tensor that are replaced by `_answering`."""
 
@@ -119,6 +190,11 @@ FUNCTIONS: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any
     (torch, "reshape", _answering),
     (F, "multi_head_attention_forward", _without_masks),
     (F, "scaled_dot_product_attention", _attending_to_nothing),
+    (SEQUENCES, PACK, _packing),
+    (SEQUENCES, UNPACK, _unpacking),
+    (torch, "ctc_loss", _ctc),
+    (torch, "stft", _of_one_row),
+    *[(torch.fft, f"{kind}fft{dims}", _of_one_row) for kind in ("", "i", "r", "ir") for dims in ("", "2", "n")],
 ]
 """The functions that are replaced: where each is, its name, and what makes the function in its place."""
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 import tempfile
 
-from paceline.errors import SettingError
+from paceline.errors import SettingError, printable
+from paceline.launcher import streams
 from paceline.launcher.checks import device_count
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.plan import available_cores, count_processes
@@ -48,7 +49,7 @@ def verify(options: VerifyOptions) -> int:
             answer = decide(runs)
         except Stopped as stopped:
             return stopped.report()
-    sys.stdout.write("\n".join([answer.text, *(f"  {note.text}" for note in answer.notes)]) + "\n")
+    sys.stdout.write(printable("\n".join([answer.text, *(f"  {note.text}" for note in answer.notes)])) + "\n")
     sys.stdout.flush()
     if options.json_file is not None:
         write_json(options.json_file, answer.document())
@@ -65,6 +66,6 @@ class LaunchedRuns(Runs):
 
     def launch_run(self, name: str, start: Start, spec: TrialSpec) -> str | None:
         strategy = f" ({start.strategy})" if start.strategy is not None else ""
-        sys.stderr.write(f"{name}: {describe_run(name)}{strategy} ...\n")
+        streams.write(sys.stderr, f"{name}: {describe_run(name)}{strategy} ...\n")
         with quiet_output() as output:
             return launch_trial(self.options.script, start, self.length, spec, self._interrupts, output, tidy=True)

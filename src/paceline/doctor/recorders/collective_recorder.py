@@ -53,6 +53,7 @@ _ANY_SIZE = (
     "broadcast_object_list", "gather_object", "monitored_barrier", "reduce_scatter", "scatter_object_list",
 )  # fmt: skip
 _CUTTING_GATHERS = ("all_gather", "all_gather_into_tensor", "gather")  # their results have no autograd graph
+_WITH_VALUES = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather")
 _HANDLE_METHODS = ("wait", "synchronize", "is_completed", "is_success", "get_future", "get_future_result", "result")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _GROUPS = ("new_group", "init_process_group", "destroy_process_group", "new_subgroups", "new_subgroups_by_enumeration")
@@ -177,6 +178,7 @@ class CollectiveRecorder:
                 fields: dict[str, Any] = {}
                 with self.log.overhead():
                     tensor, must_match, fields = self._describe(op, given)
+                    fields |= self._sent(op, tensor, fields)
                 end = self.begin(op, group, fields.get("number"), **must_match)
                 try:
                     result = original(*args, **options)
@@ -321,6 +323,13 @@ class CollectiveRecorder:
             return None
         self._results += 1
         return [float(v) for v in tensor.detach().reshape(-1).tolist()]
+
+    def _sent(self, op: str, tensor: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        """What a small sum or gather after an evaluation sends, and the numbers in the script's variables."""
+        if tensor is None or op not in _WITH_VALUES or not self.log.variables.pass_ended:
+            return {}
+        values = self._values(tensor, fields)
+        return {} if values is None else {"sent": values, "vars": self.log.variables.numbers()}
 
     def before_point_to_point(self, op: str, /, *_: Any, **__: Any) -> None:
         """A send or a receive: record that there is one."""

@@ -11,30 +11,21 @@ import json
 import linecache
 import os
 import sys
-import sysconfig
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
 
+from paceline.doctor.recorders.code_owner import CodeOwner, Owner
+from paceline.doctor.recorders.library_names import names_in
 from paceline.doctor.recorders.statements import Statement, statement_at, values_in
 from paceline.world import ERROR_FILE
 
 MAX_EVENTS = 400_000  # the log ends here, so that a run of days fills no disk
 _FLUSH_SECONDS = 0.2
 _MAX_CALLS = 24  # frames of call_stack
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = tuple(
-    os.path.realpath(path) + os.sep
-    for path in {*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE}
-)
-# Frames in these folders, of Python and of Paceline, say nothing about what a script does with a result.
-_BENEATH = (
-    os.path.join(os.path.dirname(os.path.realpath(os.__file__)), ""),
-    os.path.join(os.path.realpath(_PACKAGE), ""),
-)
 
 
 class EventLog:
@@ -43,22 +34,22 @@ class EventLog:
     Args:
         directory: of `rank-N.jsonl`.
         rank: of this process.
-        script_folder: code in files below it is the script's own.
+        roots: the script's file, or those of the module that is run, and its working directory (code_owner.py).
         steps: the script is ended after so many optimizer steps; None: it ends itself.
     """
 
-    def __init__(self, directory: str, rank: int, script_folder: str, steps: int | None) -> None:
+    def __init__(self, directory: str, rank: int, roots: Sequence[str], steps: int | None) -> None:
         self.rank, self.steps, self.directory = rank, steps, directory
         self.overhead_seconds = 0.0  # seconds that recording has taken; no recorded time includes them
         self.models: Any = None  # the ModelRecorder
         self.collectives: Any = None  # the CollectiveRecorder
+        self.variables: Any = None  # the VariableRecorder
+        self.draws: Any = None  # the DrawRecorder
         self.optimizers: Any = weakref.WeakSet()  # the script's optimizers that are alive
         self.backward_since_step = False  # has a backward ended since the last optimizer step?
         self.clipped_gradients: set[int] = set()  # id of each gradient that the last clipping made smaller
-        self._folder = os.path.join(script_folder, "")
         self._pid = os.getpid()
-        self._script_files: dict[str, bool] = {}  # file of code -> is it the script's own?
-        self._outside_torch: dict[str, bool] = {}  # file of code -> is it the script's own or a library's?
+        self._owner = CodeOwner(roots)
         self._trees: dict[str, ast.AST | None] = {}
         self._statements: dict[tuple[str, int], Statement] = {}
         self._written, self._flushed = 0, 0.0
@@ -91,6 +82,10 @@ class EventLog:
         """Does this process record? A forked child does not."""
         return self._pid != 0
 
+    def owns(self, file: str) -> bool:
+        """Is a file of code the script's own?"""
+        return self._is_script(file)
+
     @contextmanager
     def overhead(self) -> Iterator[None]:
         """Count the time of this block as overhead, and record an error in it as an event instead of raising it."""
@@ -119,10 +114,7 @@ class EventLog:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and len(found) < _MAX_CALLS:
             name = frame.f_code.co_filename
-            outside_torch = self._outside_torch.get(name)
-            if outside_torch is None:
-                outside_torch = self._outside_torch[name] = self._is_script(name) or _is_library(name)
-            if outside_torch:
+            if self._owner.of(name) is not Owner.BENEATH:
                 found.append([name, frame.f_lineno])
             frame = frame.f_back
         return found
@@ -149,14 +141,15 @@ class EventLog:
         Returns:
             caller(); a dict of "the line" (all of the script's lines on the stack), "what is sent" (the text of the
             first argument) and the values of the names that the statement chooses by, as `name` in
-            `all_reduce(metrics[name])`; and for the line of each `if` around the calls, whether the call stands in its
-            body.
+            `all_reduce(metrics[name])`, or that the calling library chooses by; and for the line of each `if` around
+            the calls, whether the call stands in its body.
         """
         frame: FrameType | None = sys._getframe(1)
         at: list[Any] = []
         lines: list[str] = []
         how: dict[str, Any] = {}
         branches: dict[str, bool] = {}
+        inner: list[FrameType] = []  # of the library that makes the call
         while frame is not None and len(lines) < 8:
             name, line = frame.f_code.co_filename, frame.f_lineno
             if self._is_script(name):
@@ -166,8 +159,10 @@ class EventLog:
                 if not at:
                     at = [name, line]
                     how = values_in(statement, frame)
+            elif not at and len(inner) < _MAX_CALLS and self._owner.of(name) is Owner.LIBRARY:
+                inner.append(frame)
             frame = frame.f_back
-        return at, {"the line": " < ".join(lines), **how}, branches
+        return at, {"the line": " < ".join(lines), **how, **names_in(inner)}, branches
 
     def _statement(self, file: str, line: int) -> Statement:
         known = self._statements.get((file, line))
@@ -184,19 +179,7 @@ class EventLog:
         return self._trees[file]
 
     def _is_script(self, name: str) -> bool:
-        is_script = self._script_files.get(name)
-        if is_script is None:
-            is_script = self._script_files[name] = self._in_script_folder(name)
-        return is_script
-
-    def _in_script_folder(self, name: str) -> bool:
-        if name.startswith("<"):
-            return False
-        path = os.path.realpath(name)
-        if not path.startswith(self._folder):
-            return False
-        # An environment that lies inside the folder is a library all the same.
-        return "site-packages" not in path and not path.startswith(_LIBRARIES)
+        return self._owner.of(name) is Owner.SCRIPT
 
     def flush(self) -> None:
         """Write the buffer to the file: this process may be about to wait for ever."""
@@ -214,10 +197,3 @@ class EventLog:
         if self.active and os.getpid() == self._pid:
             self.record("end", at=[], now=True, failed=os.path.exists(os.environ.get(ERROR_FILE, "")))
             self._file.flush()
-
-
-def _is_library(name: str) -> bool:
-    path, torch = os.path.realpath(name), getattr(sys.modules.get("torch"), "__file__", None)
-    if name.startswith("<") or (torch and path.startswith(os.path.join(os.path.dirname(os.path.realpath(torch)), ""))):
-        return False
-    return "site-packages" in path or not path.startswith(_BENEATH)

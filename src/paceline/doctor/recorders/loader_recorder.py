@@ -30,8 +30,8 @@ from torch.utils.data import (
 )
 
 from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import call_after, patch
-from paceline.doctor.recorders.tensor_digests import digest, row_digests, tensors_in
+from paceline.doctor.recorders.patching import after_import, call_after, patch
+from paceline.doctor.recorders.tensor_digests import digest, padded_rows, row_digests, tensors_in
 from paceline.torch_private.observed import (
     LOADER_WORKERS,
     NEXT_INDEX,
@@ -59,6 +59,7 @@ def install(log: EventLog) -> None:
     patch(LoaderIterator, NEXT_INDEX, recorder.wrap_next_index)
     patch(LoaderIterator, "__next__", recorder.wrap_next)
     patch(LOADER_WORKERS, WORKER_MAIN, recorder.wrap_worker_loop)
+    after_import("accelerate.data_loader", recorder.patch_accelerate)
     for cls in (DistributedSampler, Subset):
         call_after(log, cls, "__init__", recorder.after_construction)
 
@@ -97,7 +98,8 @@ class _LoaderRecorder:
             self._log.record("pass", loader=name, n=self._passes, epoch=getattr(sampler, "epoch", None))
             began = self._log.clock()
             iterator = original(loader)
-            iterator.__dict__[_PASS] = [name, self._passes, 0, self._log.clock() - began]
+            length = _number_of_batches(loader)
+            iterator.__dict__[_PASS] = [name, self._passes, 0, self._log.clock() - began, length]
             return iterator
 
         return __iter__
@@ -138,6 +140,30 @@ class _LoaderRecorder:
 
         return _next_index
 
+    def _variables(self) -> dict[str, float] | None:
+        """At the end of a loop over a loader."""
+        numbers: dict[str, float] | None = None
+        with self._log.overhead():
+            self._log.variables.pass_ended = True
+            numbers = self._log.variables.numbers()
+        return numbers
+
+    def wrap_prefetching_iter(self, original: Any) -> Any:
+        """`__iter__` of a loader that reads a batch ahead, as Accelerate's do: its pass has ended before the script has
+        the last batch, so that the script's variables are read again when the loop asks for another one."""
+
+        def __iter__(loader: Any) -> Any:
+            yield from original(loader)
+            if self._log.active:
+                self._log.record("loop_end", loader=loader.__dict__.get("_paceline_doctor", ""), vars=self._variables())
+
+        return __iter__
+
+    def patch_accelerate(self, module: Any) -> None:
+        for name in ("DataLoaderShard", "DataLoaderDispatcher"):
+            if hasattr(module, name):
+                patch(getattr(module, name), "__iter__", self.wrap_prefetching_iter)
+
     def wrap_next(self, original: Any) -> Any:
         def __next__(iterator: Any) -> Any:
             log = self._log
@@ -148,21 +174,27 @@ class _LoaderRecorder:
             try:
                 batch = original(iterator)
             except StopIteration:
-                log.record("pass_end", loader=place[0], n=place[1])
+                log.record("pass_end", loader=place[0], n=place[1], vars=self._variables())
                 raise
             waited = log.clock() - began
+            log.draws.clear()
             with log.overhead():
                 queue = iterator.__dict__.get(_INDICES)
                 index = queue.popleft() if queue else None
                 indices = _base_indices(dataset_of(iterator), index)
-                rows = _row_digests(batch, _batch_indices(index), indices) if place[2] < _MAX_DIGESTED else None
+                rows, padded = None, None
+                if place[2] < _MAX_DIGESTED:
+                    rows, padded = _row_digests(batch, _batch_indices(index), indices)
                 place[2] += 1
+                if place[2] == place[4]:  # some never ask for another batch after the last one
+                    log.variables.pass_ended = True
                 self._log.record(
                     "yield",
                     loader=place[0],
                     n=place[1],
                     idx=indices,
                     rows=rows,
+                    padded=padded,
                     waited=waited,
                     grad=torch.is_grad_enabled(),
                 )
@@ -200,6 +232,7 @@ def _describe(loader: Any) -> dict[str, Any]:
         "batch": loader.batch_size
         if loader.batch_size is not None
         else getattr(loader.batch_sampler, "batch_size", None),
+        "length": _number_of_batches(loader),
         "workers": loader.num_workers,
         "pinned": bool(loader.pin_memory),
         "sampler": kind,
@@ -210,9 +243,16 @@ def _describe(loader: Any) -> dict[str, Any]:
         "shuffles": getattr(sampler, "shuffle", None) is not False,
         "repeats": _number(sampler, "num_repeats") > 1 or _number(sampler, "repetitions") > 1,
         "sampler_at": getattr(sampler, "__dict__", {}).get(_MADE_AT),
+        "initialize": _first_line(loader.worker_init_fn),
         **_describe_subset(loader.dataset),
         "holds": None if iterable else content_digests(loader.dataset),
     }
+
+
+def _first_line(function: Any) -> list[Any]:
+    """[file, line] of a function of Python's; [] of others."""
+    code = getattr(getattr(function, "func", function), "__code__", None)  # a partial's function
+    return [] if code is None else [code.co_filename, code.co_firstlineno]
 
 
 def _describe_subset(dataset: Any) -> dict[str, Any]:
@@ -220,6 +260,13 @@ def _describe_subset(dataset: Any) -> dict[str, Any]:
     cut = [int(i) for i in dataset.indices] if isinstance(dataset, Subset) else None
     digest = None if cut is None else zlib.crc32(str(cut).encode())
     return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE_AT), "cut": digest}
+
+
+def _number_of_batches(loader: Any) -> int | None:
+    try:
+        return None if isinstance(loader.dataset, IterableDataset) else len(loader)
+    except Exception:  # of a sampler without a length
+        return None
 
 
 def _number(thing: Any, name: str) -> int:
@@ -312,11 +359,14 @@ def _base_indices(dataset: Any, index: Any) -> list[int] | None:
         return None
 
 
-def _row_digests(batch: Any, given: list[Any], indices: list[int] | None) -> list[list[int]] | None:
-    """For each tensor of the batch with a row for each example: the rows' digests. A tensor that holds the indices gets
-    zeros, since it says nothing about the examples."""
+def _row_digests(
+    batch: Any, given: list[Any], indices: list[int] | None
+) -> tuple[list[list[int]] | None, list[Any] | None]:
+    """For each tensor of the batch with a row for each example: the rows' digests, and their `padded_rows`. A tensor
+    that holds the indices gets zeros, since it says nothing about the examples."""
     size = None if indices is None else len(indices)
-    found = []
+    found: list[list[int]] = []
+    padded: list[Any] = []
     for leaf in tensors_in(batch):
         if leaf.device.type == "meta" or leaf.layout is not torch.strided or leaf.dim() == 0:
             continue
@@ -324,9 +374,11 @@ def _row_digests(batch: Any, given: list[Any], indices: list[int] | None) -> lis
         numbers = len(given) >= _MIN_INDICES and leaf.dim() == 1 and not leaf.is_floating_point()
         if numbers and leaf.tolist() in (given, indices):  # in a batch of few a label may be the index by chance
             found.append([0] * len(given))
+            padded.append(None)
             continue
         if leaf.shape[0] == size and size:
             found.append(row_digests(leaf))
+            padded.append(padded_rows(leaf))
         if len(found) == _MAX_TENSORS:
             break
-    return found or None
+    return found or None, padded if any(padded) else None

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from paceline.doctor.recorders.graph_nodes import LOSSES as _LOSSES
+from paceline.doctor.recorders.graph_nodes import MEANS as _MEANS
+from paceline.doctor.recorders.graph_nodes import SCALED as _SCALED
+from paceline.doctor.recorders.graph_nodes import TRANSPARENT as _TRANSPARENT
+from paceline.doctor.recorders.graph_nodes import children as _children
+from paceline.doctor.recorders.graph_nodes import is_sum as _is_sum
+from paceline.doctor.recorders.graph_nodes import scalar_factor as _factor
 from paceline.torch_private.observed import saved
 
 _MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, and not a division by the number of micro-batches
-_MEANS = {"MeanBackward0", "MeanBackward1"}
-_LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
-           "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
-           "BinaryCrossEntropyWithLogitsBackward0", "CrossEntropyLossBackward0", "KlDivBackward0",
-           "SoftMarginLossBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}  # fmt: skip
-_TRANSPARENT = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0",
-           "NegBackward0", "RsubBackward1"}  # fmt: skip
-_SCALED = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"}
 
 
 def loss_kind(root: torch.Tensor) -> str:
@@ -89,33 +89,6 @@ def _divisor(node: Any, depth: int) -> list[float] | None:
     return None
 
 
-def _is_sum(node: Any) -> bool:
-    """Is it the sum of elements, or of a loss with reduction="sum"?"""
-    while node is not None and node.name() in _TRANSPARENT:
-        node = next(iter(_children(node)), None)
-    if node is None:
-        return False
-    return node.name() in ("SumBackward0", "SumBackward1") or (
-        node.name() in _LOSSES and saved(node, "reduction", 1) == 2
-    )
-
-
-def _children(node: Any) -> list[Any]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def _factor(node: Any) -> float | None:
-    """The single number by which a node multiplies; None where there is no such number."""
-    value = saved(node, "other")
-    value = saved(node, "self") if value is None else value
-    if value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
-        return None
-    number = float(value)
-    if node.name().startswith("Div"):
-        return 1 / number if number else None
-    return number
-
-
 def _divides(node: Any) -> bool:
     """Does a node multiply by 1/2 or less?"""
     factor = _factor(node) if node.name() in _SCALED else None
@@ -136,3 +109,46 @@ def _counts(nodes: list[Any]) -> tuple[int, ...]:
     if node.name() in _LOSSES and saved(node, "reduction", 1) == 2 and target is not None and target.dim():
         return (target.numel(), target.shape[0])
     return ()
+
+
+def mean_sizes(root: torch.Tensor) -> list[list[float]]:
+    """For each term of a loss that is a mean of elements: [their number, by what that mean is multiplied]. A mean of
+    targets, some of which may be ignored, is not among them: `loss_divisor` has it. Of a mean of means (over the
+    elements of a row, then over rows) the outer one counts."""
+    return list(_means(root.grad_fn, 1.0, 12))
+
+
+def _means(node: Any, factor: float, depth: int) -> Iterator[list[float]]:
+    for left in range(depth, 0, -1):
+        if node is None:
+            return
+        name, children = node.name(), _children(node)
+        if name in _MEANS:
+            size = _mean_size(node)
+            if size:
+                yield [size, factor]
+            return
+        if name in _LOSSES:
+            rows = saved(node, "self")
+            if saved(node, "total_weight") is None and saved(node, "reduction", 1) == 1 and rows is not None:
+                yield [rows.numel(), factor]
+            return
+        if name in ("AddBackward0", "SubBackward0"):
+            for child in children:
+                yield from _means(child, factor, left - 1)
+            return
+        if name in _SCALED:
+            by = _factor(node)
+            if not by:
+                return
+            factor *= by
+        elif name not in _TRANSPARENT:
+            return
+        node = next(iter(children), None)
+
+
+def _mean_size(node: Any) -> int:
+    """How many elements a mean of one number has averaged; 0: not known."""
+    shape = tuple(saved(node, "self_sym_sizes", ()))
+    dims = [dim - (dim > len(shape)) * 2**64 for dim in saved(node, "dim", ())]  # torch keeps -1 as an unsigned number
+    return math.prod(shape[dim] for dim in dims or range(len(shape))) if shape else 0

@@ -23,6 +23,7 @@ from paceline.torch_private.core import (
     accumulated_hooks,
     backward_hooks,
     children_of,
+    parameters_of,
 )
 from paceline.torch_private.observed import DDP_AFTER_FORWARD
 
@@ -55,11 +56,14 @@ class ModelRecorder:
         self._no_sync_lines: set[tuple[Any, ...]] = set()  # lines with a call of no_sync
         # parameter -> (the line that makes it, number of DDP modules at that time)
         self.made_at: Any = WeakIdKeyDictionary()
+        # parameter -> the script's lines on the stack then, where there was a DDP module already
+        self.made_by: Any = WeakIdKeyDictionary()
         # parameter -> the line that unfroze it, if there was a DDP module already
         self.unfrozen_at: Any = WeakIdKeyDictionary()
         self.sharded: Any = WeakIdKeyDictionary()  # parameters of which this process holds a shard
         self.ddp_modules: Any = weakref.WeakSet()
-        self._forward_count = self._init_count = 0
+        self._forward_count = self._init_count = self._replaced_count = 0
+        self.rows: int | None = None  # of the first input of the last forward in training mode
         self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
         # batch norm -> (events while its weight was frozen, while it was trained)
         self._norm_counts: Any = WeakIdKeyDictionary()
@@ -103,6 +107,10 @@ class ModelRecorder:
                 self._unwrapped[root] = True
                 self._patch_forward(root)
 
+    def roots(self) -> list[nn.Module]:
+        """The models that are trained, without DDP's wrappers."""
+        return [*self._ddp_wrapping, *self._unwrapped]
+
     def not_broadcast(self) -> list[nn.Module]:
         """Trained models whose buffers DDP does not broadcast."""
         sent = {id(ddp.module) for ddp in self.ddp_modules if ddp.broadcast_buffers}
@@ -124,7 +132,7 @@ class ModelRecorder:
             if torch.is_grad_enabled():
                 (self.synced_forwards if module.require_backward_grad_sync else self.unsynced_forwards).add(number)
                 self.record_mode(module.module, number)
-                if module.training:
+                if module.module.training:  # Lightning switches this one alone
                     self.record_inputs(number, (args, options))
             self._forward_depth += 1
             try:
@@ -176,10 +184,17 @@ class ModelRecorder:
             self._no_sync_lines.add(tuple(at))
             self.log.record("no_sync", at=at)
 
-    def after_register_parameter(self, module: Any, name: str, param: Any) -> None:
+    def before_register_parameter(self, module: Any, name: str, param: Any) -> None:
+        """Assigning a parameter to an attribute of a module calls it too."""
+        old = parameters_of(module).get(name)
         if param is not None:
             at = self.log.caller(lambda frame: frame.f_code.co_name == "__init__")
             self.made_at.setdefault(param, (at, self.ddp_count))
+            if self.ddp_count:
+                self.made_by.setdefault(param, self.log.script_stack())
+            if old is not None and old is not param and old in self.ddp_of and self._replaced_count < _MAX_PAST:
+                self._replaced_count += 1
+                self.log.record("replaced", at=at)
 
     def before_requires_grad(self, thing: Any, requires_grad: bool = True) -> None:
         """requires_grad_ of a module or a tensor: remember the line where there is a DDP module already."""
@@ -198,6 +213,9 @@ class ModelRecorder:
             self.log.record("initialized")
 
     def record_inputs(self, number: int | None, inputs: Any) -> None:
+        self.log.draws.before_forward()
+        first = next(tensors_in(inputs), None)
+        self.rows = first.shape[0] if first is not None and first.dim() else None
         if self._forward_count >= _MAX_DIGESTED:
             return
         self._forward_count += 1
@@ -380,7 +398,7 @@ def install(log: EventLog) -> None:
     if hasattr(DistributedDataParallel, DDP_AFTER_FORWARD):
         patch(DistributedDataParallel, DDP_AFTER_FORWARD, models.wrap_post_forward)
     call_before(log, DistributedDataParallel, "no_sync", models.before_no_sync)
-    call_after(log, nn.Module, "register_parameter", models.after_register_parameter)
+    call_before(log, nn.Module, "register_parameter", models.before_register_parameter)
     call_before(log, nn.Module, "requires_grad_", models.before_requires_grad)
     call_before(log, torch.Tensor, "requires_grad_", models.before_requires_grad)
     call_after(log, nn.Module, "load_state_dict", models.after_load_state_dict)

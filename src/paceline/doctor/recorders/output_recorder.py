@@ -19,6 +19,7 @@ from paceline.doctor.recorders.patching import after_import, call_after, call_be
 
 _NUMBER = re.compile(r"\d")
 _VALUE = re.compile(r"\d\.\d")  # a decimal number, which the counts of a progress bar are not
+_OF_TORCH = re.compile(r"(c10d|torch)\b")  # loggers of torch's, which tell of failed collectives
 _PRINTED = (str, int, float, torch.Tensor, np.generic, dict, list, tuple)
 _MAX_OUTPUTS = 3000
 _PREFIX = "module."
@@ -35,7 +36,7 @@ class _OutputRecorder:
     def _record_output(self, how: str, text: str, at: list[Any]) -> None:
         if at and self._count < _MAX_OUTPUTS and _NUMBER.search(text):
             self._count += 1
-            self.log.record("said", at=at, how=how, text=text[:120])
+            self.log.record("said", at=at, how=how, text=text[:120], vars=self.log.variables.numbers())
 
     def wrap_print(self, original: Any) -> Any:
         def print(*args: Any, **options: Any) -> None:
@@ -80,7 +81,7 @@ class _OutputRecorder:
         return open
 
     def after_logging(self, logger: Any, record: Any) -> None:
-        if self._count < _MAX_OUTPUTS:
+        if self._count < _MAX_OUTPUTS and not _OF_TORCH.match(record.name):
             self._record_output("logging", record.getMessage(), self.log.caller())
 
     def after_json_dump(self, obj: Any, *_: Any, **__: Any) -> None:

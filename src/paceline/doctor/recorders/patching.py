@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from paceline.launcher.import_hook import after_import as after_import  # for the recorders, beside the other two
 
 if TYPE_CHECKING:
     from paceline.doctor.recorders.event_log import EventLog
@@ -52,37 +50,3 @@ def _call_around(log: EventLog, owner: Any, name: str, before: Callable[..., Non
         return function
 
     patch(owner, name, make)
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder of one module, which finds it as Python does and calls `then(module)` when it has been executed."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        execute, then = spec.loader.exec_module, self._then
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            then(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one spec
-        return spec
-
-
-def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then(module)` as soon as the script has imported it; at once if it has."""
-    module = sys.modules.get(name)
-    if module is not None:
-        then(module)
-    else:
-        sys.meta_path.insert(0, AfterImport(name, then))

@@ -148,7 +148,8 @@ class ReplicaRecorder:
         return found
 
     def _outside_ddp(self, optimizer: Any) -> dict[str, Any]:
-        """name -> [line that unfroze or made it, how it comes to be outside], of what no DDP module reduces."""
+        """name -> [line that unfroze or made it, how it comes to be outside, call stack of its making], of what no DDP
+        module reduces."""
         models, found = self._models, {}
         for name, p in self.named(optimizer):
             if models.ddp_count and p.requires_grad and p not in models.ddp_of:
@@ -158,7 +159,7 @@ class ReplicaRecorder:
                 how = "made after it" if before else "trained by the optimizer beside DDP's"
                 if wrapped:
                     how = "added to its module later" if before else "frozen when it wrapped their module"
-                found[name] = [thawed or at, how]
+                found[name] = [thawed or at, how, models.made_by.get(p, []) if before and not thawed else []]
         return found
 
     def _made_at(self, optimizer: Any) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,12 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.host_sync_recorder import machine_state
-from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
+from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind, mean_sizes
+from paceline.doctor.recorders.loss_terms import Term, loss_terms
 from paceline.doctor.recorders.model_recorder import ModelRecorder
 from paceline.doctor.recorders.patching import call_after, call_before, patch
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, scale_of, unscaled
 
+_LENGTH = re.compile(
+    r"(total|train\w*|max|decay|num)_?(steps|iters?|iterations|updates)$|^(t_max|total|steps)$", re.IGNORECASE
+)
 _MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
 _MAX_CLIPS = 50  # calls of clipping whose effect is measured
 _MAX_COUNTED = 400  # backward passes, or calls of zero_grad, that are looked into
@@ -45,7 +52,8 @@ class _StepRecorder:
         self._magnitude: float | None = None  # of the gradients, after the last backward
         self._ratio_at_clip: float | None = None  # the magnitude at the first clipping since, by that
         self._magnitude_count = 0
-        self._accumulating = False  # was the last backward under no_sync, without a step since?
+        # optimizer -> numbers of the backward passes whose gradients its parameters hold
+        self._holds: dict[int | None, list[int]] = {}
         self._drop_count = self._clip_count = 0
         self._shards: dict[int, list[float]] = {}  # optimizer -> the magnitudes of its sharded gradients then
         self._had_gradient: set[int] = set()  # id of each parameter with a gradient since its optimizer's last step
@@ -61,13 +69,18 @@ class _StepRecorder:
             models.synced_forwards.clear()
             models.unsynced_forwards.clear()
             mean = form = count = None
+            terms: list[Term] = []
+            means: list[list[float]] = []
             with log.overhead():
                 root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
                 plain = (args[0] if args else options.get("grad_tensors")) is None
                 mean = form = "other"
                 if root is not None and root.numel() == 1 and plain:
                     mean = form = loss_kind(root)
-                    count = loss_divisor(root) if self._backward_count < _MAX_COUNTED else None
+                    few = self._backward_count < _MAX_COUNTED
+                    count, terms = (loss_divisor(root), loss_terms(root)) if few else (None, [])
+                    means = mean_sizes(root) if few else []
+                self._find_dropped(log.optimizers, [])
                 if any(models.has_script_hook(p) for o in log.optimizers for p in parameters(o)):
                     mean = "other"  # which may divide the gradients
                 log.collectives.invalidate(backward=True)
@@ -83,11 +96,14 @@ class _StepRecorder:
                 log.collectives.invalidate()
                 log.backward_since_step = True
             self._backward_count += 1
+            log.variables.pass_ended = False
             with log.overhead():
                 self.replicas.after_backward(log.optimizers, lambda number: self._steps.get(number, 0))
                 self._magnitude, self._ratio_at_clip = self._gradient_magnitude(), None
                 self._had_gradient |= {id(p) for o in log.optimizers for p in parameters(o) if p.grad is not None}
-                self._accumulating = bool(local and not synced) or models.sync_off
+                for o in log.optimizers:
+                    if any(p.grad is not None for p in parameters(o)):
+                        self._holds.setdefault(o.__dict__["_paceline_doctor"], []).append(self._backward_count)
                 self._shards = {o.__dict__["_paceline_doctor"]: self._shard_magnitudes(o) for o in log.optimizers}
             models.has_reduced.update(synced)
             reached = {number: models.pop_reached(number) for number in synced}
@@ -98,6 +114,9 @@ class _StepRecorder:
                 mean=mean,
                 form=form,
                 count=count,
+                means=means,
+                terms=terms,
+                **log.draws.take(models.rows),
                 unsent=models.sync_off,
                 reached=reached,
                 library=self.log.called_by_library(),
@@ -121,13 +140,23 @@ class _StepRecorder:
         factors = [n / b for b, n in pairs]
         return factors[0] if max(factors) - min(factors) <= _SHARD_TOLERANCE * max(factors) else None
 
-    def before_zero_grad(self, thing: Any, /, *_: Any, **__: Any) -> None:
-        """Record a zero_grad between a backward under no_sync and the step for which that backward was made."""
-        if self._accumulating and self._drop_count < _MAX_COUNTED:
-            mine = thing.parameters() if isinstance(thing, torch.nn.Module) else parameters(thing)
-            if any(p.grad is not None for p in mine):
-                self._drop_count += 1
-                self.log.record("dropped", backwards=self._backward_count)
+    def after_zero_grad(self, thing: Any, /, *_: Any, **__: Any) -> None:
+        """Of an optimizer or a module."""
+        self._find_dropped([thing] if isinstance(thing, Optimizer) else self.log.optimizers, None)
+
+    def _find_dropped(self, optimizers: Iterable[Any], at: list[Any] | None) -> None:
+        """Record the backward passes whose gradients have gone before a step used them.
+
+        at: [] where no line is known; None: the line that makes the current call.
+        """
+        for o in optimizers:
+            number = getattr(o, "_paceline_doctor", None)  # Lightning's wrapper asks the optimizer inside
+            held = self._holds.get(number)
+            if not held or self._drop_count >= _MAX_COUNTED or any(_is_there(p.grad) for p in parameters(o)):
+                continue
+            self._drop_count += 1
+            self.log.record("dropped", at=at, opt=number, passes=list(held))
+            held.clear()
 
     def _gradient_magnitude(self) -> float:
         """The magnitude of some gradients; 0.0 once it has been computed often enough."""
@@ -189,7 +218,8 @@ class _StepRecorder:
             log.record(
                 "before", opt=number, step=made, lr=lrs, without=without, parameters=len(mine), rescaled=rescaled,
                 backwards=self._backward_count, scale=self._loss_scale(), logged=self._ddp_comm_seconds(),
-                unwaited=log.collectives.pop_unwaited(), shrunk=self._shard_factor(optimizer), **alike,
+                unwaited=log.collectives.pop_unwaited(), shrunk=self._shard_factor(optimizer),
+                uses=list(self._holds.get(number, [])), **alike,
             )  # fmt: skip
 
     def _lacks_gradient(self, parameter: torch.Tensor) -> bool:
@@ -202,7 +232,9 @@ class _StepRecorder:
         if number is None or not self.log.active:
             return
         made = self._steps[number] = self._steps.get(number, 0) + 1
-        self.log.clipped_gradients, self.log.backward_since_step, self._accumulating = set(), False, False
+        self.log.clipped_gradients, self.log.backward_since_step = set(), False
+        self.log.draws.clear()
+        self._holds.pop(number, None)
         self._had_gradient -= {id(p) for p in parameters(optimizer)}
         self.log.collectives.invalidate()
         with self.log.overhead():
@@ -225,6 +257,10 @@ class _StepRecorder:
 
     def after_load_state_dict(self, optimizer: Any, /, *_: Any, **__: Any) -> None:
         self.log.record("restored", opt=optimizer.__dict__.get("_paceline_doctor"))
+
+    def after_scheduler_load(self, scheduler: Any, /, *_: Any, **__: Any) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        self.log.record("restored", opt=getattr(optimizer, "__dict__", {}).get("_paceline_doctor"))
 
     # --- schedulers
 
@@ -273,6 +309,8 @@ class _StepRecorder:
 
         if "__init__" in vars(cls):
             patch(cls, "__init__", make_init)
+        if "load_state_dict" in vars(cls):
+            call_after(self.log, cls, "load_state_dict", self.after_scheduler_load)
         if "step" in vars(cls):
             patch(cls, "step", make_step)
 
@@ -323,6 +361,14 @@ class _StepRecorder:
         scaler._paceline_doctor_scaled = False
 
 
+def _is_there(grad: torch.Tensor | None) -> bool:
+    """Is it a gradient, and not zeros? Of a sharded one this process's shard counts: nothing is communicated."""
+    if grad is None or grad.layout is not torch.strided:
+        return grad is not None
+    own = grad.to_local() if hasattr(grad, "to_local") else grad
+    return bool(own.detach().any())
+
+
 def _as_float(value: Any) -> float | None:
     try:
         return float(value)
@@ -352,7 +398,21 @@ def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
         horizon = getattr(scheduler, name, None)
     if kind == "MultiStepLR":
         name, horizon = "last milestone", max(scheduler.milestones, default=None)
+    if kind == "LambdaLR":
+        name, horizon = _length_of_lambda(next(iter(getattr(scheduler, "lr_lambdas", [])), None))
     return kind, name, horizon
+
+
+def _length_of_lambda(function: Any) -> tuple[str, int | None]:
+    """(name, value) of the length that a function of the step was given: an argument bound by functools.partial, as
+    transformers' schedules have it, or a variable of the function around it."""
+    bound = dict(getattr(function, "keywords", None) or {})
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(code.co_freevars if code else (), getattr(function, "__closure__", None) or ()):
+        with contextlib.suppress(ValueError):  # an empty cell
+            bound[name] = cell.cell_contents
+    lengths = {name: value for name, value in bound.items() if type(value) is int and _LENGTH.search(name)}
+    return max(lengths.items(), key=lambda pair: pair[1], default=("", None))
 
 
 def install(log: EventLog) -> None:
@@ -360,8 +420,8 @@ def install(log: EventLog) -> None:
     patch(torch.autograd, "backward", recorder.wrap_backward)
     call_after(log, Optimizer, "__init__", recorder.after_optimizer_init)
     call_after(log, Optimizer, "load_state_dict", recorder.after_load_state_dict)
-    call_before(log, Optimizer, "zero_grad", recorder.before_zero_grad)
-    call_before(log, torch.nn.Module, "zero_grad", recorder.before_zero_grad)
+    call_after(log, Optimizer, "zero_grad", recorder.after_zero_grad)
+    call_after(log, torch.nn.Module, "zero_grad", recorder.after_zero_grad)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
     schedulers = [cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type)]

@@ -6,11 +6,13 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 _DIGEST_ELEMENTS = 512  # about so many, at equal distances, go into a digest
 _ROW_ELEMENTS, _MAX_ROWS = 64, 256  # elements of a row; rows of a batch
 _SAMPLE_ELEMENTS = 6
+_MAX_STEPS, _MAX_PADDED = 8192, 65536  # of a row that may be padded: its steps, its elements
 
 
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -48,3 +50,31 @@ def sample(tensor: torch.Tensor) -> list[float]:
     values = flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)][:_SAMPLE_ELEMENTS].double()
     size = torch.stack([flat.abs().sum(dtype=torch.float64), flat.sum(dtype=torch.float64)])
     return [flat.numel(), *torch.cat([size, values]).tolist()]
+
+
+def padded_rows(tensor: torch.Tensor) -> list[list[int]] | None:
+    """For each row of a batch of sequences, (rows, steps) or (rows, steps, features), what is left of it without its
+    padding, which may be on the right or on the left: the number of steps; then for each side the number of equal steps
+    at the end, a checksum of such a step, of the others and of all. None for other tensors.
+
+    Two batches pad one example to different widths; these numbers still show that it is the same.
+    """
+    if tensor.dim() not in (2, 3) or not 1 < tensor.shape[1] <= _MAX_STEPS or tensor[0].numel() > _MAX_PADDED:
+        return None
+    flat = tensor.detach()[:_MAX_ROWS].reshape(min(len(tensor), _MAX_ROWS), tensor.shape[1], -1).cpu()
+    data = (flat.float() if flat.dtype is torch.bfloat16 else flat).contiguous().numpy()
+    sides = zip(_side(data), _side(np.ascontiguousarray(data[:, ::-1])))
+    return [[data.shape[1], *right, *left] for right, left in sides]
+
+
+def _side(data: np.ndarray) -> list[list[int]]:  # (rows, steps, features)
+    """For each row: the number of equal steps at its end, and checksums of such a step, of the others, of all."""
+    steps = data.shape[1]
+    unlike = (data != data[:, -1:]).any(axis=2)
+    real = np.where(unlike.any(axis=1), steps - unlike[:, ::-1].argmax(axis=1), 0).tolist()
+    return [[steps - n, zlib.crc32(row[-1].tobytes()), _head(row, n), _head(row, steps)] for row, n in zip(data, real)]
+
+
+def _head(row: np.ndarray, steps: int) -> int:
+    """A checksum of the first steps of a row, and of their number."""
+    return zlib.crc32(row[: min(steps, _ROW_ELEMENTS)].tobytes(), steps)

@@ -2,14 +2,23 @@
 
 recorded_run.py       the events of all ranks, and the questions that several rules ask of them
 data_rules.py         examples read twice or never, the order of the epochs
+metric_rules.py       what a metric is divided by, and what is averaged, by the numbers in the script's variables
 evaluation_rules.py   padding's duplicates, metrics of one rank's shard
+padded_rows.py        rows of examples that are padded to different widths
 gathered_results.py   does the script drop the duplicates from what it exchanged?
 model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
 replica_rules.py      weights that differ between ranks: by the place of the first difference
+shard_rules.py        optimizers that work on shards of matrices
 schedule_rules.py     learning rates, schedulers, accumulation, clipping
 collective_rules.py   collectives compared over the ranks, also while the script runs
+random_rules.py       random numbers that are the same on all ranks
+loss_rules.py         the terms of a loss
+loss_lines.py         the line where a term of a loss is computed
+gradient_rules.py     gradients that are computed and never used
 cost_rules.py         time and memory
 lr_scaling_rules.py   how the learning rate is scaled with the number of processes
+rate_rules.py         a learning rate that grows where the global batch does not
+expressions.py        where the numbers in an expression of the script come from
 script_lines.py       the script's line that does what no patched function can see
 """
 
@@ -20,27 +29,41 @@ from paceline.doctor.rules import (
     cost_rules,
     data_rules,
     evaluation_rules,
+    gradient_rules,
+    loss_rules,
     lr_scaling_rules,
+    metric_rules,
     model_rules,
+    random_rules,
+    rate_rules,
     replica_rules,
     schedule_rules,
+    shard_rules,
 )
 from paceline.doctor.rules.recorded_run import RecordedRun
 
 DIVERGENCE = ("weights_differ", "not_reduced", "past_ddp", "sync_off", "unknown_to_ddp", "partly_reduced",
               "gradients_differ", "optimizer_differs", "written_outside", "steps_differ")  # fmt: skip
+METRICS = ("local_metric", "mean_of_means")
 
 
 def find_faults(run: RecordedRun) -> list[Finding]:
     """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
-    training = (data_rules, evaluation_rules, model_rules, replica_rules, schedule_rules)
+    training = (data_rules, metric_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
+                gradient_rules, loss_rules, random_rules, rate_rules, shard_rules)  # fmt: skip
     for rules in (*training, cost_rules, lr_scaling_rules):
         found += rules.findings(run)
+    # Of a metric the rule that knows its numbers says more than the one that knows the calls alone.
+    found = [f for n, f in enumerate(found) if f.cause not in METRICS or f.cause not in {e.cause for e in found[:n]}]
     causes = {finding.cause for finding in found}
     # A finding that follows from another one is left out.
     if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP has no gradient that it did not send
         found = [f for f in found if f.cause != "no_gradient"]
+    if "same_random_numbers" in causes:  # in every pass, and so on every rank
+        found = [f for f in found if f.cause != "same_augmentations"]
+    last = next((f for f in found[::-1] if f.cause == "loss_mean_of_means"), None)  # of a term, which has a line
+    found = [f for f in found if f.cause != "loss_mean_of_means" or f is last]
     if "steps_differ" in causes:  # a rate goes with its step
         found = [f for f in found if f.cause != "lr_differs"]
     elif causes & {"lr_differs", "no_gradient"}:  # it follows from these

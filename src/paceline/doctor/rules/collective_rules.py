@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.doctor.findings import Finding
@@ -17,6 +17,10 @@ from paceline.launcher.report import name_ranks
 
 STUCK_SECONDS = 10.0  # without progress, when all ranks wait in collectives that others have not reached
 LEFT_SECONDS = 3.0  # without progress, when a rank has ended and the others wait
+LEAVE_TOGETHER = (
+    "Let all ranks leave the loop in the same iteration: decide by a number that is the same on all of them "
+    "(all_reduce the loss or the flag, or broadcast rank 0's decision), not by a rank's own."
+)
 _NEAR = 64  # calls back, within which a reordering is looked for
 _MISMATCH = re.compile(
     r"preamble|[Mm]ismatch between collectives|nbytes|different (sizes|shapes|dtypes)|unexpected size"
@@ -43,6 +47,10 @@ class _Rank:
     size: int = 0  # of `events`, then
     ended: bool = False  # has its script come to its end?
 
+    def made_before(self) -> list[Entry]:
+        """All its calls but the one that it is in."""
+        return [entry for calls in self.calls.values() for entry in calls if entry is not self.open]
+
 
 class CollectiveChecker:
     """Compares what the ranks have written: call `poll` while the script runs, and `finding` at its end."""
@@ -55,7 +63,9 @@ class CollectiveChecker:
         self._checked: dict[str, int] = defaultdict(int)  # process group -> calls that match
         self._found: Finding | None = None
         self.abort_reason = ""  # why the run must be ended
-        self.lines: list[Any] = []  # of the calls that do not match
+        # (a call that a rank makes, what another rank does instead; None: it has ended), where that rank made this
+        # call before, too
+        self._gone: list[tuple[Entry, Entry | None]] = []
 
     def poll(self, late: bool = False) -> bool:
         """Read what is new. Returns whether the run must be ended.
@@ -148,13 +158,16 @@ class CollectiveChecker:
                 entries = {m: calls[m][number] for m in calls}
                 if len({_signature(e) for e in entries.values()}) > 1:
                     self._found = _mismatch_finding(entries, number)
-                    self.lines = [e["at"] for e in entries.values()]
+                    made = {m: calls[m][:number] for m in calls}
+                    self._gone = [(a, b) for a in entries.values() for m, b in entries.items() if _has_made(made[m], a)]
                     return True
                 self._checked[group] = number + 1
         return False
 
     def _find_waiting(self) -> None:
-        self.lines = [one.open["at"] for one in self._ranks if one.open is not None]
+        for entry in (r.open for r in self._ranks if r.open is not None):
+            away = [r for r in self._ranks if r.open is not entry and (r.ended or r.open is not None)]
+            self._gone += [(entry, r.open) for r in away if _has_made(r.made_before(), entry)]
         for rank, one in enumerate(self._ranks):
             if one.open is not None and self._found is None and self._waits_in_vain(one):
                 number = len(one.calls[_group(one.open)])
@@ -176,12 +189,24 @@ class CollectiveChecker:
                 if not lacks:  # it failed, and might have called them
                     continue
                 entry = calls[who][least]
+                self._gone = [(entry, None) for m in lacks if _has_made(calls[m], entry)]
                 evidence = (
                     f"rank {who} called {most} collectives and rank {lacks[0]} {least}; the first that it lacks is "
                     f"{_describe(entry)}"
                 )
                 self._found = finding_at("collectives", entry["at"], evidence)
                 return
+
+    def with_exit(self, finding: Finding) -> Finding:
+        """The finding, at the line by which a rank left a loop in which another one still makes calls, where there is
+        one; beside it, where the ranks may only be in different iterations of a loop around both."""
+        for inside, outside in self._gone:
+            line, apart = script_lines.loop_exit(_stack(inside), _stack(outside) if outside is not None else [])
+            if line is not None and apart:
+                return replace(finding, at=file_line(line), beside=file_line(inside["at"]), fitting=LEAVE_TOGETHER)
+            if line is not None:
+                return replace(finding, beside=file_line(line))
+        return finding
 
 
 def refused_call(run: RecordedRun) -> Finding | None:
@@ -194,17 +219,27 @@ def refused_call(run: RecordedRun) -> Finding | None:
     return None
 
 
-def divergence_line(run: RecordedRun, lines: list[Any]) -> str:
-    """What led the ranks to different calls, where it is plain: the loop over a training loader with unequally many
-    batches, or the line by which a rank left its loop."""
+def uneven_loop(run: RecordedRun) -> str:
+    """The loop over a training loader that has unequally many batches on the ranks, which leads to different calls."""
     for loader in sorted(run.training_loaders):
         passes = [[p for p in theirs if p.loader == loader] for theirs in run.passes]
         for per_rank in zip(*passes):
             least = min(per_rank, key=lambda p: len(p.yields))
             if least.complete and len({len(p.yields) for p in per_rank}) > 1:
                 return file_line(least.at)
-    pairs = [(a, b) for a in lines for b in lines if a and b and a != b]
-    return next((file_line(line) for a, b in pairs if (line := script_lines.loop_exit(a, b)) is not None), "")
+    return ""
+
+
+def _has_made(calls: list[Entry], entry: Entry) -> bool:
+    """Is a call of this line among these? Then the line does not stand under a condition on the rank."""
+    return bool(entry["at"]) and any(e["at"] == entry["at"] for e in calls)
+
+
+def _stack(entry: Entry) -> list[list[Any]]:
+    """[file, line] of the script's lines that lead to a call, the innermost first. Their files lie beside its own."""
+    folder = os.path.dirname(entry["at"][0]) if entry["at"] else ""
+    lines = (part.rpartition(":") for part in entry.get("way", {}).get("the line", "").split(" < ") if part)
+    return [[os.path.join(folder, name), int(number)] for name, _, number in lines] or [entry["at"]] * bool(entry["at"])
 
 
 def _group(entry: Entry) -> str:
@@ -252,7 +287,9 @@ def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
                 ring = _cycle(pairs, differing[way][-_NEAR:], place, way)
                 if ring:
                     evidence = _describe_cycle(pairs, ring, way, (first, rank))
-                    return finding_at("collectives", pairs[ring[0]][1]["at"], evidence)
+                    names = [pairs[place][0]["way"][way] for place in ring]
+                    at = pairs[ring[0]][1]["at"]
+                    return finding_at("collectives", script_lines.call_that_names(at, names) or at, evidence)
                 differing[way].append(place)
     return None
 

@@ -21,6 +21,22 @@ MIN_SAME = 3  # steps with the same inputs
 MIN_BEGUN = 4  # passes that are left after one batch
 MIN_PASSES = 2  # passes that begin with the same random numbers
 SHIFTED = 0.5  # of the shorter rank's examples
+# What to do where ranks read the same examples, and a DistributedSampler is not the answer.
+_PREPARED = (
+    "Give this DataLoader to accelerator.prepare or fabric.setup_dataloaders too, and iterate over what they return."
+)
+_STREAM = (
+    "Cut the stream by the rank: every world_size-th example from the rank on (datasets: split_dataset_by_node), in "
+    "one order on all ranks."
+)
+_SAMPLER = (
+    "Let the DistributedSampler find rank and number of processes itself (leave rank and num_replicas out), give all "
+    "ranks the same seed, and the same data set in the same order."
+)
+_READ_ANEW = "Iterate over the DataLoader anew in each epoch, after sampler.set_epoch(epoch) where it has a sampler."
+_SPLIT = "Split the data alike on all ranks (generator=torch.Generator().manual_seed(0)), or seed with the rank later."
+_CUT = "Cut the data without overlap, by one order on all ranks: indices[rank::world_size]."
+_SEED = "Seed the generator that draws the batches with the rank too (seed + rank), or cut the data by the rank."
 
 
 def findings(run: RecordedRun) -> list[Finding]:
@@ -49,9 +65,24 @@ def _same_examples(run: RecordedRun) -> list[Finding]:
             if per_rank[one] and per_rank[two]:
                 evidence = _compare(run, loader, per_rank[one][0], per_rank[two][0], (one, two))
                 if evidence:
-                    at = run.loaders[one].get(loader, {}).get("at") or per_rank[one][0].at
-                    return [finding_at("same_examples", at, evidence, _sharding_line(run, loader, (one, two)))]
+                    used, about = per_rank[one][0].at, run.loaders[one].get(loader, {})
+                    made, cut = about.get("at") or used, _sharding_line(run, loader, (one, two))
+                    if cut is None and about.get("sampler") != "distributed" and script_lines.prepares(run):
+                        return [finding_at("same_examples", used, evidence, made, _PREPARED)]
+                    seed = script_lines.rank_seed(run) if script_lines.is_drawn_split(cut) else None
+                    if seed is not None:
+                        return [finding_at("same_examples", seed, evidence, cut, _SPLIT)]
+                    return [finding_at("same_examples", made, evidence, cut, _deal(about))]
     return _same_inputs(run) or _same_gradients(run)
+
+
+def _deal(about: dict[str, Any]) -> str:
+    """How to deal the examples of a loader, by its data set and its sampler. "": a DistributedSampler fits."""
+    if about.get("iterable"):
+        return _STREAM
+    if about.get("sampler") == "distributed":
+        return _SAMPLER
+    return _CUT if about.get("cut") is not None else ""
 
 
 def _sharding_line(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
@@ -206,7 +237,7 @@ def _same_inputs(run: RecordedRun) -> list[Finding]:
     at = seed or per_rank[0][0]["at"]
     if all(len({str(events[i]["digest"]) for events in per_rank}) == 1 for i in range(steps)):
         evidence = f"all {run.processes} ranks gave the model the same inputs in each of {steps} forward passes"
-        return [finding_at("same_examples", at, evidence, beside)]
+        return [finding_at("same_examples", at, evidence, beside, _SEED)]
     inputs = [{str(e["digest"]) for e in events} for events in per_rank]
     for (one, a), (two, b) in combinations(zip(run.peers, inputs, strict=True), 2):
         both, least = len(a & b), min(len(a), len(b))
@@ -215,7 +246,7 @@ def _same_inputs(run: RecordedRun) -> list[Finding]:
                 f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
                 "bit, at other steps: the ranks read one stream, out of phase"
             )
-            return [finding_at("same_examples", at, evidence, beside)]
+            return [finding_at("same_examples", at, evidence, beside, _SEED)]
     return []
 
 
@@ -233,7 +264,7 @@ def _same_gradients(run: RecordedRun) -> list[Finding]:
         f"{steps} times"
     )
     seed, beside = script_lines.shared_seed_and_draw(run)
-    return [finding_at("same_examples", seed or per_rank[0][0]["at"], evidence, beside)]
+    return [finding_at("same_examples", seed or per_rank[0][0]["at"], evidence, beside, _SEED)]
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
@@ -332,7 +363,9 @@ def _same_numbers(run: RecordedRun) -> list[Finding]:
                 f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
                 f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
             )
-            return [finding_at("same_random_numbers", run.loaders[0][loader]["at"], evidence)]
+            made = run.loaders[0][loader]["at"]
+            seed = script_lines.worker_seed(run)
+            return [finding_at("same_random_numbers", seed or made, evidence, made)]
     return []
 
 
@@ -384,20 +417,27 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
 
 
 def _cycled(run: RecordedRun) -> list[Finding]:
-    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle."""
+    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle. Not where their order is
+    one that another pass would have too, for all that is known."""
     for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader]
-        inputs = [e["digest"] for e in run.events(0, "forward")]
-        n = len(passes[0].yields)
-        if len(passes) != 1 or not passes[0].complete or n < MIN_SAME or len(inputs) < 2 * n:
+        if len(passes) != 1 or not passes[0].complete:
             continue
-        again = inputs[n:]
-        if all(one == inputs[i % n] for i, one in enumerate(again)) and len({str(one) for one in inputs[:n]}) > 1:
+        about, since = run.loaders[0].get(loader, {}), run.ranks[0][passes[0].begin :]
+        unshuffled = about.get("iterable") or about.get("sampler") == "sequential" or not about.get("shuffles", True)
+        others = any(e["k"] == "yield" and e["loader"] in run.training_loaders - {loader} for e in since)
+        inputs = [e["digest"] for e in since if e["k"] == "forward"]
+        n = len(passes[0].yields)
+        if unshuffled or others or n < MIN_SAME or len(inputs) < 2 * n:
+            continue
+        later = inputs[n:]
+        if all(one == inputs[i % n] for i, one in enumerate(later)) and len({str(one) for one in inputs[:n]}) > 1:
             evidence = (
                 f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
-                f"again, {len(again)} times that were looked at"
+                f"again, {len(later)} times that were looked at"
             )
-            return [finding_at("no_set_epoch", script_lines.cycle_call(run) or passes[0].at, evidence)]
+            at = script_lines.cycle_call(run) or passes[0].at
+            return [finding_at("no_set_epoch", at, evidence, None, _READ_ANEW)]
     return []
 
 

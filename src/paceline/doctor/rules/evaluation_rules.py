@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.data_rules import MIN_SHARED, changes_between_epochs
-from paceline.doctor.rules.gathered_results import uses_all
+from paceline.doctor.rules.gathered_results import LIGHTNING, uses_all
+from paceline.doctor.rules.padded_rows import lengths
+from paceline.doctor.rules.printed_values import comes_from
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
 from paceline.doctor.script_ast import divided_by_world
 
 MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
+_MAX_COUNTS = 4  # numbers in a gather that may be counts of examples
+_GATHER_FOR_METRICS = "Gather with accelerator.gather_for_metrics, which leaves the duplicates out; gather does not."
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
 # In a line of output: file names, counts of things, rates, times, epochs, steps, bytes.
@@ -76,6 +83,20 @@ def _evaluations(run: RecordedRun, loader: str) -> list[_Evaluation]:
     return rounds
 
 
+def sharded_evaluations(run: RecordedRun) -> Iterator[tuple[str, list[Pass], list[list[Event]]]]:
+    """(a loader's name, each rank's pass over it, each rank's events from the pass until training goes on) of the
+    evaluations in which every rank reads a part, to its end."""
+    for loader in sorted({p.loader for p in run.passes[0]} - run.training_loaders):
+        for one in _evaluations(run, loader):
+            if _sharded(one) and all(p.complete for p in one.passes):
+                yield loader, one.passes, one.after
+
+
+def is_exchange(event: Event) -> bool:
+    """Is it a collective by which the script's ranks tell each other results?"""
+    return event["k"] == "coll" and event["op"] in _EXCHANGES and not event.get("of")
+
+
 def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
     """A rank's events from the begin of a pass until it trains, or begins the next pass over the loader."""
     events = run.ranks[rank]
@@ -132,26 +153,55 @@ def _padded(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
         return []
     values = [v for e in exchanged if e["op"] in _SUMS for v in e.get("result") or []]
     sums = [e for e in exchanged if e["op"] in _SUMS]
-    values += _totals(_sums_of(exchanged))
-    if unique in values:
+    values += [*_totals(_sums_of(exchanged)), *_gathered_sums(one)]
+    of_tokens, of_unique = _token_counts(one)
+    if unique in values or any(v in of_unique for v in values):
         return []  # the script counted each once
+    counted_twice = [v for v in values if v in of_tokens]
     gathers = [e for e in exchanged if e["op"] not in _SUMS]
     loop = one.passes[0].at
-    if gathers and total not in values and not all(uses_all(e, loop) for e in gathers):
+    if gathers and total not in values and not counted_twice and not all(uses_all(e, loop) for e in gathers):
         return []
-    if sums and total not in values:
+    if sums and total not in values and not counted_twice:
         if any(e.get("n", 0) % unique == 0 and e.get("n") for e in sums):
             return []  # a place for each example
         if not all(uses_all(e, loop, sums=True) for e in sums):
             return []
-    if sums and values and total not in values and any(_counts(v, unique, total) for v in values):
+    if sums and values and total not in values and not counted_twice and any(_counts(v, unique, total) for v in values):
         return []
     counted = f", and the count that it summed over the ranks is {total}" if total in values else ""
+    if counted_twice and not counted:
+        counted = f", and the count of tokens that it summed over the ranks, {counted_twice[0]:g}, has theirs twice too"
     sampler = run.loaders[0].get(loader, {}).get("sampler_name")
     evidence = (
         f"{total} examples were evaluated where there are {unique}: {twice} of them twice, by {sampler}'s padding"
     )
-    return [finding_at("padded_evaluation", exchanged[0]["at"], evidence + counted)]
+    at, by = exchanged[0]["at"], exchanged[0].get("path") or []
+    fitting = _GATHER_FOR_METRICS if any("accelerate" in file.split(os.sep) for file, _ in by) else ""
+    line = script_lines.validation_log(at) if any(LIGHTNING.search(file) for file, _ in by) else None
+    return [finding_at("padded_evaluation", line or at, evidence + counted, None, fitting)]
+
+
+def _gathered_sums(one: _Evaluation) -> list[float]:
+    """Of the few numbers that all ranks gathered once, after the evaluation's loop: the sums over the ranks. What is
+    gathered in every batch may be labels, and their sums anything."""
+    calls = [[e for e in events if e["k"] == "coll" and e["op"] in _GATHERS] for events in one.after]
+    if len({len(found) for found in calls}) > 1:
+        return []
+    often = Counter(str(e["at"]) for e in calls[0])
+    few = [es for es in zip(*calls) if often[str(es[0]["at"])] == 1 and 0 < len(es[0].get("sent") or ()) <= _MAX_COUNTS]
+    return [sum(values) for es in few for values in zip(*(e.get("sent") or () for e in es))]
+
+
+def _token_counts(one: _Evaluation) -> tuple[set[int], set[int]]:
+    """The numbers of tokens that the ranks have read, by each tensor of padded sequences: with those of the examples
+    that were read twice, and of each example once."""
+    all_, once = set(), set()
+    for rows in lengths([y for p in one.passes for y in p.yields]):
+        if len(rows) == sum(one.reads.values()) and len({n for _, n in rows}) > 1:
+            all_.add(sum(n for _, n in rows))
+            once.add(sum(dict(rows).values()))
+    return all_ - once, once - all_
 
 
 def _mean_of_means(run: RecordedRun, loader: str, one: _Evaluation) -> list[Finding]:
@@ -212,6 +262,23 @@ def _metric(said: Event) -> bool:
     return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
 
 
+def _told(run: RecordedRun, one: Pass, said: Event) -> bool:
+    """May a line of rank 0's output tell what it computed in this pass, and not something else? Where results were
+    exchanged since the training, before the pass, the script's text must show that."""
+    shown = comes_from(said["at"], one.at) if said["how"] != "file" else None
+    return shown is not False if not _exchanged_before(run, one) else bool(shown)
+
+
+def _exchanged_before(run: RecordedRun, one: Pass) -> bool:
+    """Did rank 0 exchange results after its last backward before a pass?"""
+    for e in reversed(run.ranks[0][: one.begin]):
+        if e["k"] == "backward":
+            return False
+        if e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of"):
+            return True
+    return False
+
+
 def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
     """local_metric: rank 0 alone evaluates, with a sampler that gives it its shard."""
     about = run.loaders[0].get(loader, {})
@@ -223,7 +290,7 @@ def _evaluated_alone(run: RecordedRun, loader: str) -> list[Finding]:
         if one.loader != loader or not one.complete or one.training or not one.indices:
             continue
         events = _until_training(run, 0, one)
-        said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e)]
+        said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e) and _told(run, one, e)]
         if said and not any(e["k"] == "coll" and e["op"] in _EXCHANGES and not e.get("of") for e in events):
             evidence = (
                 f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
@@ -256,6 +323,9 @@ def _local_metric(run: RecordedRun, loader: str, one: _Evaluation) -> list[Findi
     written = [{e["path"] for e in events if e["k"] in ("save", "wrote") or e.get("how") == "file"} for events in after]
     if not said or any(others) or any(paths - written[0] for paths in written[1:]):
         return []  # every rank tells of its own shard, or keeps what it has of it
+    said = [e for e in said if _told(run, one.passes[0], e)]
+    if not said:
+        return []
     sizes = [sum(len(y["rows"][0]) for y in p.yields if y["rows"]) for p in one.passes]
     own, union = (len(set(one.passes[0].indices or [])), len(one.reads)) if _sharded(one) else (sizes[0], sum(sizes))
     evidence = (

@@ -24,6 +24,8 @@ _MASKS = re.compile(r"(^|_)(masks?|keep|real|padded|padding|unpad|dup\w*|uniq\w*
 _MODELS_MASK = re.compile(r"attention|attn|src|tgt|token|causal|key_|label")
 
 _SITE = re.compile(r"[\\/](site|dist)-packages[\\/]")
+_METRICS, LIGHTNING = re.compile(r"[\\/]torchmetrics[\\/]"), re.compile(r"[\\/](pytorch_)?lightning[\\/]")
+_HOOKS = re.compile(r"valid|test|eval|step|metric")  # methods in which metrics get their examples
 # Functions that print: what they are given is not used as a result.
 _TELLS = ("print", "info", "debug", "warning", "log", "write", "add_text")
 
@@ -42,6 +44,10 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
         sums: the collective is a sum. A rank can then only have sliced or masked its own part before it.
     """
     path = [*call.get("path", ()), *([call["at"]] if call["at"] else [])]
+    by_metric = any(_METRICS.search(file) for file, _ in path)
+    if by_metric:  # its gather leaves out nothing: the script may have, before it gave the metric its examples
+        inside = any(LIGHTNING.search(file) for file, _ in path)
+        path, sums = [frame for frame in path if not _SITE.search(frame[0])], True
     if not path or any(tree_of(file) is None for file, _ in path):
         return False
     first = scope_at(*path[0])
@@ -51,8 +57,12 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
     if not any(first is scope for scope, _ in scopes):
         scopes.append((first, 0))
     scopes += [] if sums else [(scope_at(*frame), frame[1]) for frame in path[1:]]
+    if by_metric and inside:  # which calls the script's methods, and has the loop
+        hooks = [f for file in {file for file, _ in path} for f in functions(file) if _HOOKS.search(f.name)]
+        scopes = [(hook, hook.lineno) for hook in hooks]
     nodes = [n for scope, line in scopes for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
-    files = {file for file, _ in path if not _SITE.search(file)} | ({loop[0]} if loop else set())
+    own = {at[0] for at in (call["at"], loop) if at}  # a script may be installed
+    files = {file for file, _ in path if not _SITE.search(file)} | own
     calls = {
         called(n)
         for n in nodes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 
 MIN_STEPS = 3  # steps without a gradient, or backward passes of unequal counts
@@ -10,6 +13,16 @@ UNEQUAL = 1e-3  # relative difference of counts that are not equal
 MOSTLY = 0.5  # share of the backward passes: the last batch may be smaller on one rank
 MIN_UNLIKE = 2  # backward passes before which ranks' models were in different modes
 _NAMED = 4
+# What to do where parameters have no gradient.
+_OF_THE_COPY = "Make the optimizer from the parameters of the model that is trained, not of a copy."
+_WITH_A_GRAPH = (
+    "Gather with torch.distributed.nn.functional.all_gather, whose results have a graph, or put this rank's own tensor "
+    "back among what was gathered."
+)
+_BEFORE_THE_WRAP = (
+    "Tie and replace parameters before DDP wraps the model, and make the optimizer after that, from all parameters "
+    "that are used."
+)
 
 
 def findings(run: RecordedRun) -> list[Finding]:
@@ -40,9 +53,10 @@ def _modes(run: RecordedRun) -> list[Finding]:
 
 
 def _mean_losses(run: RecordedRun) -> list[Finding]:
-    """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens, and the gradients are
-    averaged. Not where a rank multiplies its mean by its share of all counts, or a hook or the script rescales the
-    gradients."""
+    """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens or the nodes of its
+    graphs, and the gradients are averaged. Not where a rank multiplies its mean by its share of all counts, or a hook
+    or the script rescales the gradients; nor of a mean over a padded rectangle, whose width is the longest example's.
+    """
     if (
         not any(run.events(0, "ddp", "fsdp"))
         or any(run.all_events("join"))
@@ -53,17 +67,51 @@ def _mean_losses(run: RecordedRun) -> list[Finding]:
     passes = list(zip(*per_rank))
     if len({len(events) for events in per_rank}) > 1 or any(e["mean"] != e.get("form", e["mean"]) for e in per_rank[0]):
         return []
-    counted = [events for events in passes if all((e.get("count") or [0])[0] > 0 for e in events)]
-    unequal = [events for events in counted if _differ([e["count"][0] for e in events])]
-    weighed = [events for events in unequal if not _differ([e["count"][1] / e["count"][0] for e in events])]
-    if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
-        return []
-    shown = " and ".join(f"{e['count'][0]:g}" for e in unequal[0][:_NAMED])
-    evidence = (
-        f"in {len(unequal)} of {len(counted)} backward passes each rank divided its loss by a number of its own, first "
-        f"by {shown}, and the gradients were averaged as if these were equal"
-    )
-    return [finding_at("loss_mean_of_means", unequal[0][0]["at"], evidence)]
+    terms = max((len(e.get("means") or ()) for e in per_rank[0]), default=0)
+    rows = list(zip(*(_examples(run, rank) for rank in run.peers)))
+    for term in (None, *range(terms)):
+        counts = [[_divisor(e, term) for e in events] for events in passes]
+        counted = [(events, found) for events, found in zip(passes, counts) if all(count > 0 for count, _ in found)]
+        if term is not None:
+            padded = [id(events) for events, found, read in zip(passes, counts, rows) if _is_rectangle(found, read)]
+            counted = [(events, found) for events, found in counted if id(events) not in padded]
+        unequal = [(events, found) for events, found in counted if _differ([count for count, _ in found])]
+        weighed = [found for _, found in unequal if not _differ([factor / count for count, factor in found])]
+        if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
+            continue
+        events, found = unequal[0]
+        shown = " and ".join(f"{count:g}" for count, _ in found[:_NAMED])
+        what = "its loss" if term is None or terms == 1 else "a term of its loss"
+        evidence = (
+            f"in {len(unequal)} of {len(counted)} backward passes each rank divided {what} by a number of its own, "
+            f"first by {shown}, and the gradients were averaged as if these were equal"
+        )
+        return [finding_at("loss_mean_of_means", events[0]["at"], evidence, script_lines.loss_line(events[0]))]
+    return []
+
+
+def _examples(run: RecordedRun, rank: int) -> list[int]:
+    """For each backward pass of a rank: the number of examples in the batch before it; 0: not known."""
+    found, read = [], 0
+    for e in run.events(rank, "yield", "backward"):
+        if e["k"] == "backward":
+            found.append(read)
+        elif e["loader"] in run.training_loaders:
+            read = len(e["idx"] or (e["rows"] or [[]])[0])
+    return found
+
+
+def _is_rectangle(divisors: list[list[float]], examples: Sequence[int]) -> bool:
+    """May each rank's mean be over a number of elements that is the same for each of its examples?"""
+    return not all(examples) or all(count % each == 0 for (count, _), each in zip(divisors, examples))
+
+
+def _divisor(backward: Event, term: int | None) -> list[float]:
+    """[count, factor] of a loss (None) or of one of its terms that are means of elements; zeros where it has none."""
+    if term is None:
+        return backward.get("count") or [0.0, 0.0]
+    means = backward.get("means") or []
+    return means[term] if term < len(means) else [0.0, 0.0]
 
 
 def _differ(values: list[float]) -> bool:
@@ -138,5 +186,12 @@ def _no_gradient(run: RecordedRun) -> list[Finding]:
         if cut is not None:
             evidence += "; what a collective gathered of a tensor with a graph has no graph of its own"
         at = made["at"] if made else steps[0]["at"]
-        found.append(finding_at("no_gradient", at, evidence, cut))
+        replaced = next((e["at"] for e in run.events(0, "replaced") if e["at"]), None)
+        fitting = _OF_THE_COPY if len(never) == steps[0]["parameters"] else ""
+        if cut is not None:
+            fitting = _WITH_A_GRAPH
+        elif replaced is not None:
+            evidence += "; after DDP had wrapped the model, a parameter of it was replaced by another one"
+            fitting = _BEFORE_THE_WRAP
+        found.append(finding_at("no_gradient", at, evidence, cut or replaced, fitting))
     return found[:1]

@@ -3,13 +3,17 @@
 An event is a dict. Its fields `k`, the kind, `t`, seconds without recording's own, and `at`, [file, line] of the script
 or [], are in all of them. The others, by kind:
 
-    loader        loader: name; size, batch, workers, sampler and more of its settings; holds: digests of the data set;
-                  sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the Subset's indices
+    loader        loader: name; size, batch, workers, sampler and more of its settings; length: batches; holds: digests
+                  of the data set; sampler_at, cut_at: lines that make the sampler and the Subset; cut: digest of the
+                  Subset's indices; initialize: first line of worker_init_fn
     pass          loader; n: number of the pass; epoch: the sampler's. An iteration over a loader begins
-    yield         loader, n; idx: indices; rows: digests by tensor; waited: seconds; grad: are gradients enabled?
-    pass_end      loader, n. The loader was read to its end
+    yield         loader, n; idx: indices; rows, padded: digests, padded_rows by tensor; waited: seconds; grad: are
+                  gradients enabled?
+    pass_end      loader, n. The loader was read to its end. vars: the numbers in the script's variables
+    loop_end      loader; vars. The loop over a loader that reads a batch ahead has ended
     worker        n; worker: its number; begun: generator -> state at its begin, of the generators that were used
     ddp, fsdp     ranks: of the group; ddp: number; find_unused, broadcasts; parameters: how many
+    replaced      a parameter of a DDP module was replaced by another one, at this line
     cut           whole: name -> sample of the weight that fully_shard has cut
     forward       ddp: number, -1 for FSDP, None for neither; digest: of the inputs
     mode          ddp; module: class; count of its `of` parts are in evaluation mode; still: some of their names; digest
@@ -18,30 +22,38 @@ or [], are in all of them. The others, by kind:
     past          ddp. A forward went past this DDP module
     no_sync, loaded, initialized, join      one was called: load_state_dict of a model, torch.nn.init, Join
     backward      synced, local: DDP modules that reduce, or are under no_sync; mean: loss_kind, "other" if a hook may
-                  divide; form: loss_kind; count: loss_divisor; unsent: is FSDP told not to reduce? reached: DDP module
+                  divide; form: loss_kind; count: loss_divisor; terms: loss_terms; means: mean_sizes;
+                  draws, masked: DrawRecorder.take; unsent: is FSDP told not to reduce? reached: DDP module
                   -> parameters reached; library: does a library call it?
-    dropped       backwards: how many before. zero_grad dropped gradients before a step
+    seed          generator: "torch's", "Python's" or "NumPy's"; value: its seed
+    dropped       opt; passes: numbers of the backward passes, from 1, whose gradients went before a step used them
     optimizer     opt: number; lr: of each group
     before        opt; step: made so far; lr; parameters: trained ones; without: those without a gradient; backwards;
                   rescaled: were gradients divided? scale: loss scale; logged: DDP module -> seconds of communication;
-                  unwaited: [handles, line]; shrunk: factor of the shards. At some steps samples by name: weights;
-                  own: gradients after the backward; grads: gradients now; and settings, outside, made_at
+                  unwaited: [handles, line]; shrunk: factor of the shards; uses: numbers of the backward passes whose
+                  gradients it is given. At some steps samples by name: weights; own: gradients after the backward;
+                  grads: gradients now; and settings, outside (name -> [line, how, call stack]), made_at
     step          opt; step; rescaled; machine: threads, cores, queued, devices. At some steps samples: weights, state
+    of_shard      opt; kind: "product" or "norm"; op; weight; shape: of the shard; whole: of the weight. In a step
+    shards        opt; optimizer: its class; exchanged: did the step exchange anything? At its end
     moved         opt, step. Weights changed between this step and the next, not by the optimizer
     buffers       opt, step; buffers: samples of those that nothing sends; sent: of those that DDP overwrites
-    restored      opt. Its load_state_dict was called
+    restored      opt. Its load_state_dict was called, or that of its scheduler
     sched_made    sched: number
     sched         sched, opt, lr, library; type; horizon, name: its length and what it calls it; base: lr; count: steps
     sched_error   the same without opt, lr and library; text
     clip          scale: loss scale in the gradients; norm; bound; changed: did it make gradients smaller?
     coll          op; n, d, by, root: elements, dtype, reduction, root; of: "grad" or "weight", number: the parameter's;
-                  result: of a small sum; path: call stack. Of gradients: clipped, digest, given (sample), by (lines)
+                  result: of a small sum; sent, vars: what it was given after an evaluation; path: call stack.
+                  Of gradients: clipped, digest, given (sample), by (lines)
     p2p, refused  op; text: of the error
     group         op; world: size after it
     spawn         joined: is the process in a group already? torch.multiprocessing was called
-    said          how, text, path: output; wrote: path: a file that was opened; save: path, bytes, seconds, wrapped
+    said          how, text, path, vars: output; wrote: path: a file that was opened; save: path, bytes, seconds,
+                  wrapped
     wait          kind, seconds: a call that waits for the device
     trouble       text: of an error inside a recorder
+    unseen        torch was loaded in a way that the recorders do not see: the only event of its rank
     end           failed: the script has ended
 """
 
@@ -56,6 +68,7 @@ from functools import cached_property
 from typing import Any
 
 from paceline.doctor.findings import Finding
+from paceline.doctor.rules.padded_rows import unify_padded
 
 Event = dict[str, Any]
 MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
@@ -196,6 +209,7 @@ class RecordedRun:
         found: dict[int, Pass] = {}
         waiting: dict[str, int] = {}  # loader -> yields since the last backward
         latest: dict[str, Pass] = {}  # loader -> the pass of its last yield
+        lengths = {e["loader"]: e.get("length") for e in events if e["k"] == "loader"}
         for position, e in enumerate(events):
             kind = e["k"]
             if kind == "pass":
@@ -216,6 +230,9 @@ class RecordedRun:
                     waiting[loader] -= 1
             elif kind == "step":  # one batch may have been read ahead
                 waiting = {loader: min(count, 1) for loader, count in waiting.items()}
+        for one in found.values():  # some never ask for another batch after the last one
+            length = lengths.get(one.loader)
+            one.complete = one.complete or bool(length and len(one.yields) >= length)
         return list(found.values())
 
     @cached_property
@@ -256,16 +273,18 @@ def file_line(at: Any) -> str:
     return f"{near if len(near) < len(path) else path}:{line}"
 
 
-def finding_at(cause: str, at: Any, evidence: str, beside: Any = None) -> Finding:
-    """A Finding, from [file, line] of what it names; None or [] where there is no line."""
-    return Finding(cause, file_line(at), evidence, file_line(beside))
+def finding_at(cause: str, at: Any, evidence: str, beside: Any = None, fitting: str = "") -> Finding:
+    """A Finding, from [file, line] of what it names; None or [] where there is no line. fitting: its own remedy."""
+    return Finding(cause, file_line(at), evidence, file_line(beside), fitting)
 
 
 def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:
     """Read the logs of all ranks; of a process that was killed, what it had written."""
     names = ("workers-{}.jsonl", "rank-{}.jsonl")  # a rank's own events last: they tell how it ended
     per_rank = ([os.path.join(directory, name.format(rank)) for name in names] for rank in range(processes))
-    return RecordedRun([[event for path in paths for event in read_lines(path)] for paths in per_rank], cut)
+    ranks = [[event for path in paths for event in read_lines(path)] for paths in per_rank]
+    unify_padded(ranks)
+    return RecordedRun(ranks, cut)
 
 
 def read_lines(path: str) -> list[Event]:

@@ -20,6 +20,11 @@ TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same g
 SUMMED = 2e-3  # relative deviation from the sum of all ranks' gradients
 _NAMED = 4
 
+_HELD_BY_FSDP = (
+    "Let fully_shard hold them (no ignored_params; call it on the whole model last, after its blocks), or all_reduce "
+    "their gradients before each step, divided by the number of processes."
+)
+
 Samples = dict[str, list[float]]
 
 
@@ -156,6 +161,11 @@ def _divergence(run: RecordedRun) -> list[Finding]:
         if not differing:
             alike[opt] = step
         elif kind == "before" and step == 0:
+            added = {name for name, (_, how, *_) in (first.get("outside") or {}).items() if "later" in how}
+            names = {name for name, _ in differing}
+            if names <= added:  # DDP has not sent them, and will not reduce them
+                words = f"before the first step {_describe(differing, first['weights'])}; DDP does not reduce them"
+                return [_unknown_to_ddp(run, first, names, words)]
             return [_differ_at_start(run, first, differing)]
         elif kind == "before":
             written = _written_outside(run, opt, step, alike.get(opt), _describe(differing, first["weights"]))
@@ -257,6 +267,10 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
         evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
         beside = script_lines.frame_in_scope(calls[0].get("by") or [], at)
         return finding_at("partly_reduced", calls[0]["at"], evidence, beside)
+    wrap = next((e["at"] for e in run.events(0, "fsdp")), None)
+    if wrap is not None and not calls:
+        evidence = f"{when}; FSDP does not hold these parameters, and nothing else reduces their gradients"
+        return finding_at("partly_reduced", wrap, evidence, at, _HELD_BY_FSDP)
     left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
     if left is not None:
         when += f", and nobody had waited for {left[0]} of its asynchronous reductions: they may not have ended"
@@ -321,10 +335,8 @@ def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str)
     # only those that DDP does not reduce after the backward.
     unreduced = {name for name, _ in _differing([e.get("own") or {} for e in ranks])} or names
     if unreduced <= set(outside):
-        at, how = next(place for name, place in outside.items() if name in unreduced)
-        line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
         whose = "them" if unreduced == names else "those of " + ", ".join(sorted(unreduced)[:_NAMED])
-        return finding_at("unknown_to_ddp", line, f"{when}; DDP does not reduce {whose}: they were {how}")
+        return _unknown_to_ddp(run, before, unreduced, f"{when}; DDP does not reduce {whose}")
     passes = [e for e in window if e["k"] == "backward"]
     past = [e for e in window if e["k"] == "past"] or list(run.events(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
@@ -346,6 +358,16 @@ def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str)
     return finding_at("gradients_differ", line or before["at"], f"{when}, though DDP reduced gradients")
 
 
+def _unknown_to_ddp(run: RecordedRun, before: Event, names: set[str], words: str) -> Finding:
+    """unknown_to_ddp: where the parameters were unfrozen or made. Where a function makes them, at its call beside the
+    one that wraps the model."""
+    at, how, *stack = next(place for name, place in (before.get("outside") or {}).items() if name in names)
+    line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
+    wrap = next((e["at"] for e in run.events(0, "ddp")), None)
+    call = script_lines.frame_in_scope(stack[0], wrap) if stack and stack[0] and wrap else None
+    return finding_at("unknown_to_ddp", call or line, f"{words}: they were {how}", line if call else None)
+
+
 def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
     """optimizer_differs, or weights_differ: the gradients are equal, and the update is not."""
     settings = [e.get("settings") or [] for e in before]
@@ -357,13 +379,26 @@ def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event]
                 evidence = (
                     f"{when}, by the same gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on {rank}"
                 )
-                return finding_at("optimizer_differs", made or before[0]["at"], evidence)
+                line = restored_line(run, before[0]) or made or before[0]["at"]
+                return finding_at("optimizer_differs", line, evidence, made)
     state = _differing([e.get("state") or {} for e in after])
     if state:
-        line = next((e["at"] for e in run.all_events("restored")), None)
+        line = restored_line(run, before[0]) or next((e["at"] for e in run.all_events("restored")), None)
         evidence = f"{when}, by the same gradients: {_describe(state, after[0]['state'], 'tensors of its state')}"
         return finding_at("optimizer_differs", line or before[0]["at"], evidence)
     return finding_at("weights_differ", before[0]["at"], f"{when}, though the gradients of that step were the same")
+
+
+def restored_line(run: RecordedRun, before: Event) -> Any:
+    """The line where some ranks alone load the state of an optimizer, or of its scheduler, before this step of it; or
+    None."""
+
+    def earlier(e: Event) -> bool:
+        return e["k"] == "restored" or e["opt"] != before["opt"] or e["step"] < before["step"]
+
+    begun = [takewhile(earlier, run.events(rank, "restored", "before")) for rank in run.peers]
+    per_rank = [[e["at"] for e in events if e["k"] == "restored" and e["at"]] for events in begun]
+    return next((at for mine in per_rank for at in mine if any(mine.count(at) != o.count(at) for o in per_rank)), None)
 
 
 def _buffers(run: RecordedRun) -> list[Finding]:

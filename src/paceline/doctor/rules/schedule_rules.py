@@ -9,7 +9,9 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.expressions import call_at, divided_by, pieces, text_of
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
+from paceline.doctor.rules.replica_rules import restored_line
 from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
@@ -20,24 +22,33 @@ LOW, BACK = 0.02, 0.5  # of the highest rate: how far one falls that comes down 
 MANY = 5  # drops of a rate that should drop once in many epochs
 MIN_BATCHES = 4  # of an epoch, so that it can be told from a step
 MIN_UPDATES = 6  # of a schedule whose length is compared with their number
-_WHOLE = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")  # schedules that should be as long as the training
-_OF_A_SET = re.compile(r"len\((?!\w*load)\w*(data|set|train|x)\w*\)", re.IGNORECASE)
-_OF_A_LOADER = re.compile(r"len\(\w*load\w*\)", re.IGNORECASE)
+_WHOLE = (
+    "CosineAnnealingLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "LambdaLR",
+)  # schedules that should be as long as the training
+_OF_A_SET = re.compile(r"len\(([\w.]*\.dataset|(?![\w.]*(load|_dl\b))[\w.]*(data|set|train|x)\w*)\)", re.IGNORECASE)
+_OF_A_LOADER = re.compile(r"len\([\w.]*(load\w*|_dl)\)", re.IGNORECASE)
+_WITH_LINES = ("optimizer", "sched", "sched_made", "loader", "backward", "pass", "ddp")
+_BATCH_SIZE = re.compile(r"batch_?size|\b(batch|bs)\b", re.IGNORECASE)
+_NO_SHARE = re.compile(f"{_OF_A_SET.pattern}|{_BATCH_SIZE.pattern}", re.IGNORECASE)  # all of it, before a division
+_WORLD_ALONE = re.compile(r"^\W*(int\()?[\w.]*(environ[\w.]*\W+)?world_size\W*$")  # nothing but that number
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
+_LOAD_ON_EVERY_RANK = "Load the same state of the optimizer and of the scheduler on every rank."
 UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
 MIN_REPEATS = 3  # of what is a habit, and no accident
 
 
 def findings(run: RecordedRun) -> list[Finding]:
     """lr_differs, schedule_length, scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce,
-    clip_of_shards, gradients_dropped."""
+    clip_of_shards."""
     return [
         *_lr_differs(run),
         *_schedulers(run),
         *_accumulation(run),
         *_clipping(run),
         *_clip_of_shards(run),
-        *_dropped(run),
     ]
 
 
@@ -61,6 +72,9 @@ def _lr_differs(run: RecordedRun) -> list[Finding]:
                 sched = next(run.all_events("sched"), None)
                 made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == key[0]), None)
                 line = sched["at"] if sched and max(stepped) else script_lines.lr_assignment(run) or made or ours["at"]
+                restored = restored_line(run, ours)
+                if restored:
+                    return [finding_at("lr_differs", restored, evidence, made, _LOAD_ON_EVERY_RANK)]
                 beside = made if not max(stepped) and key[1] == 0 else None
                 if sched and sched["type"] == "ReduceLROnPlateau":
                     beside = script_lines.unsynced_log(run) or beside
@@ -97,10 +111,10 @@ def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Fi
             continue
         if count < MIN_UPDATES or abs(count - len(updates)) > 1:
             continue
-        text = call_arguments(last["type"], *_lines(run))
+        lines, text, twice = _length_in_text(run, last)
         evidence = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
         end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
-        if _is_multiple(horizon, run.world_size, count) and WORLD.search(text):
+        if _is_multiple(horizon, run.world_size, count) and twice:
             evidence += (
                 f"the length was divided by {run.world_size} processes twice, since each loader has its share; {end}"
             )
@@ -110,8 +124,30 @@ def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Fi
             evidence += f"the length counts micro-batches, {k} for each update; {end}"
         else:
             continue
-        return [finding_at("schedule_length", call_line(last["type"], *_lines(run)) or last["at"], evidence)]
+        return [finding_at("schedule_length", lines[0], evidence, lines[1])]
     return []
+
+
+def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str, bool]:
+    """((the line that makes the schedule, the line that divides its length by the number of processes, or takes it of
+    all the data), the text of its length and of what that is made of, does it divide a share by the processes?)."""
+    made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == last["sched"]), None)
+    call = call_at(made)
+    if made is None or call is None:
+        text = call_arguments(last["type"], *_lines(run))
+        return (call_line(last["type"], *_lines(run)) or last["at"], None), text, bool(WORLD.search(text))
+    files = sorted({e["at"][0] for e in run.events(0, *_WITH_LINES) if e["at"]})
+    found = pieces(files, made[0], [*call.args[1:], *(k.value for k in call.keywords)])
+    text = text_of(found)
+    # The length of a loader is a share already; so may be a name that says nothing, but not the length of a data set.
+    pattern = WORLD if _OF_A_LOADER.search(text) else _WORLD_ALONE
+    divides = next((piece for piece in found if divided_by(piece, pattern, unless=_NO_SHARE)), None)
+    whole = next((piece for piece in found if _OF_A_SET.search(piece.text)), None)
+    line = next((piece.line for piece in (divides, whole) if piece is not None), None)
+    # A batch that the processes share is no share of the steps, nor is the number of processes by itself.
+    batches = [p for p in found if divided_by(p, WORLD) and not divided_by(p, WORLD, unless=_BATCH_SIZE)]
+    rest = [p for p in found if p not in batches and not _WORLD_ALONE.search(p.text)]
+    return (made, line), text_of(rest), divides is not None
 
 
 def _lines(run: RecordedRun) -> list[list[Any]]:
@@ -275,6 +311,8 @@ def _accumulation(run: RecordedRun) -> list[Finding]:
     if len(opts) != 1 or len(several) < 2 or len(several) * 2 < len(steps):
         return []
     k = Counter(map(len, several)).most_common(1)[0][0]
+    if 2 * len(list(run.events(0, "dropped"))) >= len(several):
+        return []  # no sum: they are dropped in between
     calls = [b for backwards in several for b in backwards]
     if not all(b["mean"] == "mean" for b in calls):
         return []
@@ -330,17 +368,6 @@ def _clip_of_shards(run: RecordedRun) -> list[Finding]:
     )
     line = script_lines.gradient_write(run, first[0]["at"])
     return [finding_at("clip_of_shards", first[0]["at"], evidence, line)]
-
-
-def _dropped(run: RecordedRun) -> list[Finding]:
-    """gradients_dropped: zero_grad drops the gradients of micro-batches under no_sync."""
-    dropped = list(run.events(0, "dropped"))
-    kept = len([e for e in run.events(0, "backward") if e["local"] and not e["synced"]])
-    if len(dropped) < MIN_REPEATS or 2 * len({e["backwards"] for e in dropped}) < kept:
-        return []
-    passes = len({e["backwards"] for e in dropped})
-    evidence = f"the gradients of {passes} of {kept} backward passes under no_sync were dropped before a step used them"
-    return [finding_at("gradients_dropped", dropped[0]["at"], evidence)]
 
 
 def _clipped_early(run: RecordedRun) -> list[Event]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
-from paceline.doctor.rules.recorded_run import RecordedRun
+from paceline.doctor.rules.recorded_run import Event, RecordedRun
 from paceline.doctor.script_ast import called, functions, holds, nodes_of, scope_at, tree_of
 
 _WRITES = re.compile(
@@ -22,11 +22,14 @@ _WEIGHTS = re.compile(r"\.data\b|\bp\b|param|weight|bias|embed|head|\bw\b")
 _NOT_WEIGHTS = re.compile(r"optim|sched|scaler|metric|count|total|loss|grad|ema|shadow|teacher|target|momentum|buf")
 _SEEDS = ("torch.manual_seed", "manual_seed", "seed_everything", "set_seed", "L.seed_everything", "pl.seed_everything")
 _SEEDING = ("manual_seed", "seed", "default_rng", "RandomState", "Random", "seed_everything", "set_seed")
+_SEEDS_BY_NAME = re.compile(r"(^|_)seed(s|ed|_|$)|seed_?all|seed_everything|^(default_rng|RandomState|Random)$")
+_PREPARES = ("prepare", "setup_dataloaders", "prepare_data_loader")
 _OF_TORCH = ("randint", "randperm", "rand", "randn", "multinomial", "normal", "randint_like", "bernoulli")
 _OF_OTHERS = ("choice", "choices", "sample", "shuffle", "randint", "randrange", "permutation", "random", "uniform")
 _DRAWS = {f"torch.{name}" for name in _OF_TORCH} | {f"{own}.{name}" for own in ("random", "np.random", "numpy.random")
                                                    for name in _OF_OTHERS}  # fmt: skip
 _LOSS_OF = ("compute_loss", "training_step")  # methods that libraries call for the loss
+_BACKWARDS = ("backward", "manual_backward")
 _RANKS = re.compile(r"rank|main|master|is_")
 
 
@@ -51,6 +54,16 @@ def lr_assignment(run: RecordedRun) -> Line:
     return _first(run, lambda n: any(_is_item(target, "lr") for target in _targets(n)))
 
 
+def gradient_drop(run: RecordedRun) -> Line:
+    """The first assignment of None to `.grad`."""
+
+    def drops(n: Any) -> bool:
+        is_none = isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant) and n.value.value is None
+        return is_none and any(getattr(target, "attr", "") == "grad" for target in n.targets)
+
+    return _first(run, drops)
+
+
 def cycle_call(run: RecordedRun) -> Line:
     """The first call of `cycle`."""
     return _first(run, lambda n: isinstance(n, ast.Call) and called(n) == "cycle")
@@ -71,7 +84,8 @@ def unfreeze(run: RecordedRun) -> Line:
 
 def rank_seed(run: RecordedRun) -> Line:
     """The first line that seeds torch with the rank."""
-    return _first(run, lambda n: _is_call_of(n, _SEEDS) and any(_RANKS.search(ast.unparse(a)) for a in n.args))
+    calls = ([file, n.lineno] for file in _files(run) for n, alone in _seed_calls(file) if not alone and _by_rank(n))
+    return next(calls, None)
 
 
 def rank_stride(run: RecordedRun) -> Line:
@@ -115,19 +129,13 @@ def buffer_write(run: RecordedRun, name: str) -> Line:
 
 
 def shared_seed(run: RecordedRun) -> Line:
-    """The last line that seeds a generator, where none is seeded with the rank: of its own, or else torch's."""
-    own, common = None, None
-    for file in _files(run):
-        for n in nodes_of(file):
-            if not isinstance(n, ast.Call) or called(n) not in _SEEDING or not n.args:
-                continue
-            if any(_RANKS.search(ast.unparse(a)) for a in n.args):
-                return None
-            if ast.unparse(n.func) in _SEEDS:
-                common = max(common or [file, 0], [file, n.lineno])
-            else:
-                own = max(own or [file, 0], [file, n.lineno])
-    return own or common
+    """The last line that seeds a generator alike on all ranks: one of its own, or else torch's, if nothing seeds that
+    with the rank."""
+    calls = [(file, n, alone) for file in _files(run) for n, alone in _seed_calls(file)]
+    own = [[file, n.lineno] for file, n, alone in calls if alone and not _by_rank(n)]
+    common = [[file, n.lineno] for file, n, alone in calls if not alone]
+    ranked = any(_by_rank(n) for _, n, alone in calls if not alone)
+    return max(own, default=None) or (None if ranked else max(common, default=None))
 
 
 def shared_seed_and_draw(run: RecordedRun) -> tuple[Line, Line]:
@@ -143,10 +151,59 @@ def shared_seed_and_draw(run: RecordedRun) -> tuple[Line, Line]:
         if not draws:
             continue
         common = [n for n in draws if all(k.arg != "generator" for k in n.keywords)]
-        seeds = [n.lineno for n in nodes_of(file) if _is_call_of(n, _SEEDS)]
+        seeds = [n.lineno for n, alone in _seed_calls(file) if not alone and not _by_rank(n)]
         own = len(common) < len(draws)
         return (seed if own or not seeds else [file, max(seeds)]), [file, (draws if own else common)[0].lineno]
     return seed, None
+
+
+def worker_seed(run: RecordedRun) -> Line:
+    """The line that seeds a generator in a function that a DataLoader is given as worker_init_fn."""
+    for file in _files(run):
+        keywords = (k for n in nodes_of(file) if isinstance(n, ast.Call) for k in n.keywords)
+        given = [k.value for k in keywords if k.arg == "worker_init_fn"]
+        names = {part.id for value in given for part in ast.walk(value) if isinstance(part, ast.Name)}
+        for scope in (*(f for f in functions(file) if f.name in names), *given):
+            for n in ast.walk(scope):
+                if isinstance(n, ast.Call) and _SEEDS_BY_NAME.search(called(n)) and n.args:
+                    return [file, n.lineno]
+    return None
+
+
+def prepares(run: RecordedRun) -> bool:
+    """Does the script let Accelerate or Lightning's Fabric prepare what it trains with?"""
+    return any(isinstance(n, ast.Call) and called(n) in _PREPARES for file in _files(run) for n in nodes_of(file))
+
+
+def is_drawn_split(at: Any) -> bool:
+    """Does a line split a data set at random, by the common generator?"""
+    splits = (n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) == "random_split") if at else ()
+    return any(holds(n, at[1]) and all(k.arg != "generator" for k in n.keywords) for n in splits)
+
+
+def _seed_calls(file: str) -> list[tuple[ast.Call, bool]]:
+    """(call, is it a generator's of its own and not the common one's?) of the lines that seed. Where a function of the
+    script's seeds with what it is given, its calls count in place of the lines in it."""
+    helpers: dict[str, ast.AST] = {}
+    for f in functions(file):
+        given = {a.arg for a in (*f.args.args, *f.args.kwonlyargs)}
+        calls = [n for n in ast.walk(f) if isinstance(n, ast.Call) and _is_call_of(n, _SEEDS) and n.args]
+        if any({p.id for a in n.args for p in ast.walk(a) if isinstance(p, ast.Name)} & given for n in calls):
+            helpers[f.name] = f
+    found: list[tuple[ast.Call, bool]] = []
+    for n in nodes_of(file):
+        if not isinstance(n, ast.Call) or not n.args or any(holds(f, n.lineno) for f in helpers.values()):
+            continue
+        name = called(n)
+        if name in helpers or (_SEEDS_BY_NAME.search(name) and name not in _SEEDING):
+            found.append((n, False))
+        elif name in _SEEDING:
+            found.append((n, ast.unparse(n.func) not in _SEEDS))
+    return found
+
+
+def _by_rank(call: ast.Call) -> bool:
+    return any(_RANKS.search(ast.unparse(a)) for a in (*call.args, *(k.value for k in call.keywords)))
 
 
 def unsynced_log(run: RecordedRun) -> Line:
@@ -164,18 +221,53 @@ def unsynced_log(run: RecordedRun) -> Line:
     return None
 
 
-def loop_exit(inside: Any, outside: Any) -> Line:
-    """The `break` or `return` by which a loop that holds the one line is left for the other one, which it does not."""
-    if not inside or not outside or inside[0] != outside[0]:
+def call_that_names(at: Any, names: Collection[Any]) -> Line:
+    """Where a library calls for the script later: the line that gives it values under these names to reduce, as
+    `self.log("loss", loss, sync_dist=True)`. None where the line `at` names them itself."""
+    if not at or tree_of(at[0]) is None:
         return None
-    loops = [n for n in nodes_of(inside[0]) if isinstance(n, (ast.For, ast.While)) and holds(n, inside[1])]
-    loops = [n for n in loops if not holds(n, outside[1])]
-    for loop in sorted(loops, key=lambda n: n.lineno):
-        own = [n for n in loops if n is not loop and n.lineno > loop.lineno]
-        for n in ast.walk(loop):
-            if isinstance(n, (ast.Break, ast.Return)) and not any(holds(i, n.lineno) for i in own):
-                return [inside[0], n.lineno]
-    return None
+    calls = [n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) in ("log", "log_dict")]
+    calls = [n for n in calls if any(k.arg == "sync_dist" for k in n.keywords)]
+    if any(holds(n, at[1]) for n in calls):
+        return None
+    said = [n for n in calls if any(getattr(part, "value", None) in names for part in ast.walk(n))]
+    built = [n for n in calls if n.args and not isinstance(n.args[0], ast.Constant)]  # names that are no constants
+    return [at[0], (said or built or calls)[0].lineno] if calls else None
+
+
+def loop_exit(inside: list[list[Any]], outside: list[list[Any]]) -> tuple[Line, bool]:
+    """The line by which a loop around one call is left for another call that it is not around: a `break`, `return` or
+    exit, or else what a `while` tests is set. Of several loops the outermost. And is there no loop around both calls?
+    In one, they may belong to different iterations.
+
+    Args:
+        inside: [file, line] of the frames of the one call, the innermost first.
+        outside: those of the other call. []: the script has ended.
+    """
+    apart = True
+    for file, line in reversed(inside):
+        loops = [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While)) and holds(n, line)]
+        others = [number for name, number in outside if name == file]
+        for loop in sorted(loops, key=lambda n: n.lineno):
+            if any(holds(loop, number) for number in others):
+                apart = False
+            elif found := _exits(loop):
+                return [file, found[0]], apart
+    return None, apart
+
+
+def _exits(loop: ast.For | ast.While) -> list[int]:
+    """The lines that leave a loop, or else those that set what it tests."""
+    inner = [n for n in ast.walk(loop) if isinstance(n, (ast.For, ast.While)) and n is not loop]
+    hidden = [n for n in ast.walk(loop) if isinstance(n, (ast.FunctionDef, ast.Lambda, ast.ClassDef))]
+    body = [n for n in ast.walk(loop) if not any(holds(f, getattr(n, "lineno", -1)) for f in hidden)]
+    lines = [n.lineno for n in body if isinstance(n, ast.Break) and not any(holds(i, n.lineno) for i in inner)]
+    lines += [n.lineno for n in body if isinstance(n, ast.Return)]
+    lines += [n.lineno for n in body if isinstance(n, ast.Call) and called(n) in ("exit", "_exit", "quit")]
+    if lines or not isinstance(loop, ast.While):
+        return sorted(lines)
+    tested = {ast.unparse(n) for n in ast.walk(loop.test) if isinstance(n, (ast.Name, ast.Attribute))}
+    return sorted(n.lineno for n in body if isinstance(n, ast.Assign) and tested & set(map(ast.unparse, n.targets)))
 
 
 def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
@@ -187,11 +279,37 @@ def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
     return next(([file, line] for file, line in path if file == near[0] and scope_at(file, line) is scope), path[0])
 
 
+def validation_log(at: Any) -> Line:
+    """Of a script whose evaluation Lightning runs: the line that logs the metric."""
+    for f in functions(at[0]) if at else ():
+        if f.name in ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end"):
+            for n in ast.walk(f):
+                if isinstance(n, ast.Call) and called(n) in ("log", "log_dict"):
+                    return [at[0], n.lineno]
+    return None
+
+
 def loss_return(at: Any) -> Line:
     """Of a script whose backward a library makes: the line that gives it the loss, where that is plain."""
     found = [n for n in functions(at[0]) if n.name in _LOSS_OF] if at else []
     lines = [r.lineno for n in found for r in ast.walk(n) if isinstance(r, ast.Return) and r.value is not None]
     return [at[0], max(lines)] if len(found) == 1 and lines else None
+
+
+def loss_line(backward: Event) -> Line:
+    """The line that computes the loss of a backward pass: the last assignment before it, in its function, to the name
+    whose backward is called; where a library calls it, the line that gives the library the loss."""
+    at = backward["at"]
+    if not at or backward.get("library"):
+        return loss_return(at)
+    if tree_of(at[0]) is None:
+        return None
+    nodes = list(ast.walk(scope_at(*at)))
+    calls = [n for n in nodes if isinstance(n, ast.Call) and called(n) in _BACKWARDS and holds(n, at[1])]
+    names = {part.id for n in calls for part in ast.walk(n) if isinstance(part, ast.Name)}
+    made = [n for n in nodes if any(isinstance(t, ast.Name) and t.id in names for t in _targets(n))]
+    lines = [n.lineno for n in made if n.lineno < at[1]]  # type: ignore[attr-defined]
+    return [at[0], max(lines)] if lines else None
 
 
 def _files(run: RecordedRun) -> list[str]:

@@ -144,7 +144,7 @@ def load_run_state(
 def news(lost: Collection[int], joined: Collection[int]) -> str:
     """Which workers have died or joined, in words."""
     told = []
-    for ranks, what in ((lost, "died"), (joined, "joined")):
+    for ranks, what in ((lost, "died or is stopped" if len(lost) == 1 else "died or are stopped"), (joined, "joined")):
         if ranks:
             one = len(ranks) == 1
             who = f"the worker{'' if one else 's'} of rank{'' if one else 's'} {', '.join(map(str, sorted(ranks)))}"

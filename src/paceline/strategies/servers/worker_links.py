@@ -146,9 +146,9 @@ class Meetings(Channel):
         if lost and not tolerant:
             ranks = ", ".join(map(str, sorted(lost)))
             raise WorldError(
-                f"the worker of rank {ranks} has died outside of a training batch, so that what it was to give (its "
-                "part of an evaluation or of a checkpoint) is lost, and nobody can take it over. Restore the last "
-                "checkpoint."
+                f"the worker of rank {ranks} has died or is stopped outside of a training batch, so that what it was "
+                "to give (its part of an evaluation or of a checkpoint) is lost, and nobody can take it over. Restore "
+                "the last checkpoint."
             )
         return came
 

@@ -28,9 +28,9 @@ Place = tuple[str, int]
 def owner_of_code(file: str) -> str:
     """Whose file this is: "own" (the user's), "paceline" or "library"."""
     path = os.path.realpath(file)
-    if file.startswith("<") or path.startswith(_LIBRARIES) or "site-packages" in path:
-        return "library"
-    return "paceline" if path.startswith(_PACELINE) else "own"
+    if path.startswith(_PACELINE):  # which may be installed among the libraries
+        return "paceline"
+    return "library" if file.startswith("<") or path.startswith(_LIBRARIES) or "site-packages" in path else "own"
 
 
 def call_site(from_recorder: bool = False) -> tuple[Place | None, bool]:

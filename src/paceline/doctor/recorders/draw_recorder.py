@@ -1,0 +1,140 @@
+"""Random numbers of the training loop: tensors that the script draws for a batch, seeds, generators' states.
+
+A tensor counts that the script draws between a batch (or a step, where there is no loader) and its backward, with a
+row for each example: noise, masks, a diffusion's timesteps. Not counted are permutations, single numbers, what a
+library's layers draw (dropout, stochastic depth), draws for a module's own parameters (weight noise is the same on all
+replicas), and what a loader draws.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.patching import call_before, patch
+from paceline.doctor.recorders.tensor_digests import digest
+from paceline.torch_private.observed import replace_factory
+
+_FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
+              "multinomial")  # fmt: skip
+_METHODS = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_",
+            "bernoulli", "multinomial")  # fmt: skip
+_SEEDS = ((torch, "manual_seed", "torch's"), (random, "seed", "Python's"), (np.random, "seed", "NumPy's"))
+_MAX_DRAWS, _MAX_PENDING = 1000, 16  # draws that are digested; of one batch
+_MAX_STATES, _MAX_SEEDS = 200, 200  # backward passes whose generator is recorded; calls that seed
+_MAX_FRAMES = 24
+
+
+class DrawRecorder:
+    """The draws of this process since its last batch."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._pending: list[tuple[tuple[int, ...], list[Any]]] = []  # shape, what `take` returns of it
+        self._inside = False  # one function of torch may call another
+        self._draws = self._states = self._seeds = 0
+        self._of_weights = False  # has a module drawn for its weights?
+        self._begun: int | None = None  # the generator's state at the first forward after a step
+
+    def clear(self) -> None:
+        """A batch comes, or a step has been made."""
+        self._pending.clear()
+
+    def before_forward(self) -> None:
+        """A forward in training mode begins."""
+        if self._begun is None and self._states < _MAX_STATES:
+            with self._log.overhead():
+                self._begun = _state()
+
+    def take(self, rows: int | None) -> dict[str, Any]:
+        """At a backward: "draws", [line, digest, number of elements, seed of the script's own generator or None] of the
+        tensors with so many rows; "masked", the state of torch's generators when the forward began, where they have
+        moved since and nothing is in "draws", or None."""
+        kept = [about for shape, about in self._pending if shape[0] == rows]
+        self._pending.clear()
+        of_weights, self._of_weights = self._of_weights, False
+        begun, self._begun = self._begun, None
+        moved = begun is not None and _state() != begun
+        self._states += begun is not None
+        return {"draws": kept, "masked": begun if moved and not kept and not of_weights else None}
+
+    def wrap_draw(self, original: Any) -> Any:
+        """A function that returns random numbers, or a method that fills a tensor with them."""
+
+        def draw(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling() or self._inside or not self._log.active:
+                return original(*args, **options)
+            self._inside = True
+            try:
+                result = original(*args, **options)
+            finally:
+                self._inside = False
+            if self._draws < _MAX_DRAWS and len(self._pending) < _MAX_PENDING:
+                with self._log.overhead():
+                    self._keep(result, options.get("generator"))
+            return result
+
+        return draw
+
+    def _keep(self, tensor: Any, generator: Any) -> None:
+        if type(tensor) is not torch.Tensor or not tensor.dim() or len(tensor) < 2 or tensor.device.type == "meta":
+            return
+        at = self._log.caller()
+        purpose = _purpose(tensor.shape) if at else ""
+        self._of_weights = self._of_weights or purpose == "weights"
+        if at and not purpose and not self._log.called_by_library():
+            self._draws += 1
+            seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
+            self._pending.append((tuple(tensor.shape), [at, digest(tensor), tensor.numel(), seed]))
+
+    def before_seed(self, name: str, *args: Any, **options: Any) -> None:
+        """A generator is seeded."""
+        if self._seeds < _MAX_SEEDS:
+            self._seeds += 1
+            value = next(iter((*args, *options.values())), None)
+            self._log.record("seed", generator=name, value=value if isinstance(value, int) else None)
+
+
+def _purpose(shape: torch.Size) -> str:
+    """ "weights": a module draws for parameters of its own, all dimensions are among theirs. "examples": a module draws
+    a number for each example, as stochastic depth drops whole examples by. "": neither."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            own = {n for p in owner.__dict__.get("_parameters", {}).values() if p is not None for n in p.shape}
+            if set(shape) <= own:
+                return "weights"
+            if len(shape) > 1 and set(shape[1:]) == {1}:
+                return "examples"
+        frame = frame.f_back
+    return ""
+
+
+def _state() -> int:
+    """A checksum of the states of torch's generators: the CPU's, and the current device's."""
+    states = [torch.get_rng_state()]
+    generators = torch.cuda.default_generators  # empty until the device is used
+    if generators:
+        states.append(generators[torch.cuda.current_device()].get_state())
+    return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
+
+
+def install(log: EventLog) -> None:
+    recorder = log.draws = DrawRecorder(log)
+    for name in _FUNCTIONS:
+        replace_factory(name, partial(patch, torch, name, recorder.wrap_draw))
+    for name in _METHODS:
+        patch(torch.Tensor, name, recorder.wrap_draw)
+    for owner, name, generator in _SEEDS:
+        call_before(log, owner, name, partial(recorder.before_seed, generator))

@@ -1,0 +1,120 @@
+"""The numbers in the script's variables at the end of a loop over a DataLoader, at a small collective, and where
+something is logged: hits, sums, counts.
+
+They say what a metric was computed from. With them a rule can tell that a rank divided its own 57 hits by the 128
+examples of all ranks, which neither the calls nor the text alone show.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from paceline.doctor.recorders.event_log import EventLog
+
+_MAX_CAPTURES = 400  # of a run
+_MAX_NUMBERS = 96  # of a capture
+_MAX_FRAMES, _MAX_NAMES = 4, 300  # of the script; variables of a frame
+_MAX_ELEMENTS, _MAX_ITEMS, _MAX_ATTRIBUTES = 6, 16, 40  # of a tensor, a dictionary, an object
+_MAX_DEPTH = 2  # a meter in a dictionary, an attribute of `self`
+
+
+class VariableRecorder:
+    """Reads variables while no model is trained: between the end of a pass and the next backward."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.pass_ended = False  # has a pass over a loader ended since the last backward?
+        self._captures = 0
+        self._classes: dict[type, bool] = {}
+
+    def numbers(self) -> dict[str, float] | None:
+        """name -> value of the numbers in the script's frames, the innermost first, and in the attributes of the models
+        that are trained. None where enough was read."""
+        if not self.pass_ended or self._captures >= _MAX_CAPTURES:
+            return None
+        self._captures += 1
+        found: dict[str, float] = {}
+        with self.log.overhead():
+            for name, value in self._named():
+                for path, number in _numbers_in(name, value, _MAX_DEPTH, self._is_own):
+                    found.setdefault(path, number)
+                if len(found) >= _MAX_NUMBERS:
+                    break
+        return found
+
+    def _is_own(self, cls: type) -> bool:
+        """Does the script define the class?"""
+        known = self._classes.get(cls)
+        if known is None:
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+            known = self._classes[cls] = file is not None and self.log.owns(file)
+        return known
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        frame: FrameType | None = sys._getframe(2)
+        frames = 0
+        while frame is not None and frames < _MAX_FRAMES:
+            if self.log.owns(frame.f_code.co_filename):
+                frames += 1
+                top = frame.f_code.co_name == "<module>"
+                for name, value in islice(list(frame.f_locals.items()), _MAX_NAMES):
+                    if not (top and name.startswith("__")):
+                        yield name, value
+            frame = frame.f_back
+        if self.log.models is not None:
+            for model in self.log.models.roots():
+                yield "self", model
+
+
+def _numbers_in(name: str, value: Any, depth: int, own: Callable[[type], bool]) -> Iterator[tuple[str, float]]:
+    """(path, number) of a number, a small tensor, or of what a dictionary or an object holds.
+
+    own: is a class the script's own?
+    """
+    number = _as_number(value)
+    if number is not None:
+        yield name, number
+    elif type(value) in (torch.Tensor, torch.nn.Parameter):
+        if 0 < value.numel() <= _MAX_ELEMENTS and value.dim() == 1 and _readable(value):
+            yield from ((f"{name}[{place}]", float(v)) for place, v in enumerate(value.detach().tolist()))
+    elif depth and isinstance(value, Mapping):
+        if len(value) <= _MAX_ITEMS and type(value).__module__ in ("builtins", "collections"):
+            for key, item in list(value.items()):
+                if isinstance(key, str):
+                    yield from _numbers_in(f"{name}.{key}", item, depth - 1, own)
+    elif depth and own(type(value)):
+        held = getattr(value, "__dict__", None)
+        for key, item in islice(list(held.items()) if type(held) is dict else (), _MAX_ATTRIBUTES):
+            if not key.startswith("_"):
+                yield from _numbers_in(f"{name}.{key}", item, depth - 1, own)
+
+
+def _as_number(value: Any) -> float | None:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.dim() or not _readable(value):
+            return None
+        value = value.detach().item()
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a long integer
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "meta" and tensor.layout is torch.strided and not tensor.is_complex()
+
+
+def install(log: EventLog) -> None:
+    log.variables = VariableRecorder(log)

@@ -1,0 +1,110 @@
+"""Rules about gradients that are computed and never used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.doctor.script_ast import accumulates
+
+MIN_STEPS = 3  # steps before which gradients are dropped
+MOSTLY = 0.5  # of the steps
+PROPORTIONAL = 1e-3  # relative deviation of a gradient from a multiple of another one
+
+
+@dataclass
+class _Window:
+    """The backward passes between two steps of an optimizer, on rank 0."""
+
+    before: Event  # the step's "before" event
+    lost: list[Event] = field(default_factory=list)  # the passes whose gradients were dropped, and no optimizer used
+    used: list[Event] = field(default_factory=list)  # the others
+    at: list[object] = field(default_factory=list)  # the line that drops them, or []
+
+
+def findings(run: RecordedRun) -> list[Finding]:
+    """gradients_dropped: of the micro-batches of a step the gradients of the last one alone are left.
+
+    Gradients may be dropped on purpose: those that another optimizer has used (a GAN), of a first pass of two over a
+    batch, of a step that is skipped, or gradients that the script keeps elsewhere. So the dropped and the used passes
+    must come from the same line and each have a batch of its own, at most steps alike, and the step must be given just
+    what the used passes made. That the script accumulates must show: in no_sync, in a divided loss, or in the same
+    number of passes at every step.
+    """
+    for opt in sorted({e["opt"] for e in run.events(0, "dropped")}):
+        windows = _windows(run.ranks[0], opt)
+        cut = [w for w in windows if w.lost and w.used and _is_one_loop(w)]
+        if len(cut) < MIN_STEPS or len(cut) < MOSTLY * len(windows) or not _accumulates(cut) or _replaced(cut):
+            continue
+        first = cut[0]
+        lost, every = sum(len(w.lost) for w in cut), sum(len(w.lost) + len(w.used) for w in cut)
+        evidence = (
+            f"the gradients of {lost} of {every} backward passes were dropped before a step used them; at each of "
+            f"{len(cut)} steps those of the last {len(first.used)} of {len(first.lost) + len(first.used)} were left"
+        )
+        at = first.at or script_lines.gradient_drop(run) or first.used[-1]["at"]
+        return [finding_at("gradients_dropped", at, evidence)]
+    return []
+
+
+def _windows(events: list[Event], opt: int) -> list[_Window]:
+    passes: list[Event] = []  # all backward passes, each with "fresh": was a batch read since the one before?
+    found: list[_Window] = []
+    elsewhere = {n for e in events if e["k"] == "before" and e["opt"] != opt for n in e.get("uses") or ()}
+    lost: list[int] = []
+    at: list[object] = []
+    fresh = False
+    for e in events:
+        if e["k"] == "yield":
+            fresh = True
+        elif e["k"] == "backward":
+            passes.append({**e, "fresh": fresh})
+            fresh = False
+        elif e["k"] == "dropped" and e["opt"] == opt:
+            lost += [n for n in e["passes"] if n not in elsewhere]
+            at = at or e["at"]
+        elif e["k"] == "before" and e["opt"] == opt:
+            numbers = [[n for n in part if n <= len(passes)] for part in (lost, e.get("uses") or [])]
+            gone, used = ([passes[n - 1] for n in part] for part in numbers)
+            found.append(_Window(e, gone, used, at))
+            lost, at = [], []
+    return found
+
+
+def _is_one_loop(window: _Window) -> bool:
+    """Do all passes come from one line, each with a batch of its own, or in a loop over micro-batches by its words?"""
+    every = [*window.lost, *window.used]
+    lines = {tuple(e["at"]) for e in every}
+    at = every[0]["at"]
+    return len(lines) == 1 and bool(at) and (all(e["fresh"] for e in every) or accumulates(*at))
+
+
+def _accumulates(windows: list[_Window]) -> bool:
+    """Does the script mean to accumulate gradients?"""
+    lost = [e for w in windows for e in w.lost]
+    if all((e["local"] and not e["synced"]) or e.get("form", e["mean"]) == "divided" for e in lost):
+        return True
+    counts = Counter(len(w.lost) + len(w.used) for w in windows)
+    return counts.most_common(1)[0][1] >= len(windows) - 1  # the first window, or an epoch's last one, may be shorter
+
+
+def _replaced(windows: list[_Window]) -> bool:
+    """Was the optimizer given something else than a multiple of what the last backward left? Then the script has kept
+    the gradients itself, as DP-SGD does."""
+    pairs = [(w.before["own"], w.before["grads"]) for w in windows if w.before.get("own") and w.before.get("grads")]
+    return bool(pairs) and sum(not _proportional(own, given) for own, given in pairs) > MOSTLY * len(pairs)
+
+
+def _proportional(own: dict[str, list[float]], given: dict[str, list[float]]) -> bool:
+    names = [name for name in own if name in given and own[name][0] == given[name][0]]
+    a = [v for name in names for v in own[name][2:]]
+    b = [v for name in names for v in given[name][2:]]
+    square = sum(v * v for v in a)
+    if not square:
+        return True
+    factor = sum(x * y for x, y in zip(a, b)) / square
+    rest = sum((y - factor * x) ** 2 for x, y in zip(a, b))
+    return rest <= PROPORTIONAL**2 * sum(y * y for y in b)

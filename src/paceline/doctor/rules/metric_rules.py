@@ -1,0 +1,270 @@
+"""Rules about how a metric is computed from the ranks' own numbers: by what it is divided, and what is averaged.
+
+They compare numbers: what rank 0 printed, and what the ranks sent, with quotients of the variables that each rank had
+after its loop over the evaluation's shard (variable_recorder.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from paceline.doctor.findings import Finding
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.evaluation_rules import is_exchange, sharded_evaluations
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
+from paceline.doctor.script_ast import called, divided_by_world, holds, nodes_of, scope_at, tree_of
+
+CLOSE = 2e-5  # relative difference of a number in float32 and the quotient that it comes from
+UNLIKE = 1e-3  # relative difference of counts that are not equal
+MIN_COUNT = 8  # of examples, or tokens, by which a rank divides
+DIGITS = 3  # digits that a printed number must have, so that no other quotient is taken for it
+_NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:e[-+]?\d+)?", re.IGNORECASE)
+_DURATION = re.compile(r"time|sec|elapsed|durat|start|begin|\bt\d|(^|\.)lr$", re.IGNORECASE)
+_TRAINS = re.compile(r"\.(fit|validate|test)\(")
+_AVERAGES = re.compile(r"""["'](mean|avg|average)["']|\.mean\(|\bmean\(|sync_dist|ReduceOp\.AVG""")
+
+Numbers = dict[str, float]
+
+
+class Evaluation(NamedTuple):
+    """An evaluation in which every rank reads a part of the data."""
+
+    loader: str  # the loader's name
+    passes: list[Pass]  # of each rank, over that loader
+    after: list[list[Event]]  # of each rank, the events from the begin of its pass until training goes on
+
+
+def findings(run: RecordedRun) -> list[Finding]:
+    """local_metric, mean_of_means: the first of each."""
+    if run.world_size < 2 or run.processes < 2:
+        return []
+    local: list[Finding] = []
+    means: list[Finding] = []
+    for one in (Evaluation(*parts) for parts in sharded_evaluations(run)):
+        local = local or _share_of_whole(run, one)
+        means = means or _mean_of_quotients(one)
+    return [*local, *means]
+
+
+# --- rank 0's own sum, divided by the size of the whole
+
+
+def _share_of_whole(run: RecordedRun, one: Evaluation) -> list[Finding]:
+    """local_metric: rank 0 tells a sum over its shard, divided by the number of examples of all ranks."""
+    size = run.loaders[0].get(one.loader, {}).get("size")
+    read = len(set(one.passes[0].indices or ()))
+    if not size or 2 * read > 1.5 * size:
+        return []
+    events, *of_others = (events[p.end - p.begin :] for p, events in zip(one.passes, one.after))
+    exchanged = [v for e in events if e["k"] == "coll" for v in e.get("result") or ()]
+    ours, theirs = _captures(events), [n for events in of_others for n in _captures(events)]
+    for said in (e for e in events if e["k"] == "said"):
+        for value, half in [*_printed(said["text"]), *_of_whole(said["text"], size)]:
+            for name, own in sorted(_both(ours)):
+                if not own or abs(own / size - value) > half or _same(own, (size, read)):
+                    continue
+                others = [n[name] for n in theirs if name in n]
+                if all(other == own for other in others):
+                    continue  # it may be a sum of all ranks, of an evaluation before
+                whole = [own + other for other in others]  # of two ranks; of more it is larger still
+                of_all = [v / d for v in exchanged for d in (1.0, size, run.world_size)]
+                if any(abs(v - value) <= half for v in of_all) or all(abs(w / size - value) <= half for w in whole):
+                    continue
+                line = _division(run, name, size, ours) or (said["at"] if f"{own:g}/{size}" in said["text"] else None)
+                if line is not None:
+                    evidence = (
+                        f"rank 0 logged {said['text'].strip()!r}: {own:g}, which it had in `{name}` after the {read} "
+                        f"examples of its shard, divided by all {size}"
+                    )
+                    return [finding_at("local_metric", said["at"], evidence, line)]
+    return []
+
+
+def _captures(events: list[Event]) -> list[Numbers]:
+    """What the variables held until the first exchange: afterwards a sum may be that of all ranks."""
+    found = []
+    for e in events:
+        found += [e["vars"]] if e.get("vars") else []
+        if is_exchange(e):
+            break
+    return found
+
+
+def _both(captures: list[Numbers]) -> set[tuple[str, float]]:
+    return {pair for numbers in captures for pair in numbers.items()}
+
+
+def _printed(text: str) -> Iterator[tuple[float, float]]:
+    """(number, half a unit of its last digit) of the decimal numbers in a text, as they are, and of percentages as
+    fractions."""
+    for match in _NUMBER.finditer(text):
+        digits = match.group()
+        mantissa, _, exponent = digits.lower().partition("e")
+        unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+        if len(mantissa.replace(".", "").strip("0")) < DIGITS and len(mantissa.partition(".")[2]) < DIGITS:
+            continue
+        yield float(digits), 0.501 * unit
+        yield float(digits) / 100, 0.00501 * unit
+
+
+def _of_whole(text: str, size: int) -> Iterator[tuple[float, float]]:
+    """The fractions that a text writes as two numbers, `57/128`, the second of which is `size`."""
+    for part, whole in re.findall(r"(?<![\d.])(\d+) ?(?:/|of|out of) ?(\d+)(?![\d.])", text):
+        if int(whole) == size and len(part) >= DIGITS - 1:
+            yield int(part) / size, 0.1 / size
+
+
+def _same(value: float, others: Sequence[float]) -> bool:
+    return any(math.isclose(value, other, rel_tol=1e-9) for other in others)
+
+
+def _division(run: RecordedRun, name: str, size: int, captures: list[Numbers]) -> list[Any] | None:
+    """The line that divides the variable by a `len(...)`, or by a name whose value is that size."""
+    last = re.split(r"[.\[]", name)[0 if "[" in name else -1]
+    sizes = {re.split(r"[.\[]", n)[-1] for n, value in _both(captures) if value == size}
+    for file in _files(run):
+        for n in nodes_of(file):
+            if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div):
+                part, by = ast.unparse(n.left), ast.unparse(n.right)
+            elif isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div):
+                part, by = ast.unparse(n.target), ast.unparse(n.value)
+            else:
+                continue
+            words = set(re.findall(r"[A-Za-z_]\w*", by))
+            if last in re.findall(r"[A-Za-z_]\w*", part) and ("len" in words or words & sizes):
+                return [file, n.lineno]
+    return None
+
+
+def _files(run: RecordedRun) -> list[str]:
+    return sorted({e["at"][0] for e in run.events(0, "optimizer", "pass", "said", "coll", "loader") if e["at"]})
+
+
+# --- a mean of the ranks' quotients, whose divisors differ
+
+
+def _mean_of_quotients(one: Evaluation) -> list[Finding]:
+    """mean_of_means: each rank divides its sum by a count of its own, and the quotients are averaged."""
+    exchanges = ([e for e in events if is_exchange(e)] for events in one.after)
+    per_rank = [[e for e in events if e.get("sent")] for events in exchanges]
+    if len({len(calls) for calls in per_rank}) > 1:
+        return []
+    calls = list(zip(*per_rank))
+    sent = [tuple(values) for es in calls for values in zip(*(e["sent"] for e in es))]
+    for es in calls:
+        for values in zip(*(e["sent"] for e in es)):
+            if len(set(values)) == 1 or all(v == int(v) for v in values):
+                continue
+            found = _quotient(one, es, values)
+            if found is None or any(_close(found[1][1], counts) for counts in sent):
+                continue
+            (top, bottom), (sums, counts) = found
+            mean, whole = sum(values) / len(values), sum(sums) / sum(counts)
+            path = [frame for frame in es[0].get("path", ()) if _is_script(one, frame)]
+            logged = _log_call(path, (top, bottom))
+            if not (logged or _averaged(one, es[0], path, mean, whole)):
+                continue
+            shown = " and ".join(f"{c:g}" for c in counts[:4])
+            evidence = (
+                f"each rank sent `{top}` divided by its own `{bottom}`, {shown}; the mean of these quotients is "
+                f"{mean:.6g}, where the sums divided once give {whole:.6g}"
+            )
+            at, beside = (logged, None) if logged else _lines(one, es[0], path)
+            return [finding_at("mean_of_means", at, evidence, beside)]
+    return []
+
+
+def _quotient(
+    one: Evaluation, es: Sequence[Event], values: Sequence[float]
+) -> tuple[tuple[str, str], tuple[list[float], list[float]]] | None:
+    """((names), (each rank's sum, each rank's count)) of two variables whose quotient every rank sent, where the counts
+    differ."""
+    for numbers in _numbers_before(one, es):
+        names = [n for n in numbers[0] if all(n in theirs for theirs in numbers[1:])]
+        for bottom in names:
+            counts = [theirs[bottom] for theirs in numbers]
+            whole = all(c >= MIN_COUNT and c == int(c) for c in counts)
+            if not whole or max(counts) - min(counts) <= UNLIKE * max(counts) or _DURATION.search(bottom):
+                continue
+            for top in (name for name in names if name != bottom and not _DURATION.search(name)):
+                sums = [theirs[top] for theirs in numbers]
+                if _close([s / c for s, c in zip(sums, counts)], values):
+                    return (top, bottom), (sums, counts)
+    return None
+
+
+def _numbers_before(one: Evaluation, es: Sequence[Event]) -> Iterator[list[Numbers]]:
+    """What the ranks' variables held at the call, and at the ends of loops before it: for each of these, one dictionary
+    a rank."""
+    if all(e.get("vars") for e in es):
+        yield [e["vars"] for e in es]
+    ends = [
+        [e["vars"] for e in events if e["k"] in ("pass_end", "loop_end") and e.get("vars") and e["t"] <= call["t"]]
+        for events, call in zip(one.after, es)
+    ]
+    if len({len(found) for found in ends}) == 1:
+        yield from ([*numbers] for numbers in reversed(list(zip(*ends))))
+
+
+def _close(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=CLOSE) for a, b in zip(ours, theirs))
+
+
+def _averaged(one: Evaluation, call: Event, path: list[list[Any]], mean: float, whole: float) -> bool:
+    """Is what was sent averaged over the ranks? By the call itself, by the text around it, or by what rank 0 logs."""
+    at = call["at"]
+    if call.get("by") == "AVG" or (at and divided_by_world(*at)):
+        return True
+    if any(_AVERAGES.search(_statement(*frame)) for frame in path):
+        return True
+    for said in (e for e in one.after[0] if e["k"] == "said" and e["t"] >= call["t"]):
+        for value, half in _printed(said["text"]):
+            if abs(value - mean) <= half and abs(value - whole) > 2 * half:
+                return True
+    return False
+
+
+def _is_script(one: Evaluation, frame: list[Any]) -> bool:
+    folder = next((p.at[0].rpartition("/")[0] for p in one.passes if p.at), None)
+    return folder is not None and frame[0].startswith(folder) and "site-packages" not in frame[0]
+
+
+def _statement(file: str, line: int) -> str:
+    """The text of the innermost statement at a line."""
+    if tree_of(file) is None:
+        return ""
+    found = [n for n in ast.walk(scope_at(file, line)) if isinstance(n, ast.stmt) and holds(n, line)]
+    found = [n for n in found if not hasattr(n, "body")]
+    return ast.unparse(max(found, key=lambda n: n.lineno)) if found else ""
+
+
+def _lines(one: Evaluation, call: Event, path: list[list[Any]]) -> tuple[Any, Any]:
+    """(the line that gives the quotient away, the collective's own where a helper makes it)."""
+    if not path:
+        return call["at"], None
+    near = one.passes[0].at
+    line = script_lines.frame_in_scope(path, near)
+    if line == path[0] and len(path) > 1 and near and scope_at(*path[0]) is not scope_at(*near):
+        line = path[1]  # the helper's caller has the quotient
+    return line, path[0] if path[0] != line else None
+
+
+def _log_call(path: list[list[Any]], names: tuple[str, str]) -> list[Any] | None:
+    """Where Lightning makes the call for `self.log(..., sync_dist=True)`, which averages: that line."""
+    words = {re.split(r"[.\[]", name)[-1] for name in names}
+    for file in dict.fromkeys(file for file, _ in path):
+        found = [
+            n
+            for n in nodes_of(file)
+            if isinstance(n, ast.Call) and called(n) in ("log", "log_dict")
+            if any(k.arg == "sync_dist" for k in n.keywords) and "sum" not in ast.unparse(n)
+        ]  # fmt: skip
+        direct = [n for n in found if any(holds(n, line) for f, line in path if f == file)]
+        named = [n for n in found if words & set(re.findall(r"[A-Za-z_]\w*", ast.unparse(n)))]
+        if direct or (found and _TRAINS.search(_statement(*path[0]))):
+            return [file, (direct or named or found)[0].lineno]
+    return None
