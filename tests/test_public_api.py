@@ -22,9 +22,9 @@ RUN = {
     "steps", "sum", "track", "wait", "wait_for_save", "world_size",
 }  # fmt: skip
 START = [
-    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "nonfinite_every",
-    "fp32_outputs", "device", "log_dir", "trackers", "log_every", "progress", "trace", "channels_last", "deterministic", "cudnn_benchmark", "tf32",
-    "reproducible", "init_method", "rank", "world_size",
+    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "nonfinite_every", "fp32_outputs",
+    "device", "log_dir", "trackers", "log_every", "progress", "trace", "channels_last", "deterministic",
+    "cudnn_benchmark", "tf32", "reproducible", "init_method", "rank", "world_size",
 ]  # fmt: skip
 
 
