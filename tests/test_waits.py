@@ -33,6 +33,8 @@ ON_THE_HOST = {
     "PeriodicAveraging.setup": "its own method, which averages weights",
     "Stepper.synchronize": "the strategy's method, which averages weights",
     "Stepper.on_yield": "the stepper's method, which averages weights",
+    "AveragedWeights.in_model": "the strategy's method, which averages weights",
+    "AveragedWeights.write": "the strategy's method, which averages weights",
     "TreeSums.gradients": "which gradients there are, which it made",
     "SharedArena.changed": "weights in memory that processes on CPUs share",
     "SharedGradients.found_inf": "gradients in memory that processes on CPUs share",

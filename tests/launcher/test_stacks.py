@@ -50,12 +50,15 @@ def test_to_be_asked_between_calls_of_functions_kills_nobody(tmp_path: Path) -> 
     """A signal for faulthandler killed such a process after 5 to 281 requests (CPython 3.11 to 3.13)."""
     busy = "sys.setswitchinterval(1e-5)\nopen('there', 'w')\nwhile True: list(map(lambda a: a + 1, range(1000)))"
     with a_worker(tmp_path, busy) as process:
-        stands = [stand(tmp_path, process) for _ in range(700)]
-        assert process.poll() is None, process.returncode
-    assert sum(sample is not None and sample.moves for sample in stands) > 350  # not each time, on a busy machine
+        stands, moves, deadline = [], 0, time.monotonic() + DEADLINE_SECONDS
+        while len(stands) < 700 or moves <= 350:  # it does not move between any two looks, on a busy machine
+            stands.append(sample := stand(tmp_path, process))
+            moves += sample is not None and sample.moves
+            assert process.poll() is None, process.returncode
+            assert time.monotonic() < deadline, moves
     said = {str(sample) for sample in stands if sample is not None}
     assert said == {"script.py, line 4"}
-    assert sum(sample is not None for sample in stands) > 690  # a busy machine may lack the core for one
+    assert sum(sample is not None for sample in stands) > 0.98 * len(stands)  # a busy machine may lack the core for one
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_what_cannot_be_made_reproducible_is_refused() -> None:
         for _ in run.loader([torch.ones(2)] * 8, global_batch=8, micro_batch=2, name="small"):
             pass
 
-    with pytest.raises(ModelError, match="2 micro-batches"):
+    with pytest.raises(ModelError, match="micro_batch=2 cuts a global batch of 8"):
         loop(normed, small)
     with pytest.raises(ModelError, match=r"Counting.*changes a buffer"):
         loop(Counting(), usual)

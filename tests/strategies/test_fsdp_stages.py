@@ -565,7 +565,7 @@ def test_a_path_that_differs_is_named() -> None:
 def test_a_copy_of_slices_is_refused() -> None:
     with started(strategy="fsdp") as run:
         model = run.prepare(Net())
-        refused(ModelError, "Use strategy='fsdp:stage=1'", lambda: copy.deepcopy(model))
+        refused(ModelError, "write ema = run.ema(model, decay)", lambda: copy.deepcopy(model))
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))

@@ -315,7 +315,9 @@ def are_plain_pytorch(left: dict[int, Any]) -> None:
 
 def test_who_has_died_or_joined_is_told() -> None:
     assert rejoining.news({1}, set()) == "the worker of rank 1 has died or is stopped"
-    assert rejoining.news({2, 1}, {3}) == "the workers of ranks 1, 2 have died and the worker of rank 3 has joined"
+    assert rejoining.news({2, 1}, {3}) == (
+        "the workers of ranks 1, 2 have died or are stopped and the worker of rank 3 has joined"
+    )
 
 
 COME_BACK = [("forward", 1, 2, 1), ("step", 1, 3, 1), ("backward", 0, 3, 2), ("step", 0, 2, 1), ("after", 2, 3, 1)]

@@ -143,7 +143,7 @@ def files_of(directory: Path) -> dict[str, Any]:
     """The content of each file. (safetensors writes the entries of a header's metadata in any order, so that the header
     is compared as JSON, and hashes of such files are left out of the manifest.)"""
     found: dict[str, Any] = {}
-    for path in (path for path in directory.rglob("*") if path.is_file()):
+    for path in (path for path in directory.rglob("*") if path.is_file() and path.name != FILE):
         content: Any = path.read_bytes()
         if path.suffix == ".safetensors":
             length = 8 + int.from_bytes(content[:8], "little")

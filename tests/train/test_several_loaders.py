@@ -80,7 +80,7 @@ def by_hand(batch_a: int, b: Any, batch_b: int) -> nn.Module:
     return model
 
 
-def check_same(model: nn.Module, other: nn.Module) -> None:
+def assert_same(model: nn.Module, other: nn.Module) -> None:
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
@@ -126,7 +126,7 @@ def test_its_parts_in_two_calls_are_exact(job: Job, retain: bool) -> None:
         job.run.backward(parts[1], of=job.b)
 
     job.steps(make)
-    check_same(job.model, by_hand(8, SHORT, 4))
+    assert_same(job.model, by_hand(8, SHORT, 4))
 
 
 def test_sums_over_a_common_count_are_exact(job: Job) -> None:
@@ -141,7 +141,7 @@ def test_sums_over_a_common_count_are_exact(job: Job) -> None:
 @pytest.mark.parametrize("of", ["a", "b"])
 def test_a_sum_over_loaders_of_one_size_is_exact(equal: Job, of: str) -> None:
     equal.steps(lambda a, b: equal.run.backward(mse(equal.model, a) + 0.5 * mse(equal.model, b), of=vars(equal)[of]))
-    check_same(equal.model, by_hand(8, equal.b.dataset, 8))
+    assert_same(equal.model, by_hand(8, equal.b.dataset, 8))
 
 
 def test_weight_decay_in_the_loss_is_no_part(job: Job) -> None:

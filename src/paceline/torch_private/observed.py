@@ -5,7 +5,7 @@ The doctor watches what it finds: where a name is missing, something is not seen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -131,3 +131,20 @@ def parts_of_schedule(scheduler: Any) -> tuple[list[Any], int]:
 
 
 __all__ = ["LOADER_WORKERS", "LoaderIterator"]
+
+
+# ------------------------------------------------------------ operators and graphs
+
+DDP_NODE = "_DDPSink"
+"""The beginning of the name of the node that DistributedDataParallel puts around its outputs."""
+DECOMPOSITIONS = ("_linalg_svd", "_linalg_eigh")
+"""Operators that decompose a matrix, beside the public ones."""
+NORMS_OF_MANY = "_foreach_norm"
+"""The operator that takes the norms of many tensors."""
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of the operators that communicate."""
+
+
+def own_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The parameters of a module itself, also of one that is half made."""
+    return (p for p in module.__dict__.get("_parameters", {}).values() if p is not None)

@@ -96,6 +96,8 @@ def by_all(method: F) -> F:
         with run.calls.call(name):
             return method(run, *args, **kwargs)
 
+    # A stall's message names the function that stands in the script's line: by its code.
+    called.__code__ = called.__code__.replace(co_name=method.__name__)
     return cast(F, called)
 
 

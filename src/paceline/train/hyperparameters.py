@@ -45,14 +45,14 @@ class Hyperparameters:
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
-        self._note("optimizers", [_plain(group) for group in optimizer.param_groups])
+        self._note("optimizers", [_values_of(group) for group in optimizer.param_groups])
 
     def add_scheduler(self, scheduler: Any) -> None:
         state = scheduler.state_dict()
         self._schedulers.append((scheduler, copy.deepcopy(state)))
         # Its rates and counters follow from the optimizer's, and are no settings of its own.
         names = [name for name in state if not name.startswith("_") and name not in ("last_epoch", "base_lrs")]
-        self._note("schedulers", [_plain({name: state[name] for name in names})])
+        self._note("schedulers", [_values_of({name: state[name] for name in names})])
 
     def _note(self, kind: str, groups: list[Values]) -> None:
         self._own[kind].append(groups)
@@ -132,7 +132,7 @@ def _in_several_groups(changes: Iterable[Change]) -> list[list[Change]]:
     return list(found.values())
 
 
-def _plain(values: dict[str, Any]) -> Values:
+def _values_of(values: dict[str, Any]) -> Values:
     """What of a param group or a schedule is a number, a text or a few numbers."""
     found: Values = {}
     for name, value in values.items():

@@ -21,7 +21,7 @@ import torch
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.doctor.recorders.patching import call_before, patch
 from paceline.doctor.recorders.tensor_digests import digest
-from paceline.torch_private.observed import replace_factory
+from paceline.torch_private.observed import own_parameters, replace_factory
 
 _FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
               "multinomial")  # fmt: skip
@@ -112,7 +112,7 @@ def _purpose(shape: torch.Size) -> str:
             break
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
-            own = {n for p in owner.__dict__.get("_parameters", {}).values() if p is not None for n in p.shape}
+            own = {n for p in own_parameters(owner) for n in p.shape}
             if set(shape) <= own:
                 return "weights"
             if len(shape) > 1 and set(shape[1:]) == {1}:

@@ -23,7 +23,7 @@ import torch
 
 from paceline.doctor.recorders.graph_nodes import LOSSES, MEANS, SCALED, TRANSPARENT, children, scalar_factor
 from paceline.doctor.recorders.tensor_digests import digest
-from paceline.torch_private.observed import saved
+from paceline.torch_private.observed import DDP_NODE, saved
 
 _MAX_DEPTH, _MAX_TERMS = 40, 8
 _MAX_WEIGHTS = 4096  # elements of a vector of weights
@@ -73,7 +73,7 @@ def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: l
         elif name in _SUMS or name == "DotBackward0" or (name in _OF_ROWS and _is_vector(node)):
             found.append(_sum(node, factors, outer))
             return
-        elif name not in TRANSPARENT and not name.startswith("_DDPSink"):
+        elif name not in TRANSPARENT and not name.startswith(DDP_NODE):
             break
         node = next(iter(below), None)
     found.append(_term("other", factors, outer))

@@ -15,14 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.doctor.recorders.event_log import EventLog
 from paceline.torch_private.core import TorchDispatchMode
+from paceline.torch_private.observed import COLLECTIVE_NAMESPACES, DECOMPOSITIONS, NORMS_OF_MANY
 
 _STEPS = 3  # of an optimizer, that are looked into
 _MAX_EVENTS = 8  # of a step
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linalg_svd", "_linalg_svd", "linalg_qr", "linalg_eigh", "_linalg_eigh",
-             "linalg_cholesky_ex", "linalg_inv_ex", "linalg_matrix_exp")  # fmt: skip
-_NORMS = ("linalg_vector_norm", "norm", "linalg_matrix_norm", "_foreach_norm")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linalg_svd", "linalg_qr", "linalg_eigh", "linalg_cholesky_ex",
+             "linalg_inv_ex", "linalg_matrix_exp", *DECOMPOSITIONS)  # fmt: skip
+_NORMS = ("linalg_vector_norm", "norm", "linalg_matrix_norm", NORMS_OF_MANY)
 _NEEDED = {"product": 1, "norm": 2}  # operations of a kind on one shape that are recorded
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _KNOWS_DTENSORS = "torch.optim"
 
 Shapes = dict[tuple[int, ...], tuple[str, tuple[int, ...]]]  # a shard's shape -> the weight's name, its whole shape
@@ -39,7 +39,7 @@ class _ShardMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        self.exchanged = self.exchanged or func.namespace in _COLLECTIVES
+        self.exchanged = self.exchanged or func.namespace in COLLECTIVE_NAMESPACES
         kind = "product" if name in _PRODUCTS else "norm" if name in _NORMS else ""
         if kind and self._seen.total() < _MAX_EVENTS:
             with self._log.overhead():
