@@ -91,14 +91,13 @@ def by_all(method: F) -> F:
     """A method of a Run in which all processes take part."""
     name = f"run.{method.__name__}"
 
-    @wraps(method)
     def called(run: Any, *args: Any, **kwargs: Any) -> Any:
         with run.calls.call(name):
             return method(run, *args, **kwargs)
 
     # A stall's message names the function that stands in the script's line: by its code.
     called.__code__ = called.__code__.replace(co_name=method.__name__)
-    return cast(F, called)
+    return cast(F, wraps(method)(called))
 
 
 def _alone(call: str) -> str:
