@@ -336,7 +336,7 @@ PLANTED = [
     _p("one sampler's shard for all", "same_examples", "plain",
        ("DistributedSampler(train_set)", "DistributedSampler(train_set, world_size, 0)"), at="loader = DataLoader(", beside="sampler = DistributedSampler("),
     _p("parts that each rank draws", "same_examples", "plain",
-       ("    sampler = DistributedSampler(train_set)\n", "    torch.manual_seed(rank)\n    train_set, _ = torch.utils.data.random_split(train_set, [40 * world_size, 8 * world_size])\n    sampler = DistributedSampler(train_set)\n"), at="loader = DataLoader(", beside="random_split("),
+       ("    sampler = DistributedSampler(train_set)\n", "    torch.manual_seed(rank)\n    train_set, _ = torch.utils.data.random_split(train_set, [40 * world_size, 8 * world_size])\n    sampler = DistributedSampler(train_set)\n"), at="torch.manual_seed(rank)", beside="random_split("),
     _p("a sampler that no epoch reaches", "no_set_epoch", "plain", ("        sampler.set_epoch(epoch)\n", ""), at="enumerate(loader, 1)", beside="sampler = DistributedSampler("),
     _p("a rate by rank from the start", "lr_differs", "averaged", ("lr=0.1,", "lr=0.1 / (1 + rank),"), at="torch.optim.SGD(", beside=""),
     _p("drawn anew after DDP", "weights_differ_at_start", "plain",
