@@ -260,7 +260,10 @@ def test_a_run_on_this_machine_needs_no_ssh(tmp_path: Path, capfd: pytest.Captur
     finally:
         os.chdir(before)
     assert done.exit_code == 0, done.output
-    assert done.output == "[localhost] {\"seed\": 4, \"compile\": false} ['--seed', '9', ''] x y True\n"
+    assert (
+        done.output.splitlines(keepends=True)[0]
+        == "[localhost] {\"seed\": 4, \"compile\": false} ['--seed', '9', ''] x y True\n"
+    )
 
 
 def test_being_asked_to_save_before_the_run_has_begun_there_does_not_end_it(tmp_path: Path) -> None:
