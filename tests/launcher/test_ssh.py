@@ -260,9 +260,11 @@ def test_a_run_on_this_machine_needs_no_ssh(tmp_path: Path, capfd: pytest.Captur
     finally:
         os.chdir(before)
     assert done.exit_code == 0, done.output
-    assert (
-        done.output.splitlines(keepends=True)[0]
-        == "[localhost] {\"seed\": 4, \"compile\": false} ['--seed', '9', ''] x y True\n"
+    left = (tmp_path / "left").read_text()
+    assert done.output == (
+        "[localhost] {\"seed\": 4, \"compile\": false} ['--seed', '9', ''] x y True\n"
+        f"[localhost] paceline: a process goes on that a rank has started: {left} (sleep). `kill` ends it; no launcher "
+        "will.\n"
     )
 
 

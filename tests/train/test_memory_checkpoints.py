@@ -99,7 +99,7 @@ def test_a_restart_goes_on_from_the_last_one_and_ends_as_if_undisturbed(job: Job
     line = ["--nproc", "2", "--max-restarts", "2", "--memory-every", "3", "train.py", strategy]
     starts, end, err = job.run(*line, "0=5:forward:1", "1=13:begin:0")
     assert starts == [0, 3, 12], err
-    assert not list((job.folder / "checkpoints").glob("step-*"))
+    assert not (job.folder / "checkpoints").exists()
     assert not any(path.exists() for path in folders(job))
     assert end == undisturbed(job, strategy)
 

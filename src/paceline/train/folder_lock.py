@@ -77,7 +77,8 @@ class FolderLocks:
     def before_batch(self) -> None:
         """Before a training batch. Raises CheckpointError: see `take`."""
         while self._resumes:
-            self.take(self._resumes.pop())
+            if (folder := self._resumes.pop()).is_dir():  # else the first save makes it, and takes the lock
+                self.take(folder)
 
     def take(self, folder: Path) -> None:
         """Have the lock of this folder, which is made where it is missing. Calling it again is cheap.
