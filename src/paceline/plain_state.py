@@ -94,7 +94,7 @@ def decode(document: Json, tensors: Mapping[str, Tensor]) -> Any:
     try:
         return _decode(document, tensors)
     except Exception as error:  # whatever numbers and names that nobody vouches for bring torch and NumPy to raise
-        raise Unreadable(f"{type(error).__name__}: {error}") from error
+        raise Unreadable(_described(error)) from error
 
 
 def read(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
@@ -108,7 +108,7 @@ def read(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
         with _no_collection():
             return json.loads(data, object_hook=lambda node: _finish(node, tensors))
     except Exception as error:  # as in `decode`
-        raise Unreadable(f"{type(error).__name__}: {error}") from error
+        raise Unreadable(_described(error)) from error
 
 
 def _count_brackets(data: bytes) -> int:
@@ -439,7 +439,7 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
     "frozenset": lambda node, tensors: frozenset(node["items"]),
     "torch.Size": lambda node, tensors: torch.Size(node["items"]),
     "deque": lambda node, tensors: deque(node["items"], node["maxlen"]),
-    "int": lambda node, tensors: _large_int(node["hex"]),
+    "int": lambda node, tensors: int(node["hex"], 16),
     "float": lambda node, tensors: struct.unpack("<d", bytes.fromhex(node["hex"]))[0],
     "complex": lambda node, tensors: complex(*struct.unpack("<dd", bytes.fromhex(node["hex"]))),
     "bytes": lambda node, tensors: base64.b64decode(node["base64"]),
@@ -529,14 +529,12 @@ def _tensor_refusal(value: Tensor, name: str, hashed: bool) -> tuple[str, str]:
     )
 
 
+def _described(error: Exception) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except ValueError:  # it names an int of more than 4,300 digits, which Python refuses to print
+        return type(error).__name__
+
+
 def _shorten(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-MOST_HEX_DIGITS = 3500  # Python prints no number of more than 4,300 decimal digits, and a message may name this one
-
-
-def _large_int(digits: str) -> int:
-    if len(digits) > MOST_HEX_DIGITS:
-        raise ValueError(f"a whole number of {len(digits)} hexadecimal digits is never saved")
-    return int(digits, 16)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import paceline
 from paceline.doctor.recorders.code_owner import CodeOwner, Owner, module_files
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
@@ -48,7 +49,7 @@ def test_of_files(script: str, file: str, owner: Owner, tmp_path: Path) -> None:
 
 def test_what_lies_beneath() -> None:
     owner = CodeOwner(["/"])  # all that is not installed would be the script's
-    files = (os.__file__, json.__file__, torch.__file__, str(SOURCE / "world.py"), "<frozen runpy>", "<string>")
+    files = (os.__file__, json.__file__, torch.__file__, paceline.__file__, "<frozen runpy>", "<string>")
     assert {owner.of(file) for file in files} == {BENEATH}
 
 
