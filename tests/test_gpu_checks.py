@@ -31,17 +31,18 @@ from paceline import world
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def byte_code_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks read Paceline from src, and .ci/run takes byte code there for a test that missed the wheel."""
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(ROOT / "build" / "byte_code"))
+
+
 def command(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    """As `make gpu` does: from the source tree. Its byte code goes elsewhere, since .ci/run takes byte code in src for
-    a test that missed the wheel."""
-    paths = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        "PYTHONPYCACHEPREFIX": str(ROOT / "build" / "byte_code"),
-    }
+    """As `make gpu` does: from the source tree."""
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", *words],
         cwd=ROOT,
-        env=os.environ | paths,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -109,8 +109,8 @@ def test_no_environment_of_the_compatibility_tests_is_committed() -> None:
 def would_run(*words: str) -> str:
     """The commands of `make ...` in an environment that is not there yet."""
     command = ["make", "--dry-run", "--always-make", "VENV=build/not-there", *words]
-    # a make around this one hands its own settings down
-    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES")}
+    handed_down = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "VENV", "EDITABLE", "PART")  # by a make around this one
+    environ = {name: value for name, value in os.environ.items() if name not in handed_down}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout
 
