@@ -29,8 +29,8 @@ class Fitting:
         loss: this process's last loss, a detached 0-dim tensor.
         values: those of the epoch, once it is over; after an evaluation in mid-epoch, those of the evaluation.
         history: those of all epochs.
-        forward_train_set: computes the loss of each example of the training set once, in global batches, in the mode in
-            which the model is, without gradients; training is not disturbed. All processes call it.
+        forward_train_set: computes the loss of what an epoch trains on, once, not shuffled and in global batches, in
+            the mode in which the model is, without gradients; training is not disturbed. All processes call it.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,8 @@ def fit(
         at_once = min(global_batch.values()) if isinstance(global_batch, Mapping) else global_batch
         test = evaluation_loader(run, evaluate_on, at_once, _reading(loader_options, plan.limits[1]))
         evaluation = functools.partial(evaluate_pass, run, model, loss_fn, test, metrics, target)
-    reading = _reading(loader_options, plan.limits[0])
-    forward = functools.partial(_forward_pass, run, model, loss_fn, train_set, loader, reading)
+    again = functools.cache(functools.partial(_once_more, run, train_set, loader.name, loader_options, plan.limits[0]))
+    forward = functools.partial(_forward_pass, run, model, loss_fn, loader, again)
     fitting = Fitting(run, model, optimizer, loader, plan, callbacks, evaluation, forward)
     fitting.restore()
     fitting.call("on_start")
@@ -134,12 +134,24 @@ def fit(
 
 
 def _forward_pass(
-    run: Run, model: nn.Module, loss_fn: LossFn, train_set: Any, like: Loader, reading: Mapping[str, Any]
+    run: Run, model: nn.Module, loss_fn: LossFn, training: Loader, again: Callable[[int | None], Loader]
 ) -> None:
     with torch.no_grad():
-        for batch in run.loader(train_set, global_batch=like.global_batch, train=False, **reading):
+        for batch in again(training.global_batch):
             with run.autocast():
                 loss_fn(model, batch)
+
+
+def _once_more(
+    run: Run, train_set: Any, name: str, options: Mapping[str, Any], limit: Limit, global_batch: int | None
+) -> Loader:
+    """A loader that goes through what an epoch trains on, without disturbing the training. It is not shuffled. It is
+    made once and has a name of its own, so that dropout draws the same in each pass, also after a restart."""
+    kept = {key: value for key, value in options.items() if key not in ("shuffle", "shuffle_buffer", "name")}
+    if options.get("batch_sampler") is not None:
+        global_batch = None  # the sampler makes them
+    kept |= {"name": f"{name} again", "global_batch": global_batch, "limit_batches": limit}
+    return run.loader(train_set, train=False, **kept)
 
 
 _own: Run | None = None  # the last run that fit started itself

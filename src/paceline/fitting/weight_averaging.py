@@ -5,16 +5,18 @@ model itself have the average.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from paceline.errors import SettingError
 from paceline.fitting.callbacks import Callback
 from paceline.train.averaged_weights import AveragedWeights, check_decay
+from paceline.train.normalisation import batch_norms
 
 if TYPE_CHECKING:
     from paceline.fitting.fit_state import Fitting
@@ -100,14 +102,10 @@ class SWA(_Averaging):
         if not self.weights.count:
             yield
             return
-        kept = {buffer: buffer.clone() for norm in _norms(fit.model) for buffer in norm.buffers()}
-        with self.weights.in_model():
+        # In this order: independent replicas come to have the same buffers when the average is put into the model.
+        with self.weights.in_model(), _kept_buffers(batch_norms(fit.model)):
             update_batch_norm(fit)
-            try:
-                yield
-            finally:
-                for buffer, value in kept.items():
-                    buffer.copy_(value)
+            yield
 
     def on_epoch_end(self, fit: Fitting) -> None:
         self._include(fit)
@@ -120,24 +118,36 @@ class SWA(_Averaging):
 
 def update_batch_norm(fit: Fitting) -> None:
     """As torch.optim.swa_utils.update_bn: the running statistics become the means over the global batches of the
-    training data, for the weights that the model has now. Collective; nothing where there is no batch norm."""
-    norms = _norms(fit.model)
+    training data, for the weights that the model has now; or over the shards of these, where batch norm is over shards.
+    Batch norms in evaluation mode are frozen, and keep theirs. Collective; nothing where no batch norm is in training.
+    """
+    norms = {norm: norm.momentum for norm in batch_norms(fit.model) if norm.training}
     if not norms:
         return
-    momenta = [norm.momentum for norm in norms]
-    modes = {module: module.training for module in fit.model.modules()}
     try:
-        fit.model.train()
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # a plain mean over the batches
-        fit.forward_train_set()
+        with _kept_buffers(module for module in fit.model.modules() if module not in norms):
+            fit.forward_train_set()
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, momentum in norms.items():
             norm.momentum = momentum
-        for module, mode in modes.items():
-            module.training = mode
+    fit.run._normalisation.average_computed(norms)
 
 
-def _norms(model: nn.Module) -> list[Any]:
-    return [m for m in model.modules() if getattr(m, "running_mean", None) is not None and hasattr(m, "momentum")]
+@contextmanager
+def _kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """After the block these modules have the buffers that they had before, with the same values."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, value in kept:
+            if not torch.equal(buffer, value):  # one whose elements share memory cannot be written to
+                buffer.copy_(value)
+            setattr(module, name, buffer)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm import collectives
+from paceline.comm.means import PendingMeans, greatest_
 from paceline.comm.tree_sums import Tree, TreeSums
 from paceline.errors import ModelError, UsageError
 from paceline.strategies.base import Strategy
@@ -101,6 +102,23 @@ class Normalisation:
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
+    def average_computed(self, norms: Iterable[BatchNormBase]) -> None:
+        """After running statistics were computed anew, as plain means over the batches of this replica: they become the
+        means over the shards of all replicas. A replica counts as often as it had a shard that was not empty. Nothing
+        to do where batch norm is over the global batch. Collective."""
+        group = self._strategy.mesh.data
+        if self._choice != "shard" or collectives.size_of(group) == 1:
+            return
+        tensors, weights, counters = list[Tensor](), list[Tensor](), list[Tensor]()
+        for norm in norms:
+            counter = norm.num_batches_tracked
+            if isinstance(counter, Tensor):
+                found = [b for b in (norm.running_mean, norm.running_var) if isinstance(b, Tensor)]
+                tensors, weights, counters = tensors + found, weights + [counter] * len(found), [*counters, counter]
+        for tensor, mean in zip(tensors, PendingMeans(tensors, weights, group).wait(), strict=True):
+            tensor.copy_(mean)
+        greatest_(counters)
+
 
 class _InSequence:
     """Running statistics of shards that are computed one after the other. Each shard starts from the statistics before
@@ -187,3 +205,8 @@ def _after_empty(module: nn.Module, *_: object) -> None:
     if getattr(module, _SKIPPED, False):
         module.training = True
         delattr(module, _SKIPPED)
+
+
+def batch_norms(model: nn.Module) -> list[BatchNormBase]:
+    """Those of a model that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, BatchNormBase) and m.running_mean is not None]
