@@ -22,7 +22,7 @@ import re
 import stat
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,7 @@ BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endia
 TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
 KEEPS = ".keeps"  # the rank would hand its state on if another died (train/newest_state.py); WRITING: it does so now
 SAVES = ".saves"  # asked to stop, the rank would save a checkpoint, from which the script goes on when started again
+CLOSED = ".closed"  # in place of SAVES: the run has ended, well or not, and soon the rank does
 WRITES = ".writes"  # a thread of the rank writes a checkpoint, of the step that is the content
 SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; its path, and how to go on from it
 # A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
@@ -161,8 +162,8 @@ def tell_launcher(environ: Environment, what: str, text: str = "") -> bool:
     A disk that is full or broken ends no run: the message then goes into memory, and where that fails too, it is lost.
 
     Args:
-        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS, SAVES, WRITES, SAVED, or "" for the
-            record of an exception.
+        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS, SAVES, CLOSED, WRITES, SAVED, or ""
+            for the record of an exception.
         text: the content of the file.
 
     Returns:
@@ -194,6 +195,11 @@ def where_told(error_file: str, what: str) -> Iterator[str]:
 def was_told(error_file: str, what: str) -> bool:
     """Has the rank that has this error file told its launcher this?"""
     return any(where_told(error_file, what))
+
+
+def told_by_all(error_files: Iterable[str], *messages: str) -> bool:
+    """Has each rank, of those that have these error files, told its launcher one of these messages?"""
+    return all(any(was_told(path, what) for what in messages) for path in error_files)
 
 
 def told(error_file: str, what: str) -> str | None:

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousTimeoutError
 
 from paceline.errors import LaunchError
+from paceline.launcher import agent as agent_module
 from paceline.launcher import doors, rendezvous, supervise
 from paceline.launcher.early_start import listen
 from paceline.launcher.nodes import read_nodes
@@ -31,6 +34,7 @@ from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import _is_local
 from paceline.launcher.secret import write_secret
 from paceline.train.randomness import permutation
+from paceline.world import CLOSED, SAVED, SAVES, forget, tell_launcher
 
 DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
 
@@ -380,6 +384,59 @@ def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(
         )
         assert told in err or re.search(gone, err), err  # the latter where the keeper had gone before it asked again
         assert machines.launchers[1].returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "saves", "signal_comes", "restarts"),
+    [
+        pytest.param((), False, False, True, id="cannot save"),
+        pytest.param((SAVES,), True, False, True, id="saves"),
+        pytest.param((SAVES,), True, True, False, id="saves, and is asked to stop"),
+        pytest.param((CLOSED,), False, False, False, id="done"),
+    ],
+)
+def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: tuple[str, ...],
+    saves: bool,
+    signal_comes: bool,
+    restarts: bool,
+) -> None:
+    """Here a rank that tells its launcher what it is about, and ends three polls later."""
+    environ = {"PACELINE_ERROR_FILE": str(tmp_path / "error")}
+    for what in first:
+        tell_launcher(environ, what)
+    agent: Any = object.__new__(agent_module.Agent)
+    polls: list[int] = []
+    told: list[bool] = []  # at each poll of the stop request: are the ranks to save?
+
+    def poll_workers() -> None:
+        polls.append(len(polls))
+        if polls == [0] and saves:
+            tell_launcher(environ, SAVED, "somewhere")
+        if polls == [0, 1] and first:  # the run closes
+            tell_launcher(environ, CLOSED)
+            forget(environ["PACELINE_ERROR_FILE"], SAVES)
+        if polls == [0, 1, 2]:
+            agent._endings = {0: SimpleNamespace(failed=False, is_cause=False)}
+            agent._interrupts.asked = signal.SIGUSR1 if signal_comes else None  # at the last moment
+
+    def poll(asked: bool, machines_come: bool = False) -> None:
+        told.append(machines_come)
+        agent._peers.was_asked = lambda: asked
+
+    agent._interrupts = SimpleNamespace(check=lambda: None, asked=None)
+    agent._peers = SimpleNamespace(poll=lambda: None, was_asked=lambda: False)
+    agent._endings, agent._ranks = {}, range(1)
+    agent._processes, agent._plan = SimpleNamespace(pids=[0]), SimpleNamespace(monitor_seconds=0.0)
+    agent._output, agent._stop_request = SimpleNamespace(show=lambda: None), SimpleNamespace(poll=poll)
+    monkeypatch.setattr(agent, "_poll_workers", poll_workers)
+    monkeypatch.setattr(agent, "_error_file", lambda rank: environ["PACELINE_ERROR_FILE"])
+    monkeypatch.setattr(agent_module, "_HEAR_SECONDS", 0.0)
+    assert agent._is_left_for_others() is restarts
+    assert polls == ([0, 1, 2] if first else [])
+    assert (True in told) is saves  # it is not asked to save when it no longer can
 
 
 def test_which_machine_keeps_the_rendezvous() -> None:

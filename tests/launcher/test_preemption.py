@@ -29,7 +29,7 @@ from paceline.launcher import run
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.stop_request import StopRequest
 from paceline.train.preemption import Preemption
-from paceline.world import DECIDE, END, LOOK, RESUMABLE, SAVED, SAVES, Preempted, told
+from paceline.world import CLOSED, DECIDE, END, LOOK, RESUMABLE, SAVED, SAVES, Preempted, told
 
 DEADLINE_SECONDS = 150.0  # for what takes four on an idle machine
 
@@ -506,9 +506,11 @@ def test_sigterm_to_a_rank_is_passed_on_once_it_can_save(tmp_path: Path, monkeyp
     first.side.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert told(f"{tmp_path}/error", SAVES) is None
+    assert told(f"{tmp_path}/error", CLOSED) == ""
     own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         second = Here(tmp_path, 0)
+        assert told(f"{tmp_path}/error", CLOSED) is None
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the script's choice stays
         second.side.close()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -605,3 +607,42 @@ def test_sigterm_to_whomever_a_system_sends_it(job: Job, how: str, grace: list[s
     else:
         assert code == -signal.SIGTERM or "paceline: stopped by SIGTERM; all ranks have ended.\n" in err
         assert not saved
+
+
+LAST_WORDS = """
+import atexit, sys, time
+from pathlib import Path
+import torch, paceline
+
+def last_words():
+    Path("held").touch()
+    while not Path("sent").exists():
+        time.sleep(0.02)
+    time.sleep(1.0)
+
+atexit.register(last_words)  # it is called after the run has closed
+run = paceline.start(device="cpu", progress="off")
+net = torch.nn.Linear(4, 1)
+model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+run.restore("checkpoints", missing_ok=True)
+for batch in run.loader(torch.utils.data.TensorDataset(torch.ones(40000, 4)), global_batch=4):
+    run.backward(model(batch[0]).mean())
+    run.step(optimizer)
+    Path("steps").touch()
+    time.sleep(0.05)
+"""
+
+
+def test_sigterm_after_the_save_does_not_break_off_what_the_ranks_do_at_their_end(job: Job) -> None:
+    """A scheduler sends SIGUSR1, and SIGTERM when the time is up: the run can go on, whichever the ranks end after."""
+    (job.folder / "train.py").write_text(LAST_WORDS)
+    process = job.start("train.py")
+    begin = time.monotonic()
+    while not (job.folder / "steps").exists():
+        assert time.monotonic() - begin < DEADLINE_SECONDS
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    job.signal(process, signal.SIGTERM)
+    _, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == RESUMABLE, err
+    assert "paceline: stopped by SIGUSR1, after saving" in err

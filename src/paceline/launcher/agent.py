@@ -51,6 +51,7 @@ from paceline.timeline.chrome_trace import join_left
 from paceline.torch_private.elastic import SimpleElasticAgent
 from paceline.world import (
     BEAT,
+    CLOSED,
     JOINED,
     KEEPS,
     MAY_DIE,
@@ -66,6 +67,7 @@ from paceline.world import (
     forget,
     read_beat,
     told,
+    told_by_all,
     was_told,
     where_told,
 )
@@ -450,9 +452,10 @@ class Agent(SimpleElasticAgent):
         return next(filter(None, (told(self._error_file(rank), SAVED) for rank in self._ranks)), None)
 
     def _would_save(self) -> bool:
-        """Asked to stop, would the ranks of this machine save a checkpoint?"""
+        """Asked to stop, would the ranks of this machine save a checkpoint? True too where they have just saved one
+        since they were asked, and end: a second signal is then no reason to break that off."""
         running = self._running()
-        able = all(was_told(self._error_file(rank), SAVES) for rank in running)
+        able = told_by_all(map(self._error_file, running), SAVES, SAVED)
         return bool(running) and able and not any(ending.failed for ending in self._endings.values())
 
     def _leaving(self) -> list[report.Ending]:
@@ -503,14 +506,22 @@ class Agent(SimpleElasticAgent):
                 if now - broken_since >= _HEAR_SECONDS:
                     return True
             elif not running:
-                return self.saved is not None and not self._peers.was_asked()
+                return self.saved is not None and not self._was_asked()
             elif now - began >= _HEAR_SECONDS:  # one that failed is seen to come again before it is read that it did
-                if self._stop_request is None or not self._would_save() or now - began > SAVE_SECONDS:
+                # Ranks whose run has ended are left to end too: they have saved, are done, or have failed.
+                leaves = told_by_all(map(self._error_file, running), SAVES, CLOSED)
+                if self._stop_request is None or not leaves or now - began > SAVE_SECONDS:
                     return True
-                self._stop_request.poll(self._interrupts.asked is not None, machines_come=True)
+                self._stop_request.poll(self._interrupts.asked is not None, machines_come=self._would_save())
             time.sleep(self._plan.monitor_seconds)
             self._poll_workers()
             self._output.show()
+
+    def _was_asked(self) -> bool:
+        """Has a signal asked the run to stop, here or on another machine?"""
+        if self._interrupts.asked is not None and self._stop_request is not None:
+            self._stop_request.poll(asked=True)  # it may have come since the last look, and the others are to know
+        return bool(self._peers.was_asked())
 
     def _assign_worker_ranks(self, store: Any, *rest: Any) -> Any:
         """torch leaves in the store how many ranks each machine had in the round before. Now they may be others."""

@@ -44,6 +44,7 @@ from paceline.strategies.base import Strategy
 from paceline.train import manifest
 from paceline.train.loader import Loader
 from paceline.world import (
+    CLOSED,
     DECIDE,
     END,
     LAUNCHER_PID,
@@ -134,6 +135,7 @@ class Preemption:
         self._refused = False  # was it said that nothing can be saved?
         self._last_look = -1  # the step at which the store had no decision yet
         self._at: int | None = None  # the step that was decided on
+        take_back(os.environ, CLOSED)  # of an earlier run of this process
 
     def restores(self, directory: Path) -> None:
         """The script has looked there for a checkpoint, and will again when it is started the next time."""
@@ -174,6 +176,7 @@ class Preemption:
     def close(self) -> None:
         """The run has ended: this rank saves no more."""
         if self._announced:
+            tell_launcher(os.environ, CLOSED)  # first: a rank that has said neither is one that could never save
             take_back(os.environ, SAVES)
         if self._end is not None:
             self._end.cancel()
