@@ -189,7 +189,7 @@ def test_the_committed_page_is_that_of_the_committed_results() -> None:
     assert (ROOT / "docs" / "benchmarks.md").read_text() == page.page(document, "benchmarks/results/bench.json")
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_contenders_really_take_turns() -> None:
     """One process, DDP by hand twice, and Paceline, on a model without data of its own."""
     chosen = named(REFERENCE, HAND, AGAIN, "Paceline ddp, gloo")
@@ -203,7 +203,7 @@ def test_contenders_really_take_turns() -> None:
     assert found["contenders"][REFERENCE][sent] == 0.0
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_the_part_for_a_cuda_device_runs_on_a_cpu() -> None:
     found = gpu.one("GPT-2, fp32, fused AdamW", 1.0, small=True)
     assert found["ours"]["tokens/s"] > 0

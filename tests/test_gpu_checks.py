@@ -250,7 +250,7 @@ def test_the_large_models_are_those_of_the_papers() -> None:
     assert sum(p.numel() for p in gpt.parameters()) == 124_439_808
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_flops_of_resnet50_are_those_of_the_paper() -> None:
     load = replace(steps.resnet50(Place(torch.device("cuda"), Path(), Path())), precision="fp32")
     # Table 1: 3.8e9 multiplications and additions forward; backward twice that, but for the pictures' gradient.

@@ -138,7 +138,7 @@ def test_the_page_says_the_same_as_the_terminal(folder: Path, compared: Result, 
     assert "<td>deepspeed</td>" in page
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_every_strategy_is_a_row_where_a_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
@@ -150,7 +150,7 @@ def test_every_strategy_is_a_row_where_a_library_is_missing(tmp_path: Path, monk
     assert sum("examples_per_second" in row for row in found.values()) >= 8
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_the_losses_of_a_model_with_dropout_differ_for_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

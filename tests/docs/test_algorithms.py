@@ -61,7 +61,7 @@ def test_all_sizes_and_ways_were_measured() -> None:
     assert all(len(row["losses"]) == algorithms.SEEDS for row in FOUND["staleness"])
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_bytes_are_those_of_the_formula_on_two_replicas() -> None:
     for row in algorithms.measure_bytes(range(2, 3)):
@@ -74,7 +74,7 @@ def test_of_updates_in_step_none_is_dropped_and_without_staleness_many() -> None
     assert dropped["staleness 0"] > dropped["staleness 2"] >= dropped["staleness 8"] >= 0
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.conformance)])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("one_thread")
 def test_the_first_device_is_fuller_only_with_the_loss_on_it(devices: int) -> None:
     hidden = algorithms.EXAMPLES / devices * algorithms.HIDDEN * 4

@@ -108,7 +108,7 @@ def test_rank_and_local_rank_on_two_machines(script: Path) -> None:
     assert "rank 1, local rank 0" in said
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("unused_parameters")
 def test_the_error_names_the_parameters(script: Path) -> None:
@@ -129,7 +129,7 @@ def test_unused_parameters_are_no_error_here(script: Path) -> None:
     assert "4 steps" in done.stdout
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("closed_by_peer")
 def test_the_peers_error_and_the_first_failure(script: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_peers_error_and_the_first_failure(script: Path) -> None:
     assert "by peer" not in ours.stdout
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @snippet("hang")
 def test_a_batch_more_on_one_rank(script: Path) -> None:
@@ -170,7 +170,7 @@ def test_launch(script: Path) -> None:
     assert "[(0, 3), (1, 3)]" in started(script).stdout
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_port_that_is_taken(taken_port: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -100,7 +100,7 @@ def test_faults_are_found_and_twins_are_clean(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     ("processes", "bf16"),
@@ -173,7 +173,7 @@ def test_a_call_of_paceline_on_one_rank_is_the_scripts_own_error(tmp_path: Path)
     assert f"rank 0: run.ratio, at script.py, line {line}; rank 1: the backward of a batch" in done.stderr
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.parametrize("name", [p.name for p in (*PLANTED, *IN_LIBRARIES) if p.hangs])
 def test_collectives_that_do_not_match(name: str, tmp_path: Path) -> None:
     hanging(name, tmp_path, 3)
@@ -288,7 +288,7 @@ while True:
 """
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_ctrl_c_ends_it_with_what_was_found(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENDLESS)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -305,7 +305,7 @@ def test_ctrl_c_ends_it_with_what_was_found(tmp_path: Path) -> None:
     assert "[batch_norm: changes the model]" in out
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_deadline_ends_it_with_what_was_found(tmp_path: Path) -> None:
     done, document = doctor(tmp_path, ENDLESS, "--deadline", "25")
     assert done.returncode == 1, done.stderr

@@ -150,7 +150,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_on_two_processes(tmp_path: Path) -> None:
     scripts = {name: text for name, (text, *_) in CASES.items()}
@@ -186,7 +186,7 @@ dist.barrier()
 )
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_rank_that_stops_early(tmp_path: Path) -> None:
     done, document = doctor(tmp_path, STOPS)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -83,7 +83,7 @@ def test_the_nanogpt_is_the_same_model_in_micro_batches(results: Results, size: 
     assert distance(results.weights("nanogpt", 1), results.weights("nanogpt in parts", size)) <= BOUND
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_nanogpt_compiled_and_in_micro_batches_is_the_same_model(tmp_path: Path) -> None:
     """In float32, by torch.compile's own backend for CPUs."""

@@ -15,7 +15,7 @@ from tests.examples import data, jobs
 from tests.examples.test_examples import BOUND, distance
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.conformance, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 FEW = ["--global-batch", "15", "--epochs", "1", "--width"]
 
 

@@ -172,7 +172,7 @@ def test_nobody_waits_in_the_middle_of_a_forward() -> None:
     assert type(model[1]) is nn.SyncBatchNorm
 
 
-@pytest.mark.ranks(1, conformance=2)
+@pytest.mark.ranks(1, full=2)
 def test_what_does_not_fit_at_all() -> None:
     said = r"global_batch=20\): not even micro_batch=1 fits(.|\n)*rank \d: (OutOf|Runtime)"
     with pytest.raises(SettingError, match=said):
@@ -290,7 +290,7 @@ print("trained")
 """
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on the address space is Linux's")
 def test_a_real_limit_on_a_cpu(tmp_path: Path) -> None:
     """A process with an address space of 900 MB more than it has: what is found fits, and what it refuses does not."""

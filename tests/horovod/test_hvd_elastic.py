@@ -133,7 +133,7 @@ def launched(folder: Path, nproc: int, *arguments: str) -> Any:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_script_whose_worker_is_killed_goes_on_from_its_last_commit(tmp_path: Path) -> None:
     _, batches, weights = launched(tmp_path, 1)
     starts, found_batches, found = launched(tmp_path, 2, "die")

@@ -164,7 +164,7 @@ def test_a_killed_worker_restarts_all_of_both_and_the_cause_is_told_on_both(mach
     assert second[2].count("Traceback") == 1
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     machines.start_two("long")
     machines.wait_for("ready0-0", "ready1-0")
@@ -214,7 +214,7 @@ def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_
     assert "paceline: restart 1 of 1, when the launcher at 127.0.0.1:" in err, err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_machine_joins_a_run(machines: Machines) -> None:
     """c10d, one machine or two: all ranks start again when the second comes, and both end well."""
     place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
@@ -259,7 +259,7 @@ run.export("model.safetensors")
 """
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_no_step_is_made_again_when_a_machine_joins_a_run(machines: Machines) -> None:
     """The script saves nothing by itself: the ranks are asked to, before they start again with the second machine's."""
     (machines.directory / "script.py").write_text(TRAINING)
@@ -358,7 +358,7 @@ print("ends", flush=True)
     [
         pytest.param("done", 0, "", marks=pytest.mark.full),  # the training was over but for its last words
         pytest.param("fails", 1, "rank 0 failed: ", marks=pytest.mark.full),  # it cannot save
-        pytest.param("asked", 75, "paceline: stopped by SIGUSR1, after saving", marks=pytest.mark.conformance),
+        pytest.param("asked", 75, "paceline: stopped by SIGUSR1, after saving", marks=pytest.mark.full),
     ],
 )
 def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(

@@ -157,7 +157,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         job.close()
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("how", "strategy", "grace"),
@@ -181,7 +181,7 @@ def test_the_run_goes_on_to_the_same_bits(job: Job, whole: str, how: str, strate
     assert job.run(*line, "train.py", how, strategy) == whole
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("grace", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_signal_to_the_launcher_of_hosts_reaches_theirs(job: Job, whole: str, grace: bool) -> None:
@@ -225,7 +225,7 @@ run.print("ends at", run.steps, history.history, hashlib.sha256(bits).hexdigest(
 """
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "step",
@@ -259,7 +259,7 @@ def test_replicas_that_train_apart_stop_where_they_meet(job: Job) -> None:
     assert job.run(*line).startswith("ends at 24")
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_signal_to_one_of_two_launchers_stops_both(job: Job, whole: str) -> None:
     place = f"127.0.0.1:{free_port()}"
@@ -272,7 +272,7 @@ def test_a_signal_to_one_of_two_launchers_stops_both(job: Job, whole: str) -> No
     assert job.run("--nproc", "2", "train.py", "whole", "default") == whole
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_script_that_restores_nothing_is_told_and_goes_on_until_the_time_is_up(job: Job) -> None:
     process = job.start("--nproc", "2", "--grace", "2", "train.py", "no restore", "default")
     job.signal(process, signal.SIGTERM)
@@ -569,14 +569,14 @@ for batch in loader:
     [
         ("restores", [], "all", RESUMABLE),
         ("restores", ["--grace", "60"], "ranks", RESUMABLE),
-        pytest.param("only saves", [], "launcher", RESUMABLE, marks=pytest.mark.conformance),
-        pytest.param("restores", [], "rank 1", RESUMABLE, marks=pytest.mark.conformance),
-        pytest.param("restores", ["--grace", "0"], "all", 143, marks=pytest.mark.conformance),
-        pytest.param("nothing", [], "all", 143, marks=pytest.mark.conformance),
-        pytest.param("nothing", [], "launcher", 143, marks=pytest.mark.conformance),
+        pytest.param("only saves", [], "launcher", RESUMABLE, marks=pytest.mark.full),
+        pytest.param("restores", [], "rank 1", RESUMABLE, marks=pytest.mark.full),
+        pytest.param("restores", ["--grace", "0"], "all", 143, marks=pytest.mark.full),
+        pytest.param("nothing", [], "all", 143, marks=pytest.mark.full),
+        pytest.param("nothing", [], "launcher", 143, marks=pytest.mark.full),
         ("alone", ["python"], "launcher", RESUMABLE),
-        pytest.param("evaluates", ["python"], "launcher", -signal.SIGTERM, marks=pytest.mark.conformance),
-        pytest.param("own handler", [], "launcher", RESUMABLE, marks=pytest.mark.conformance),
+        pytest.param("evaluates", ["python"], "launcher", -signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param("own handler", [], "launcher", RESUMABLE, marks=pytest.mark.full),
     ],
 )
 def test_sigterm_to_whomever_a_system_sends_it(job: Job, how: str, grace: list[str], to: str, code: int) -> None:

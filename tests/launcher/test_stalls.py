@@ -160,7 +160,7 @@ class Slow(Dataset):
 """
 
 
-@pytest.mark.parametrize("stop", [False, pytest.param(True, marks=pytest.mark.conformance)], ids=["asleep", "stopped"])
+@pytest.mark.parametrize("stop", [False, pytest.param(True, marks=pytest.mark.full)], ids=["asleep", "stopped"])
 def test_a_worker_of_a_data_loader(place: Path, capfd: pytest.CaptureFixture[str], stop: bool) -> None:
     """The user's own line in it, and not that of the loader."""
     slow = LOADER.replace("time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)") if stop else LOADER
@@ -366,7 +366,7 @@ def test_the_rank_that_left_is_blamed_and_not_its_victim(
     assert second.startswith("rank 0 failed: ")
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_rank_that_left_a_sum_in_shared_memory(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where ddp adds in memory that the processes share."""
     code = f"""{HEAD}
@@ -413,7 +413,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     "code",
     [
         pytest.param("dist.all_reduce(torch.ones(3))", id="a call"),
-        pytest.param("run.backward(model(batch).square().mean())", id="a backward", marks=pytest.mark.conformance),
+        pytest.param("run.backward(model(batch).square().mean())", id="a backward", marks=pytest.mark.full),
     ],
 )
 def test_a_call_on_one_rank_ends_the_run_where_calls_are_not_compared_any_more(
@@ -506,7 +506,7 @@ else:
             "dist.all_reduce(total)",
             "dist.all_reduce(torch.ones(2, 2))",
             ["all_reduce of float32 [1]", "all_reduce of float32 [2, 2]"],
-            marks=pytest.mark.conformance,
+            marks=pytest.mark.full,
         ),
     ],
     ids=["names", "sizes"],
@@ -524,7 +524,7 @@ def test_calls_of_one_number_that_do_not_match_are_named(
     [
         ("", "model(total).sum().backward()", "backward"),
         # In the second step the ranks agree on buckets.
-        pytest.param("model(total).sum().backward()\n", "model(total)", "forward", marks=pytest.mark.conformance),
+        pytest.param("model(total).sum().backward()\n", "model(total)", "forward", marks=pytest.mark.full),
     ],
 )
 def test_a_step_of_distributed_data_parallel_on_one_rank_only(
@@ -550,7 +550,7 @@ def test_a_step_of_distributed_data_parallel_on_one_rank_only(
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in recv()\n" in err, err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_ranks_that_wait_for_a_thread_of_another_are_given_time(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,7 +213,7 @@ def test_a_stopped_server_is_not_told_as_dead(signum: int, said: str, monkeypatc
             line.close()
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_one_that_is_silent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process, or a machine that is cut off: no connection ends."""
     monkeypatch.setattr(sockets, "HEARTBEAT_SECONDS", 0.5)
@@ -293,7 +293,7 @@ KILLED = [("step", 0, 1), ("backward", 0, 1), ("forward", 1, 1), ("step", 1, 2),
     ("where", "victim", "servers"),
     [pytest.param(*case, marks=[pytest.mark.full] * (number > 1)) for number, case in enumerate(KILLED)],
 )
-@pytest.mark.conformance
+@pytest.mark.full
 def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: str, victim: int, servers: int) -> None:
     workers = 2 if (where, victim, servers) == KILLED[0] else 3
     code, text, left = launched(tmp_path, workers + servers, f"servers={servers}", where, victim, "net")
@@ -326,10 +326,7 @@ COME_BACK = [("forward", 1, 2, 1), ("step", 1, 3, 1), ("backward", 0, 3, 2), ("s
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("where", "victim", "workers", "servers"),
-    [
-        pytest.param(*case, marks=pytest.mark.full if number else pytest.mark.conformance)
-        for number, case in enumerate(COME_BACK)
-    ],
+    [pytest.param(*case, marks=pytest.mark.full) for case in COME_BACK],
 )
 def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
     tmp_path: Path, where: str, victim: int, workers: int, servers: int
@@ -403,7 +400,7 @@ def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path: Path, workers: 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_after_the_death_of_a_server_all_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     code, text, left = launched(tmp_path, 3, "", "server", 2, "net", "saved", restarts=1)
     assert code == 0, text
@@ -414,7 +411,7 @@ def test_after_the_death_of_a_server_all_go_on_from_the_checkpoint(tmp_path: Pat
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_function_returns_nothing_on_a_server() -> None:
     def train() -> list[int]:
         run = paceline.start(device="cpu", progress="off")
@@ -460,7 +457,7 @@ NOT_IN_STEP = [
     ("where", "victim", "servers", "staleness"),
     NOT_IN_STEP,
 )
-@pytest.mark.conformance
+@pytest.mark.full
 def test_not_in_step_each_example_is_used_once(
     tmp_path: Path, where: str, victim: int, servers: int, staleness: int
 ) -> None:
@@ -503,7 +500,7 @@ def test_not_in_step_a_worker_that_was_killed_comes_back_in_the_next_epoch(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.conformance
+@pytest.mark.full
 def test_not_in_step_it_learns_the_digits(tmp_path: Path) -> None:
     """And what run.log was given is written, of all workers."""
     code, text, left = launched(tmp_path, 3, "mode=async", "", -1, "digits")

@@ -238,7 +238,7 @@ STRATEGIES = {
 
 
 @pytest.mark.timeout(DEADLINE + 20)
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
     [pytest.param(name, marks=[pytest.mark.full] * (number % 2 == 0)) for number, name in enumerate(STRATEGIES)],

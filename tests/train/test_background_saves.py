@@ -535,7 +535,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 ALONE, TWO = ["train.py"], ["-m", "paceline", "run", "--nproc", "2", "train.py"]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("line", "how", "signum", "code"),
@@ -565,7 +565,7 @@ def test_no_end_that_can_wait_breaks_a_write_off(
     assert signum is not signal.SIGTERM or "waiting for the checkpoint of step 3, which is being written" in err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_second_signal_waits_for_nothing(start: Any, tmp_path: Path) -> None:
     process = start(*TWO[:3], "--grace", "0", *TWO[3:], "long", "600")
@@ -577,7 +577,7 @@ def test_a_second_signal_waits_for_nothing(start: Any, tmp_path: Path) -> None:
     assert not any(name.startswith("step") for name in names(tmp_path / "checkpoints"))
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("line", [pytest.param(ALONE, marks=pytest.mark.full), TWO], ids=["1", "2"])
 def test_a_failure_that_is_noticed_at_the_exit_is_the_exit_code(start: Any, line: list[str]) -> None:
@@ -590,7 +590,7 @@ def test_a_failure_that_is_noticed_at_the_exit_is_the_exit_code(start: Any, line
     assert "atexit" not in err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("signum", "grace"), [(signal.SIGTERM, ["--grace", "60"]), pytest.param(signal.SIGUSR1, [], marks=pytest.mark.full)]
@@ -628,7 +628,7 @@ def test_a_run_that_is_asked_to_stop_saves_though_the_write_before_has_failed(st
     assert checkpoint.find(tmp_path / "checkpoints").step > 3
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_death_of_another_rank_does_not_break_a_write_off(start: Any, tmp_path: Path) -> None:
     script = (tmp_path / "train.py").read_text()

@@ -199,10 +199,10 @@ if run.main:
 ON_RANK_0 = [
     pytest.param("save", "rank 0 is in run.save, at train.py, line 14,"),
     pytest.param("background", "line 15; rank 1: the end of the run, at the end of the script"),
-    pytest.param("export", "rank 0 is in run.export, at train.py, line 16,", marks=pytest.mark.conformance),
-    pytest.param("evaluate", "rank 0 is in paceline.evaluate, at train.py, line 17,", marks=pytest.mark.conformance),
-    pytest.param("predict", "rank 0 is in run.predict, at train.py, line 18,", marks=pytest.mark.conformance),
-    pytest.param("sum", "rank 0 is in run.sum, at train.py, line 20,", marks=pytest.mark.conformance),
+    pytest.param("export", "rank 0 is in run.export, at train.py, line 16,", marks=pytest.mark.full),
+    pytest.param("evaluate", "rank 0 is in paceline.evaluate, at train.py, line 17,", marks=pytest.mark.full),
+    pytest.param("predict", "rank 0 is in run.predict, at train.py, line 18,", marks=pytest.mark.full),
+    pytest.param("sum", "rank 0 is in run.sum, at train.py, line 20,", marks=pytest.mark.full),
 ]  # fmt: skip
 
 

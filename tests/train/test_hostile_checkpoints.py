@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("hostile_checkpoints.py")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", [42, pytest.param(500, marks=pytest.mark.conformance)])
+@pytest.mark.parametrize("count", [42, pytest.param(500, marks=pytest.mark.full)])
 def test_a_changed_checkpoint_is_refused_by_name_or_restored(count: int) -> None:
     done = subprocess.run([sys.executable, SCRIPT, str(count)], capture_output=True, text=True, timeout=280)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

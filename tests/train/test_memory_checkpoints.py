@@ -92,7 +92,7 @@ def undisturbed(job: Job, strategy: str) -> str:
     return job.run("--nproc", "2", "train.py", strategy)[1]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", ["fsdp:stage=1", pytest.param("shared", marks=pytest.mark.full)])
 def test_a_restart_goes_on_from_the_last_one_and_ends_as_if_undisturbed(job: Job, strategy: str) -> None:
@@ -139,7 +139,7 @@ def test_of_two_machines_the_one_that_lives_has_the_state_of_both(job: Job) -> N
     assert end == undisturbed(job, "fsdp:stage=1")
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "strategy",
@@ -155,7 +155,7 @@ def test_fit_goes_on_in_mid_epoch(job: Job, strategy: str) -> None:
     assert end == undisturbed(job, strategy)
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("whom", ["launcher", "ranks"])
 def test_nothing_of_it_is_left_in_memory_whatever_is_killed(job: Job, whom: str) -> None:
@@ -177,7 +177,7 @@ def test_nothing_of_it_is_left_in_memory_whatever_is_killed(job: Job, whom: str)
         assert [path.name for path in (job.folder / "tmp").glob("paceline*/*")] == ["rank-1.log"]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_workers_that_are_not_in_step_say_that_nothing_is_kept(job: Job) -> None:
     (job.folder / "train.py").write_text(NO_DISK.replace("run.mean(loss.item())", "0.0"))
     line = ["--nproc", "3", "--max-restarts", "1", "--memory-every", "2", "train.py", "parameter_server:mode=async"]

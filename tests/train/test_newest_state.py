@@ -149,7 +149,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         job.close()
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("kills", "starts"),
@@ -175,7 +175,7 @@ def test_the_end_is_that_of_a_run_that_nobody_disturbed(
     assert list((job.folder / "tmp").glob("paceline*")) == []
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_checkpoint_that_is_being_written_in_the_background_does_not_get_in_the_way(job: Job, whole: str) -> None:
     """One begins after every step, so that rank 0 is in the middle of one when the other rank dies."""
@@ -200,7 +200,7 @@ def test_a_reproducible_run_goes_on_with_the_same_bits(job: Job) -> None:
     assert job.run("--nproc", "2", "train.py", "ddp")[1] == found[1]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", [pytest.param("ddp:codec=bf16", marks=pytest.mark.full), "shared", "fsdp:stage=1"])
 def test_where_no_rank_has_the_whole_state_the_checkpoint_is_taken(job: Job, strategy: str) -> None:
@@ -213,7 +213,7 @@ def test_where_no_rank_has_the_whole_state_the_checkpoint_is_taken(job: Job, str
     assert job.run("--nproc", "2", "train.py", strategy)[1] == end
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_of_two_machines_the_one_that_lives_hands_on(job: Job, whole: str, victim: int) -> None:
@@ -240,7 +240,7 @@ def test_a_full_disk_costs_the_newest_state_and_nothing_else(job: Job, whole: st
     assert "rank 1 was killed by SIGKILL" in err
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_rank_of_fsdp_that_an_error_ends_says_that_and_nothing_of_its_exit(job: Job) -> None:
     (job.folder / "train.py").write_text(
         "import os, signal, torch, paceline\n"
@@ -270,7 +270,7 @@ def test_a_run_that_fails_in_the_end_leaves_what_its_ranks_printed_and_nothing_e
     assert [path.name for path in (job.folder / "tmp").glob("paceline*/*")] == ["rank-1.log"]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
     """Rank 1 dies, and lets the launcher notice. Rank 0 would hand its state on at its next collective, and sleeps."""
     (job.folder / "train.py").write_text(

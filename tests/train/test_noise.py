@@ -105,7 +105,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-LONG = pytest.param("recurrent", marks=pytest.mark.conformance)
+LONG = pytest.param("recurrent", marks=pytest.mark.full)
 NOISES = ["dropout", "normal", LONG, "transformer", "weighed", "recomputed", "batchwise"]
 
 
@@ -119,7 +119,7 @@ def test_the_model_is_the_same_however_the_batch_is_cut(kind: str) -> None:
     assert distance(trained(kind, noise="shard", micro_batch=3), alone) > 1e-4
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.parametrize("kind", NOISES)
 def test_the_model_is_the_same_under_every_cut_of_one_process(kind: str) -> None:
     alone = trained(kind)

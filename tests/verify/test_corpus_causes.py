@@ -12,7 +12,7 @@ from paceline.verify.decision import decide
 CORPUS = Path(__file__).parents[1] / "corpus" / "verify"
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "cause"),
     [("loss_weight_by_rank", "control-by-rank"), ("stream_sharded_twice", "examples-overlap-or-miss")],

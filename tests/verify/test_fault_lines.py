@@ -32,14 +32,7 @@ def missed(answer: Answer, text: str, name: str) -> str | None:
     return None if answer.line in marked_lines(text) else f"another line than {marked_lines(text)}: {said}"
 
 
-def marks(number: int, name: str) -> list[pytest.MarkDecorator]:
-    """.ci/run has every sixth."""
-    if name in QUICK:
-        return []
-    return [pytest.mark.full if number % 6 else pytest.mark.conformance]
-
-
-CASES = [pytest.param(name, marks=marks(number, name)) for number, name in enumerate(MARKED)]
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MARKED]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -74,10 +74,7 @@ def asked(folder: Path, loop: str, lr: str, steps: int = 3) -> Answer:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in QUICK else pytest.mark.full if n == "lbfgs" else pytest.mark.conformance)
-        for n in CASES
-    ],
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES],
 )
 def test_the_steps_are_compared_or_it_is_said_why_not(name: str, tmp_path: Path) -> None:
     loop, lr, code = CASES[name]

@@ -37,7 +37,7 @@ def test_what_is_small_is_kept_whole() -> None:
     assert sketch(tensor) is tensor
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_the_disk_holds_sixteen_bytes_a_parameter_and_step(tmp_path: Path) -> None:
     """Of fp32 and Adam: weights and two averages, and the gradient. It was 53."""
     steps, parameters = 4, 2 * 64 * 8192 + 8192 + 64

@@ -61,13 +61,7 @@ HEALTHY = {
     "two backwards": ("0", f"{LOOP}total=5 * total, count=count, retain_graph=True)\n    run.backward(mean)", LOADER),
     "mean with count": ("0", f"{LOOP}total / count.clamp(min=1), count=count)", LOADER),
 }
-IN_TEST, IN_CI = ("total and mean",), ("totals of micro-batches", "sum/loop")
-
-
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    if name in IN_TEST:
-        return []
-    return [pytest.mark.conformance if name in IN_CI else pytest.mark.full]
+QUICK = ("total and mean",)
 
 
 def asked(folder: Path, returned: str, step: str, loader: str, steps: int = 3) -> Answer:
@@ -76,13 +70,13 @@ def asked(folder: Path, returned: str, step: str, loader: str, steps: int = 3) -
     return decide(Prepared(folder, (), 2, None, "fp32", steps, path))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in HEALTHY])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in HEALTHY])
 def test_terms_over_different_things_are_the_same_model(name: str, tmp_path: Path) -> None:
     answer = asked(tmp_path, *HEALTHY[name])
     assert (answer.code, answer.cause) == (SAME, None), answer.text
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_mean_over_a_shards_own_things_beside_a_total_is_still_found(tmp_path: Path) -> None:
     answer = asked(tmp_path, "paceline.Total(total, count), mean + total / count.clamp(min=1)", CLOSURE, LOADER)
     assert answer.code == DIFFERENT, answer.text

@@ -124,7 +124,7 @@ def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_sh
     assert "told that it is the only one" in answer.text
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("processes", "precision"),
@@ -155,7 +155,7 @@ def test_what_changes_the_mathematics_on_purpose_is_no_fault(tmp_path: Path) -> 
     assert (answer.code, answer.cause, answer.quantity) == (DIFFERENT, "by-design", "gradient")
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -201,12 +201,12 @@ def unlike(expected: Mapping[str, tuple[int, str | None, str]], found: Mapping[C
     return faults
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_what_is_no_fault_or_cannot_be_told(tmp_path: Path) -> None:
     assert unlike(VERDICTS, answers(tmp_path, [(name, "healthy") for name in VERDICTS], 2, "fp32", 2)) == {}
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_run_that_fails(name: str, tmp_path: Path) -> None:
     found = {(name, "healthy"): ask(tmp_path / name, "ddp", (name, "healthy"))}

@@ -80,7 +80,7 @@ def test_the_same(folder: Path) -> None:
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["A", "C", "C2", "B"]
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_a_script_that_fails(folder: Path) -> None:
     (folder / "other.py").write_text("import paceline\n\npaceline.start()\nraise KeyError('nothing')\n")
     done, _ = verify(folder, "other.py")
@@ -88,7 +88,7 @@ def test_a_script_that_fails(folder: Path) -> None:
     assert done.stdout.startswith("could not tell: the run in question failed: KeyError: 'nothing'")
 
 
-@pytest.mark.conformance
+@pytest.mark.full
 def test_ctrl_c(folder: Path) -> None:
     (folder / "other.py").write_text("import pathlib, time\n\npathlib.Path('../on').touch()\ntime.sleep(100)\n")
     started = subprocess.Popen([*COMMAND, "other.py"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
