@@ -143,7 +143,7 @@ def statistics(batches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     return norm.running_mean, norm.running_var
 
 
-def check_statistics(model: Any, batches: Sequence[torch.Tensor]) -> None:
+def assert_statistics(model: Any, batches: Sequence[torch.Tensor]) -> None:
     for own, wanted in zip((model[1].running_mean, model[1].running_var), statistics(batches), strict=True):
         near(own, wanted)
 
@@ -155,7 +155,7 @@ def test_statistics_over_shards_are_means_over_those_of_all_replicas(strategy: s
     model, history, _ = fitted("SWA", model=norm_first(), strategy=strategy, batch_norm="shard", global_batch=7)
     ranks = collectives.size_of()
     cut = [part for rows in torch.arange(N).split(7) for part in rows.tensor_split(ranks) if len(part)]
-    check_statistics(model, [X[part] for part in cut])
+    assert_statistics(model, [X[part] for part in cut])
     with torch.no_grad():
         assert history["val_loss"][-1] == pytest.approx(loss_fn(model.eval(), [TEST_X, TEST_Y]).item(), rel=1e-6)
 
@@ -174,7 +174,7 @@ FEW = range(3, 17)
 )
 def test_the_statistics_are_those_of_what_an_epoch_trains_on(options: dict[str, Any], batches: list[range]) -> None:
     model, _, _ = fitted("SWA", model=norm_first(), global_batch=7, **options)
-    check_statistics(model, [X[list(rows)] for rows in batches])
+    assert_statistics(model, [X[list(rows)] for rows in batches])
 
 
 def test_frozen_batch_norms_and_other_modules_keep_their_buffers() -> None:
