@@ -14,7 +14,7 @@ HEALTHY = ("imagenet", "by_hand", "finetune", "gan", "gpt", "stream", "on_a_devi
            "search", "tensor_parallel", "copies", "runner", "masked", "plain", "averaged", "workers", "mixture", "diffusion",
            "graphs", "tagger", "trainer")  # fmt: skip
 FOREIGN = {"foreign/muon": "torch", "foreign/hf_experts": "transformers", "foreign/fully_sharded": "torch", "foreign/titan": "torch", "foreign/references": "torch",
-           "foreign/accelerated": "accelerate", "foreign/hf_trainer": "transformers", "foreign/hf_stream": "transformers",
+           "foreign/accelerated": "accelerate", "foreign/local_sgd": "accelerate", "foreign/hf_trainer": "transformers", "foreign/hf_stream": "transformers",
            "foreign/fabric": "lightning", "foreign/lightning_trainer": "lightning",
            "foreign/lightning_sums": "lightning", "foreign/metrics": "torchmetrics"}  # fmt: skip  # script -> what it needs
 
@@ -417,6 +417,11 @@ IN_LIBRARIES = [
     _p("Accelerate: dropped in accumulate", "gradients_dropped", "foreign/accelerated",
        ("gradient_accumulation_steps=2)", "gradient_accumulation_steps=3)"), ("// 2)", "// 3)"), ("                opt.zero_grad()\n", ""),
        ("                loss = nn.functional", "                opt.zero_grad()\n                loss = nn.functional"), at="opt.zero_grad()"),
+    _p("Accelerate: a loader that is not prepared, of batches that are no dicts", "same_examples", "foreign/accelerated",
+       ("import torch\n", "from collections import UserDict\n\nimport torch\n"),
+       ("train = DataLoader(TensorDataset(x[:48], y[:48]), batch_size=4, shuffle=True)", "train = DataLoader(TensorDataset(x[:48], y[:48]), batch_size=4, shuffle=True, collate_fn=lambda rows: UserDict(x=torch.stack([a for a, _ in rows]), y=torch.stack([b for _, b in rows])))"),
+       ("model, opt, train, test, sched = acc.prepare(model, opt, train, test, sched)", "model, opt, test, sched = acc.prepare(model, opt, test, sched)"),
+       ("        for a, b in train:\n", "        for batch in train:\n            a, b = batch['x'], batch['y']\n"), at="for batch in train:", beside="train = DataLoader(", also=("scheduler_steps",)),
     _p("Accelerate: a dict in another order", "collectives", "foreign/accelerated",
        ("                acc.backward(loss)\n", "                acc.backward(loss)\n                logs = {'a': loss.detach(), 'b': 2 * loss.detach()}\n                logs = acc.reduce(dict(sorted(logs.items(), reverse=acc.process_index > 0)), 'mean')\n"), at="acc.reduce("),
     _p("Lightning: keys in another order", "collectives", "foreign/lightning_trainer",

@@ -73,6 +73,13 @@ TEXTS = {
             return right
         print("accuracy", evaluate(model))
     """),
+    "an object that is filled by keywords, as of the library evaluate": (True, """
+        metric = evaluate.load("accuracy")
+        for x, y in local:  # loop
+            metric.add_batch(predictions=model(x).argmax(1), references=y)
+        numbers = metric.compute()
+        print("accuracy", numbers)
+    """),
     "an object that a function fills": (True, """
         def evaluate(model, meter):
             for x, y in local:  # loop

@@ -74,6 +74,10 @@ def sum_term(total: Any, count: Weight | None, examples: int, whole: int) -> Ter
 
 
 def _check(loss: Any) -> None:
+    if isinstance(loss, Total):
+        raise UsageError(
+            "paceline.Total is what a closure returns. In a loop write run.backward(total=the sum, count=its count)."
+        )
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"a loss must be a scalar tensor (or paceline.Total, or a tuple of these), not {type(loss).__name__}."

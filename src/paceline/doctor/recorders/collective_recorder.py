@@ -77,7 +77,7 @@ class CollectiveRecorder:
         self._digests = self._results = 0
         # address -> (the parameter's number, its gradient); None: to be found anew
         self._grads: dict[int, tuple[int, Any]] | None = None
-        self._weights: dict[int, int] = {}  # address -> the parameter's number
+        self._weights: dict[int, tuple[int, torch.Tensor]] = {}  # address -> (the parameter's number, the parameter)
         self._totals: set[int] = set()  # numbers of elements of all weights of an optimizer, and of all optimizers
         self._shapes: set[Any] = set()  # of all weights
         self.unwaited: dict[int, tuple[Any, list[Any]]] = {}  # id of a handle -> (the handle, the line that started it)
@@ -238,15 +238,16 @@ class CollectiveRecorder:
 
     def _identify(self, tensor: torch.Tensor) -> dict[str, Any]:
         """Is the tensor a gradient or a weight, or all of an optimizer's? Returns fields of the event."""
-        unknown = tensor.data_ptr() not in self._weights and tensor.data_ptr() not in (self._grads or ())
+        unknown = self._weight_at(tensor.data_ptr()) is None and tensor.data_ptr() not in (self._grads or ())
         growing = self._in_backward and self._digests < _MAX_DIGESTS  # gradients come one by one, each to its hook
         if self._grads is None or (unknown and (growing or not self.log.optimizers)):
             self._index_addresses()
         pointer = tensor.data_ptr()
-        of, number, grad = "", None, None
+        of, grad = "", None
         assert self._grads is not None
-        if pointer and pointer in self._weights:
-            of, number = "weight", self._weights[pointer]
+        number = self._weight_at(pointer)
+        if number is not None:
+            of = "weight"
         elif pointer and pointer in self._grads:
             of = "grad"
             number, grad = self._grads[pointer]
@@ -254,6 +255,8 @@ class CollectiveRecorder:
             of = "grad" if self.log.backward_since_step else "weight"
         elif self._in_backward and tuple(tensor.shape) in self._shapes:
             of = "grad"
+        elif not self.log.backward_since_step and self._copies_weight(tensor):
+            of = "weight"
         elif self.log.backward_since_step and tensor.is_floating_point():
             number, grad = self._match_gradient(tensor)
             of = "grad" if grad is not None else ""
@@ -267,6 +270,19 @@ class CollectiveRecorder:
             fields["given"] = sample(tensor) if number is not None else None
             fields["by"] = self.log.script_stack(4)
         return fields
+
+    def _weight_at(self, address: int) -> int | None:
+        """The number of the weight at this address. After `p.data = mean`, as in LocalSGD of Accelerate, the memory
+        that p had may hold any other tensor: None."""
+        number, weight = self._weights.get(address, (None, None))
+        return number if weight is not None and address and weight.data_ptr() == address else None
+
+    def _copies_weight(self, tensor: torch.Tensor) -> bool:
+        """Does it hold the values of a weight, as in `mean = p.clone(); all_reduce(mean); p.data = mean / n`?"""
+        if tensor.numel() < _MIN_ELEMENTS or tuple(tensor.shape) not in self._shapes:
+            return False
+        weights = (w for _, w in self._weights.values() if w.shape == tensor.shape and w.dtype is tensor.dtype)
+        return any(w.device == tensor.device and torch.equal(w, tensor) for w in weights)
 
     def _match_gradient(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
         """(number, gradient) where the tensor holds a copy of a gradient: divided, in another precision, or the first
@@ -297,7 +313,7 @@ class CollectiveRecorder:
         everything = number = 0
         if not self.log.optimizers:  # weights that are made alike before there is one
             weights = [p for p in self.log.models.made_at if p.device.type != "meta" and p.layout is torch.strided]
-            self._weights = {p.data_ptr(): n for n, p in enumerate(weights, 1)}
+            self._weights = {p.data_ptr(): (n, p) for n, p in enumerate(weights, 1)}
         for optimizer in sorted(self.log.optimizers, key=lambda o: int(o.__dict__["_paceline_doctor"])):
             total = 0
             for group in optimizer.param_groups:
@@ -305,7 +321,7 @@ class CollectiveRecorder:
                     number += 1
                     self._shapes.add(tuple(p.shape))
                     if p.device.type != "meta" and type(p).__name__ in ("Parameter", "Tensor"):
-                        self._weights[p.data_ptr()] = number
+                        self._weights[p.data_ptr()] = (number, p)
                         total += p.numel() if p.grad is not None or not self.log.backward_since_step else 0
                         if p.grad is not None:
                             self._grads[p.grad.data_ptr()] = (number, p.grad)

@@ -45,7 +45,10 @@ class _OutputRecorder:
                 original(*args, **options)
             finally:
                 self._printing = False
-            if self.log.active and self._count < _MAX_OUTPUTS:
+            in_memory = isinstance(
+                options.get("file"), io.StringIO
+            )  # as `dis` prints, by which datasets hashes functions
+            if self.log.active and self._count < _MAX_OUTPUTS and not in_memory:
                 text = " ".join(str(a) for a in args if isinstance(a, _PRINTED))
                 self._record_output("print", text, self.log.caller())
 

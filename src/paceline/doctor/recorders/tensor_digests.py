@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ _MAX_STEPS, _MAX_PADDED = 8192, 65536  # of a row that may be padded: its steps,
 
 
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, in dicts, lists and tuples."""
+    """The tensors of a batch, in lists, tuples and mappings: a dict, or transformers' BatchEncoding, which is none."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif depth < 4:
-        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
         for part in parts:
             yield from tensors_in(part, depth + 1)
 

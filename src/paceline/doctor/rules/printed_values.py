@@ -115,7 +115,7 @@ def _made_in(node: ast.AST, body: bool = True) -> set[str]:
     for n in parts:
         if isinstance(n, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(n.ctx, ast.Store):
             found.add(_key(n))
-        elif isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.args:
+        elif isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and (n.args or n.keywords):
             found.add(_key(n.func.value))
     return found - {"", "self"}
 
