@@ -297,13 +297,13 @@ def test_figures_of_a_gpu_that_are_kept_here_were_measured_on_one() -> None:
 
 
 # The other parts take many minutes on a CPU, and their deadlines fit a machine that does nothing else.
-TIERS = {"ranks": "conformance", "right": "full", "costs": "full"}
+IN_CONFORMANCE = ("ranks", "right", "costs")
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(part, marks=getattr(pytest.mark, TIERS.get(part, "campaign")))
+    [pytest.param(part, marks=pytest.mark.full if part in IN_CONFORMANCE else pytest.mark.campaign)
      for part in PARTS],
 )  # fmt: skip
 def test_a_part_passes_on_a_cpu(part: str, tmp_path: Path) -> None:

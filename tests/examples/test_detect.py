@@ -60,6 +60,7 @@ def test_the_weights_are_the_same(run: str, folder: Path, one: dict[str, Any]) -
     assert distance(one, load_file(folder / f"{run}.safetensors")) <= BOUND
 
 
+@pytest.mark.full
 def test_verify_finds_one_model(folder: Path) -> None:
     script = [str(jobs.EXAMPLES / "detect.py"), *its.arguments("cells.zip"), "--global-batch", "5"]
     command = [sys.executable, "-m", "paceline", "verify", "--nproc", "2", "--steps", "3", *script]

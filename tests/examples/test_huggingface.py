@@ -109,9 +109,8 @@ def test_from_pretrained_loads_what_was_trained(results: Results, run: str, kind
     assert (saved / "adapter_model.safetensors").stat().st_size < (saved / "whole" / "model.safetensors").stat().st_size
 
 
-@pytest.mark.parametrize(
-    ("example", "kind"), [("bert_mlm", "albert"), pytest.param("finetune_lora", "bert", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("example", "kind"), [("bert_mlm", "albert"), ("finetune_lora", "bert")])
 def test_verify_finds_one_model(results: Results, example: str, kind: str) -> None:
     script = [str(jobs.EXAMPLES / f"{example}.py"), "--data", str(results.folder / "text.txt")]
     command = [sys.executable, "-m", "paceline", "verify", "--nproc", "2", "--steps", "3", *script]
