@@ -26,7 +26,11 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
 """A peer that has sent nothing for so long, no heartbeats either, is lost."""
 
+TEARDOWN_SECONDS = 1.0
+"""A server whose connection has ended, and that still listens after so long, has not ended."""
+
 _PROBE_SECONDS = 2.0
+_PROBE_EVERY_SECONDS = 0.1
 _LINGER_MS = 2000  # for the last message when a socket is closed
 
 
@@ -178,12 +182,17 @@ class Line(_Socket):
 
     def _still_listens(self) -> bool:
         """Is the server's process there? The kernel accepts connections for one that is stopped, and not for one that
-        has ended."""
-        try:
-            socket.create_connection(self._address, timeout=_PROBE_SECONDS).close()
-        except OSError:
-            return False
-        return True
+        has ended. One that ends closes its sockets one by one: for a while, the connection has ended and the listening
+        socket has not."""
+        deadline = time.monotonic() + TEARDOWN_SECONDS
+        while True:
+            try:
+                socket.create_connection(self._address, timeout=_PROBE_SECONDS).close()
+            except OSError:
+                return False
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(_PROBE_EVERY_SECONDS)
 
     def receive(self, seconds: float) -> list[Any] | None:
         """The next message; None where none came for so long. Raises WorldError where the server is lost."""
