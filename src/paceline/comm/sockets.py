@@ -27,10 +27,9 @@ SILENCE_SECONDS = 10.0
 """A peer that has sent nothing for so long, no heartbeats either, is lost."""
 
 TEARDOWN_SECONDS = 1.0
-"""A server whose connection has ended, and that still listens after so long, has not ended."""
+"""A server that keeps a new connection for this time has not ended."""
 
 _PROBE_SECONDS = 2.0
-_PROBE_EVERY_SECONDS = 0.1
 _LINGER_MS = 2000  # for the last message when a socket is closed
 
 
@@ -181,18 +180,21 @@ class Line(_Socket):
             raise WorldError(f"{self.name} has gone, or does not know this process's key.") from None
 
     def _still_listens(self) -> bool:
-        """Is the server's process there? The kernel accepts connections for one that is stopped, and not for one that
-        has ended. One that ends closes its sockets one by one: for a while, the connection has ended and the listening
-        socket has not."""
-        deadline = time.monotonic() + TEARDOWN_SECONDS
-        while True:
+        """Is the server's process there? The kernel accepts connections for a stopped process, and refuses them for one
+        that has ended. A process that ends closes its sockets one by one. Its listening socket may be the last: then
+        the kernel resets what it had accepted."""
+        try:
+            probe = socket.create_connection(self._address, timeout=_PROBE_SECONDS)
+        except OSError:
+            return False
+        with probe:
+            probe.settimeout(TEARDOWN_SECONDS)
             try:
-                socket.create_connection(self._address, timeout=_PROBE_SECONDS).close()
+                return bool(probe.recv(1))  # the greeting of a process that runs
+            except TimeoutError:
+                return True
             except OSError:
                 return False
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(_PROBE_EVERY_SECONDS)
 
     def receive(self, seconds: float) -> list[Any] | None:
         """The next message; None where none came for so long. Raises WorldError where the server is lost."""

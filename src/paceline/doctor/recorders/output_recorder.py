@@ -45,9 +45,8 @@ class _OutputRecorder:
                 original(*args, **options)
             finally:
                 self._printing = False
-            in_memory = isinstance(
-                options.get("file"), io.StringIO
-            )  # as `dis` prints, by which datasets hashes functions
+            # `dis` prints so, and datasets hashes functions with it
+            in_memory = isinstance(options.get("file"), io.StringIO)
             if self.log.active and self._count < _MAX_OUTPUTS and not in_memory:
                 text = " ".join(str(a) for a in args if isinstance(a, _PRINTED))
                 self._record_output("print", text, self.log.caller())
