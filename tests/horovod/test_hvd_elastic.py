@@ -144,6 +144,33 @@ def test_a_script_whose_worker_is_killed_goes_on_from_its_last_commit(tmp_path: 
         assert torch.allclose(torch.tensor(own).double(), torch.tensor(other).double(), rtol=1e-12)
 
 
+FULL = """
+import resource
+def limit(files):  # a disk that is full for what this process writes; SIGXFSZ is ignored in Python
+    resource.setrlimit(resource.RLIMIT_FSIZE, (files, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_disk_that_is_full_costs_commits_and_not_the_training(tmp_path: Path) -> None:
+    """The disk is full from batch 2 to 4. Rank 1 dies at batch 3: the second start goes back to commit 1."""
+    script = textwrap.dedent(SCRIPT).replace("hvd.init()", FULL + "hvd.init()", 1)
+    script = script.replace("state.commit()\n", "limit(99 if 2 <= state.batch < 5 else -1); state.commit()\n", 1)
+    _, batches, weights = launched(tmp_path, 1)
+    (tmp_path / "full.py").write_text(script)
+    command = [sys.executable, "-m", "paceline", "run", "--nproc=2", "--max-restarts=1", "full.py", "die"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    starts, found_batches, found = json.loads((tmp_path / "found.json").read_text())
+    assert starts == ["reset", [0, 1]]
+    assert found_batches == batches == 6
+    assert all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(found, weights, strict=True))
+    said = [line for line in done.stderr.splitlines() if "could not be written" in line]
+    assert len(said) == 2, "once in each of the two starts"
+    assert all("goes back to commit 1. Make room, or set TMPDIR" in line for line in said)
+    assert not list(tmp_path.rglob("horovod-commit*"))
+
+
 WAITS = """
 import pathlib, time
 hvd.init()

@@ -10,14 +10,17 @@ Phase 1, in the script that was started again: the processes tell each other the
 Phase 2: the reset callbacks are called, since the number of processes may be another.
 Phase 3: `sync` sends rank 0's state to all, as at every start, and the script's function is called.
 
-Where a machine comes all start again too. Where the launcher starts nothing again, nothing is written.
+Where a machine comes all start again too. Where the launcher starts nothing again, nothing is written. A full disk ends
+no training: the commit is kept in memory, and a script that starts again goes back to the last one that was written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,7 +36,7 @@ from paceline.world import ERROR_FILE, STARTS_AGAIN
 
 FILE = "horovod-commit"
 _HELD = (torch.nn.Module, Optimizer, ElasticSampler)  # what has a state_dict that is saved in its place
-_OWN = {"_held", "_values", "_saved", "_callbacks", "_commits"}
+_OWN = {"_held", "_values", "_saved", "_callbacks", "_commits", "_written", "_failed"}
 
 
 class TorchState:
@@ -53,7 +56,8 @@ class TorchState:
         self._held = {name: value for name, value in named.items() if isinstance(value, _HELD)}
         self._values = [name for name in named if name not in self._held]
         self._callbacks: list[Callable[[], None]] = []
-        self._commits = 0
+        self._commits = self._written = 0
+        self._failed = False  # could the last commit not be written? Said once, until one can be again
         for name, value in named.items():
             setattr(self, name, value)
         self.save()
@@ -103,7 +107,21 @@ class TorchState:
         self._commits += 1
         path = _path()
         if path is not None and hvd_world.local_rank() == 0:
-            _write(path, {"commits": self._commits, "state": self._saved})
+            self._keep_on_disk(path)
+
+    def _keep_on_disk(self, path: Path) -> None:
+        problem = _write(path, {"commits": self._commits, "state": self._saved})
+        if not problem:
+            self._written = self._commits
+        if problem and not self._failed:
+            back = f"commit {self._written}" if self._written else "its beginning"
+            print(
+                f"paceline: commit {self._commits} could not be written to {path.parent} ({problem}), so that after a "
+                f"failure the script goes back to {back}. Make room, or set TMPDIR to another directory.",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._failed = bool(problem)
 
     def check_host_updates(self) -> None:
         """Nothing: where machines come or go, the launcher starts the script again."""
@@ -132,7 +150,7 @@ class TorchState:
         source = commits.index(max(commits))
         found = hvd_state.broadcast_object(own, root_rank=source)
         assert found is not None
-        self._commits = found["commits"]
+        self._commits = self._written = found["commits"]
         self._load(found["state"])
         self.save()
         return True
@@ -145,12 +163,26 @@ def _path() -> Path | None:
     return Path(told).parent / FILE if told and os.environ.get(STARTS_AGAIN) else None
 
 
-def _write(path: Path, content: Any) -> None:
-    """Whole or not at all, and readable by this user only."""
-    number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
-    with open(number, "wb") as file:
-        torch.save(content, file)
-    os.replace(part, path)
+def _write(path: Path, content: Any) -> str:
+    """Whole or not at all, and readable by this user only. What the operating system refused; "" where it is written."""
+    part = ""
+    try:
+        number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
+        with open(number, "wb") as file:
+            file.write(_pickled(content))
+        os.replace(part, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        return error.strerror or str(error)
+    return ""
+
+
+def _pickled(content: Any) -> memoryview:
+    """In memory first: torch.save to a full disk raises a RuntimeError that does not name the disk."""
+    whole = io.BytesIO()
+    torch.save(content, whole)
+    return whole.getbuffer()
 
 
 def _read(path: Path | None) -> dict[str, Any] | None:
