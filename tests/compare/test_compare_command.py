@@ -67,6 +67,7 @@ def rows(document: Any) -> dict[str, Any]:
     return {row["name"]: row for row in document["rows"]}
 
 
+@pytest.mark.conformance
 def test_a_trial_leaves_nothing_of_the_scripts(folder: Path, compared: Result) -> None:
     """No checkpoint, no export, no log, no temporary file."""
     assert sorted(path.name for path in folder.iterdir()) == ["out.html", "out.json", "tmp"]
@@ -139,6 +140,7 @@ def test_the_page_says_the_same_as_the_terminal(folder: Path, compared: Result, 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)  # it launches every strategy
 def test_every_strategy_is_a_row_where_a_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "deepspeed", None)

@@ -104,6 +104,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.conformance
 def test_doctor_that_is_installed_judges_as_a_checkout(tmp_path: Path) -> None:
     """Its own frames, in site-packages, are no library's of the script."""
     installed = tmp_path / "site-packages"

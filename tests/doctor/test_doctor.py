@@ -157,10 +157,12 @@ def hanging(name: str, folder: Path, processes: int) -> None:
     assert p.source().splitlines()[first["line"] - 1].strip() in "\n".join(planted) or "train(" in planted[1]
 
 
+@pytest.mark.conformance
 def test_a_collective_of_one_rank_ends_the_run(tmp_path: Path) -> None:
     hanging("a call of rank 0", tmp_path, 2)
 
 
+@pytest.mark.full
 def test_a_call_of_paceline_on_one_rank_is_the_scripts_own_error(tmp_path: Path) -> None:
     """It hangs no longer: the run itself says both calls and lines."""
     text = (SCRIPTS / "with_paceline.py").read_text()

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.doctor.rules import random_rules
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
 
@@ -128,6 +130,7 @@ print(bool((first == x + torch.randn_like(x)).all()))
 """
 
 
+@pytest.mark.conformance
 def test_which_draws_count_and_that_torch_works_as_before(tmp_path: Path) -> None:
     """In a process of its own, since the recorders replace functions of torch."""
     (tmp_path / "script.py").write_text(DRAWS)

@@ -34,10 +34,10 @@ def test_the_memory_of_a_weight_that_was_moved(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_weight(tmp_path: Path) -> None:
-    """`mean = p.clone(); all_reduce(mean)` averages weights. It has no number, since weights may be equal."""
+    """`mean = p.clone(); all_reduce(mean); p.data = mean` averages weights. No number: weights may be equal."""
     weight = nn.Linear(8, 8, bias=False)
     collectives = recorder(weight, tmp_path)
-    assert collectives._identify(weight.weight.detach().clone()) == {"of": "weight", "number": None}
+    assert collectives._identify(weight.weight.detach().clone()) == {"of": "weight", "copy": True}
     assert collectives._identify(torch.randn(8, 8)) == {}
     collectives.log.backward_since_step = True  # a gradient may have these values, just before the step
     assert collectives._identify(weight.weight.detach().clone()) == {}

@@ -37,6 +37,26 @@ def causes(*ranks: list[Event]) -> list[str]:
     return [finding.cause for finding in cost_rules.findings(RecordedRun(ranks))]
 
 
+def test_a_copy_averages_weights_where_the_script_puts_it_back() -> None:
+    copy = {"k": "coll", "op": "all_reduce", "of": "weight", "copy": True, "at": AT}
+    before, moved = {"k": "before", "opt": 0, "step": 2}, {"k": "moved", "opt": 0, "step": 1}
+    assert RecordedRun([[*steps([], 1), copy, moved, before, *steps([], 1)]]).averages_weights
+    assert not RecordedRun([[*steps([], 1), copy, before, *steps([], 1)]]).averages_weights, "its mean is dropped"
+    assert not RecordedRun([[*steps([], 1), copy, before, *steps([], 1), moved]]).averages_weights, "after a step"
+    assert RecordedRun([[*steps([], 1), {**copy, "copy": None}]]).averages_weights, "the weight itself, in place"
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 4])
+@pytest.mark.parametrize("processes", [2, 3, 7])
+def test_a_length_that_counts_all_the_data_is_known_whatever_was_rounded(processes: int, epochs: int) -> None:
+    """Each epoch has ceil(rows / processes / batch) steps; the length in the script rounds down once an epoch."""
+    rows, batch = 48 * processes, 16 // processes
+    share = epochs * -(-rows // processes // batch)
+    assert schedule_rules._is_multiple(share, processes, epochs * (rows // batch), epochs)
+    assert not schedule_rules._is_multiple(share, processes, share, epochs)
+    assert not schedule_rules._is_multiple(share, processes, share * (processes + 1), epochs)
+
+
 @pytest.mark.parametrize(("kind", "cause"), [("torch.cuda.empty_cache", "empty_cache"), (".item()", "synchronises")])
 def test_waiting_for_the_device(kind: str, cause: str) -> None:
     def wait(seconds: float) -> list[Event]:

@@ -192,7 +192,8 @@ class CollectiveRecorder:
                         fields["result"] = self._values(tensor, fields)
                     if given.get("async_op"):
                         self._hold_handle(result, fields)
-                    self.log.record("coll", op=op, path=[] if fields.get("of") else self.log.call_stack(), **fields)
+                    known = fields.get("of") and "copy" not in fields
+                    self.log.record("coll", op=op, path=[] if known else self.log.call_stack(), **fields)
                 return result
 
             return call
@@ -256,7 +257,7 @@ class CollectiveRecorder:
         elif self._in_backward and tuple(tensor.shape) in self._shapes:
             of = "grad"
         elif not self.log.backward_since_step and self._copies_weight(tensor):
-            of = "weight"
+            return {"of": "weight", "copy": True}
         elif self.log.backward_since_step and tensor.is_floating_point():
             number, grad = self._match_gradient(tensor)
             of = "grad" if grad is not None else ""
@@ -281,8 +282,11 @@ class CollectiveRecorder:
         """Does it hold the values of a weight, as in `mean = p.clone(); all_reduce(mean); p.data = mean / n`?"""
         if tensor.numel() < _MIN_ELEMENTS or tuple(tensor.shape) not in self._shapes:
             return False
-        weights = (w for _, w in self._weights.values() if w.shape == tensor.shape and w.dtype is tensor.dtype)
-        return any(w.device == tensor.device and torch.equal(w, tensor) for w in weights)
+        like = [w for _, w in self._weights.values() if w.shape == tensor.shape and w.dtype is tensor.dtype]
+        step = max(1, tensor.numel() // _COMPARED)  # a model may have a hundred weights of one shape: most differ here
+        some = tensor.reshape(-1)[::step]
+        near = (w for w in like if w.device == tensor.device and torch.equal(w.reshape(-1)[::step], some))
+        return any(torch.equal(w, tensor) for w in near)
 
     def _match_gradient(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
         """(number, gradient) where the tensor holds a copy of a gradient: divided, in another precision, or the first

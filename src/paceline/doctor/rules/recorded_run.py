@@ -187,13 +187,8 @@ class RecordedRun:
     @cached_property
     def averages_weights(self) -> bool:
         """Are weights reduced in mid-training, as in local SGD?"""
-        for events in self.ranks:
-            stepped = False
-            for e in events:
-                stepped = stepped or e["k"] == "step"
-                if stepped and e["k"] == "coll" and e.get("of") == "weight" and "reduce" in e["op"]:
-                    return True
-        return False
+        sent = (one for events in self.ranks for one in _weights_sent(events))
+        return any(stepped and "reduce" in e["op"] for e, stepped in sent)
 
     @cached_property
     def loaders(self) -> list[dict[str, Event]]:
@@ -256,12 +251,25 @@ class RecordedRun:
 
 
 def _weights_sent(events: list[Event]) -> Iterator[tuple[Event, bool]]:
-    """(event, was a step made before it?) of the collectives that send weights."""
+    """(event, was a step made before it?) of the collectives that send weights. A copy counts in mid-training where
+    weights change afterwards: nothing is averaged by a result that the script drops."""
     stepped = False
-    for e in events:
+    for n, e in enumerate(events):
         stepped = stepped or e["k"] == "step"
-        if e["k"] == "coll" and e.get("of") == "weight":
+        if e["k"] == "coll" and e.get("of") == "weight" and not (stepped and e.get("copy") and not _moved(events, n)):
             yield e, stepped
+
+
+def _moved(events: list[Event], begin: int) -> bool:
+    """Do weights change after this event, by no optimizer, before each optimizer has stepped once?"""
+    optimizers = len({e["opt"] for e in events if e["k"] == "step"})
+    for e in events[begin:]:
+        if e["k"] == "moved":
+            return True
+        optimizers -= e["k"] == "step"
+        if optimizers <= 0:
+            return False
+    return False
 
 
 def file_line(at: Any) -> str:

@@ -102,6 +102,7 @@ def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Fi
     meant."""
     micro = [len(backwards) for backwards, _ in micro_batches(run)]
     k = Counter(micro).most_common(1)[0][0] if micro else 1
+    epochs = sum(p.loader in run.training_loaders and p.training for p in run.passes[0])
     for steps in schedulers:
         last, count = steps[-1], len(steps)
         horizon, opt = last["horizon"], last.get("opt")
@@ -114,13 +115,15 @@ def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Fi
         lines, text, twice = _length_in_text(run, last)
         evidence = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
         end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
-        if _is_multiple(horizon, run.world_size, count) and twice:
+        if _is_multiple(horizon, run.world_size, count, epochs) and twice:
             evidence += (
                 f"the length was divided by {run.world_size} processes twice, since each loader has its share; {end}"
             )
-        elif _is_multiple(count, run.world_size, horizon) and _OF_A_SET.search(text) and not WORLD.search(text):
+        elif _is_multiple(count, run.world_size, horizon, epochs) and _OF_A_SET.search(text) and not WORLD.search(text):
             evidence += f"the length counts all the data, of which each of {run.world_size} processes has a part; {end}"
-        elif k > 1 and _is_multiple(count, k, horizon) and _OF_A_LOADER.search(text) and not _PARTS.search(text):
+        elif (
+            k > 1 and _is_multiple(count, k, horizon, epochs) and _OF_A_LOADER.search(text) and not _PARTS.search(text)
+        ):
             evidence += f"the length counts micro-batches, {k} for each update; {end}"
         else:
             continue
@@ -154,9 +157,9 @@ def _lines(run: RecordedRun) -> list[list[Any]]:
     return [e["at"] for e in run.events(0, "optimizer", "sched") if e["at"]]
 
 
-def _is_multiple(part: int, factor: int, whole: int) -> bool:
-    """Is part * factor the whole, but for rounding?"""
-    return abs(part * factor - whole) <= max(factor, 0.05 * whole)
+def _is_multiple(part: int, factor: int, whole: int, epochs: int) -> bool:
+    """Is part * factor the whole, but for rounding? Each epoch of the part may have been rounded up."""
+    return abs(part * factor - whole) <= max(factor, 0.05 * whole, min(factor * epochs, 0.15 * whole))
 
 
 def _once_per_process(run: RecordedRun, number: int) -> str:

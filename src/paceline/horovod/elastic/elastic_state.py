@@ -164,7 +164,7 @@ def _path() -> Path | None:
 
 
 def _write(path: Path, content: Any) -> str:
-    """Whole or not at all, and readable by this user only. What the operating system refused; "" where it is written."""
+    """Whole or not at all, and readable by this user only. Returns why it was refused; "" where it is written."""
     part = ""
     try:
         number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
