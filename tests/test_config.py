@@ -188,6 +188,7 @@ def test_under_plain_python_the_file_beside_the_script_counts(script: Path, tmp_
     ]
 
 
+@pytest.mark.conformance
 def test_under_the_launcher_the_command_line_counts_most_and_rank_0_tells(script: Path, tmp_path: Path) -> None:
     file = written(script.parent, 'seed = 2\nprecision = "bf16"\n')
     launcher = ["-m", "paceline", "run", "--nproc", "2", "--seed", "3", "--strategy", "ddp:bucket_mb=5"]
@@ -212,6 +213,7 @@ def test_a_named_file_takes_the_place_of_the_one_beside(script: Path, tmp_path: 
     assert "Traceback" not in told
 
 
+@pytest.mark.full
 def test_a_faulty_file_is_named_without_our_own_frames(script: Path, tmp_path: Path) -> None:
     file = written(script.parent, 'precision = "bf61"\n')
     code, _, told = run(tmp_path / "cwd", script)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LEAKS = {
     "environment variable": "os.environ['PACELINE_LEAK'] = '1'",
     "thread": "threading.Thread(target=time.sleep, args=(6,), name='leaky', daemon=True).start()",
@@ -19,6 +21,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.conformance
 def test_every_leak_fails_its_test_and_no_other(tmp_path: Path) -> None:
     guard = Path(__file__).with_name("conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(f"{guard}\nfrom tests import leaks\nleaks.GRACE_SECONDS = 0.1\n")

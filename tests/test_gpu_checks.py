@@ -49,6 +49,7 @@ def command(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.conformance
 def test_a_dry_run_builds_every_check_and_says_what_it_would_run() -> None:
     done = command("--dry", seconds=60)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -444,6 +444,7 @@ print(sorted(stores.list_keys())[:0], stores.get_timeout() if hasattr(stores, "g
 """
 
 
+@pytest.mark.conformance
 def test_the_launchers_store_answers_torchs_client_as_torchs_own_server_does(tmp_path: Path) -> None:
     """Which bytes that client sends is torch's own affair: a version with others is seen here."""
     from paceline.launcher.doors import Doors, StoreDoor
@@ -783,6 +784,7 @@ def test_a_feeding_layer_pickles_as_torchs_own() -> None:
 # ------------------------------------------------------------ the flight recorder
 
 
+@pytest.mark.conformance
 def test_the_flight_recorder_tells_the_calls_of_each_group() -> None:
     code = """
 import torch, torch.distributed as dist

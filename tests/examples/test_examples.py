@@ -66,17 +66,20 @@ def test_examples_are_short(script: Path) -> None:
     assert lines < MOST_LINES, f"{script} has {lines} lines"
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("name", ["image", "text", "cifar", "gpt", "nanogpt", "contrastive", "gan 0", "gan 1"])
 def test_one_and_two_processes_give_one_model(results: Results, name: str) -> None:
     assert distance(results.weights(name, 1), results.weights(name, 2)) <= BOUND
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_stopped_gpt_goes_on_with_micro_batches_to_the_same_model(results: Results, size: int) -> None:
     assert "goes on after step 8" in results.printed[size]["gpt resumed"]
     assert distance(results.weights("gpt", size), results.weights("gpt resumed", size)) <= BOUND
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_nanogpt_is_the_same_model_in_micro_batches(results: Results, size: int) -> None:
     assert "step 8: held-out loss" in results.printed[size]["nanogpt in parts"]
@@ -102,6 +105,7 @@ def test_the_nanogpt_compiled_and_in_micro_batches_is_the_same_model(tmp_path: P
     assert distance(*found) <= 1e-6  # it comes to 3e-9; with batches of 5 it is 7e-4
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_gpt_learns_and_speaks(results: Results, size: int) -> None:
     printed = results.printed[size]["gpt"]

@@ -38,7 +38,7 @@ def fitted(**options: Any) -> tuple[nn.Module, paceline.History, int]:
         return model, history, run.steps
 
 
-@pytest.mark.ranks(1, conformance=2)
+@pytest.mark.ranks(conformance=(1, 2))
 def test_the_weights_are_those_of_a_plain_loop() -> None:
     expected = by_hand()
     for options in ({}, {"micro_batch": 2}):

@@ -172,7 +172,7 @@ def test_nobody_waits_in_the_middle_of_a_forward() -> None:
     assert type(model[1]) is nn.SyncBatchNorm
 
 
-@pytest.mark.ranks(1, full=2)
+@pytest.mark.ranks(conformance=1, full=2)
 def test_what_does_not_fit_at_all() -> None:
     said = r"global_batch=20\): not even micro_batch=1 fits(.|\n)*rank \d: (OutOf|Runtime)"
     with pytest.raises(SettingError, match=said):

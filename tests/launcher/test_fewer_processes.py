@@ -115,6 +115,7 @@ def test_where_all_ranks_die_one_after_the_other_as_many_start_again(tmp_path: P
     assert "on this machine now" not in done.stderr, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("leave", ["sys.exit", pytest.param("os._exit", marks=pytest.mark.full)])
 def test_ranks_that_catch_what_the_death_of_another_brings_and_leave_have_not_died_by_themselves(
     tmp_path: Path, leave: str

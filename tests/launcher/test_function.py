@@ -82,6 +82,7 @@ class OnlyThere:
         return type(self), ("too", "many")
 
 
+@pytest.mark.conformance
 def test_what_cannot_be_made_again() -> None:
     thing = OnlyThere()
     with pytest.raises(LaunchError, match=r"cannot be made in this process \(TypeError: .*that can be imported here"):
@@ -105,6 +106,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["TERM", "INT"])
 def test_a_signal_does_what_it_would_without_it(name: str, tmp_path: Path) -> None:
     """SIGTERM ends the caller, without a traceback; Ctrl-C raises KeyboardInterrupt."""

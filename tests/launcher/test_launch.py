@@ -600,6 +600,7 @@ def test_a_script_that_refuses_its_arguments_says_so_once(launches: Launches) ->
     assert err.startswith("paceline: --rdzv-backend static: not used, since there is one machine"), err
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ends well", "killed"])
 def test_nothing_stays_in_the_folder_for_temporary_files(launches: Launches, end: str) -> None:
     """Not the sockets of a DataLoader's workers, nor the cache that torch makes for a script that compiles nothing."""

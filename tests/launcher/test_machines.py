@@ -149,6 +149,7 @@ def test_a_launcher_that_is_killed_while_it_waits_for_others_leaves_no_folder(ma
     machines.wait_until(lambda: not list(machines.directory.glob("paceline-*")), "its folder is left")
 
 
+@pytest.mark.conformance
 def test_a_killed_worker_restarts_all_of_both_and_the_cause_is_told_on_both(machines: Machines) -> None:
     """Their gloo meets anew, which needs a fresh store: torch's own agents hand on the old one. Then a second failure,
     for which there is no restart left."""

@@ -128,6 +128,7 @@ def test_a_place_that_cannot_be_written(place: Path) -> None:
     assert list((place / "tmp").iterdir()) == []
 
 
+@pytest.mark.full
 def test_restarts(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All workers again, with a fresh store: gloo would find the addresses of those before."""
     code = """

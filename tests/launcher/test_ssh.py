@@ -268,6 +268,7 @@ def test_a_run_on_this_machine_needs_no_ssh(tmp_path: Path, capfd: pytest.Captur
     )
 
 
+@pytest.mark.full
 def test_being_asked_to_save_before_the_run_has_begun_there_does_not_end_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('it ran')\n")
     words = ["run", "--nproc", "1", "train.py"]

@@ -81,6 +81,7 @@ def test_a_stopped_rank(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert away == "  rank 1 has not come to it."
 
 
+@pytest.mark.conformance
 def test_a_stop_is_told_long_before_the_limit(place: Path) -> None:
     """Of a rank by the launcher, and of the launcher by a rank. A process of rank 1's lets both go on."""
     code = f"""{PLAIN}
@@ -126,6 +127,7 @@ sys.exit(launcher.run(sys.argv[1], nproc=2))
 """
 
 
+@pytest.mark.full
 def test_an_endless_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = PLAIN + "if rank == 1:\n    arrived()\n    while True: pass  # here\ndist.all_reduce(total)\n"
     err = end(place, code, capfd)
@@ -160,6 +162,7 @@ class Slow(Dataset):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop", [False, pytest.param(True, marks=pytest.mark.full)], ids=["asleep", "stopped"])
 def test_a_worker_of_a_data_loader(place: Path, capfd: pytest.CaptureFixture[str], stop: bool) -> None:
     """The user's own line in it, and not that of the loader."""
@@ -201,6 +204,7 @@ if rank == 1:
     assert "Every rank must make the same calls in the same order" in err
 
 
+@pytest.mark.full
 def test_a_restart_of_a_run_that_stalls(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = f"""{PLAIN}
 if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -215,6 +219,7 @@ dist.all_reduce(total)
     assert err.endswith("paceline: restart 1 of 1.\n")
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_in_every_step_is_not_accused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is found at the same line each time; its count of batches says that it moves."""
     code = f"""{HEAD}
@@ -299,6 +304,7 @@ def test_states() -> None:
 # ---------------------------------------------------------------- ranks that end early
 
 
+@pytest.mark.full
 def test_a_stopped_rank_that_nobody_needs_is_ended(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +324,7 @@ if os.environ["RANK"] == "1":
     assert story == "paceline: rank 1 is stopped by a signal, and the others have done all work: it is ended."
 
 
+@pytest.mark.full
 def test_a_rank_that_left_before_the_others_came(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """No connection breaks: the other waits, and the run is ended after the limit, whatever the action."""
     code = f"""{HEAD}
@@ -344,6 +351,7 @@ for step in range(9):
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("leave", "place_of_exit"),
     [
@@ -409,6 +417,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     assert "Every rank must make the same calls in the same order" in err, err
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     "code",
     [
@@ -475,6 +484,7 @@ def test_a_rank_that_does_not_answer_proves_nothing() -> None:
     assert not in_vain({}, range(2))
 
 
+@pytest.mark.full
 def test_a_call_that_was_queued_is_told_where_the_script_has_gone_on(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -494,6 +504,7 @@ else:
     assert f"\n  In group default_pg (gloo): rank 0 is {where}; rank 1 is {after}.\n" in f"{err}\n", err
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("zero", "one", "told"),
     [
@@ -519,6 +530,7 @@ def test_calls_of_one_number_that_do_not_match_are_named(
     assert f"    Call 2 is not the same on all ranks: {told[0]} on rank 0, {told[1]} on rank 1.\n" in f"{err}\n", err
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("before", "line", "function"),
     [

@@ -150,6 +150,7 @@ def _torchs_client(address: tuple[str, int], command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.conformance
 def test_strangers_between_machines_are_refused_and_told_while_the_run_ends_right(run: Run) -> None:
     """No secret, a wrong one, random bytes, pickles, torch's own client, and a flood of silent connections."""
     run.start_two()

@@ -79,6 +79,7 @@ def scalars(checkpoint: Path) -> Any:
     return json.loads((newest / "optimizer_0.json").read_text())
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     "pair",
     [pytest.param(pair, id=f"{title(pair[0])} read by {title(pair[1])}", marks=marks(pair)) for pair in PAIRS],

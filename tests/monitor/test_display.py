@@ -73,6 +73,7 @@ def on_terminal(
     return process.wait(20), got.decode(), (folder / "stdout").read_text()
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.conformance), "1"])
 def test_a_bar_on_a_terminal(tmp_path: Path, workers: str) -> None:
@@ -90,6 +91,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path, workers: str) -> None:
     assert re.fullmatch(r"paceline: 40 steps in [\d.]+ s, [\d.]+ examples/s, \d+% of it waiting for data", last), last
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(90)
 def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     code, shown, _ = on_terminal(tmp_path, "0.2", "0", interrupt=True)

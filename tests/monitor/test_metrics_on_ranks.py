@@ -316,7 +316,7 @@ def update(name: str, metric: Any, scores: Tensor, labels: Tensor) -> None:
         metric.update(scores, labels)
 
 
-@pytest.mark.ranks(2, full=3)
+@pytest.mark.ranks(conformance=2, full=3)
 def test_torchmetrics_are_those_of_one_process() -> None:
     """Uneven parts, and a last rank that has none, where torchmetrics' own way ends the process (AUROC)."""
     warnings.simplefilter("ignore")

@@ -45,6 +45,7 @@ def three() -> list[list[Any]]:
     return run_ranks(3, "tests.reproducible.checks:together", deadline=100)
 
 
+@pytest.mark.conformance
 def test_one_hash_on_three_processes(three: list[list[Any]]) -> None:
     assert [found[0] for found in three] == [alone()] * 3
 

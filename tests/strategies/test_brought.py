@@ -34,6 +34,7 @@ from paceline.strategies.pipeline_calls import Calls, check_names, form_of, plac
 from paceline.strategies.tensor_layers import Thirds, is_transposed_linear
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline:cut=h.1"])
 def test_one_process_goes_on_from_their_checkpoint(strategy: str, tmp_path: Path) -> None:
     run_ranks(2, "tests.strategies.brought:saved", str(tmp_path), strategy)

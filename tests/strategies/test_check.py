@@ -214,6 +214,7 @@ def test_launch_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.full
 def test_the_scripts_own_strategy_is_one_message(tmp_path: Path) -> None:
     """Only the processes can know it. All of them refuse it, and the launcher says it once."""
     (tmp_path / "train.py").write_text("import paceline\npaceline.start(strategy='fsdp:stage=4')\n")

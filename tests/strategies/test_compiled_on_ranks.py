@@ -88,7 +88,7 @@ def under_paceline(model: Any) -> Generator[None]:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(conformance=2)
 def test_a_compiled_backward_is_cut_at_buckets_and_sends_the_first_before_it_ends() -> None:
     theirs = order_in_last_backward(under_ddp(wrapped()))
     pieces = theirs.count(CUT)

@@ -71,6 +71,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[set[st
     return folder, [{line for line in lines if line.startswith("paceline: strategy ")} for lines in said]
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{form}" for name, form in CASES])
 def test_it_trains_as_single_does(number: int, trained: tuple[Path, list[set[str]]]) -> None:
     (strategy, form), (folder, said) = CASES[number], trained
@@ -123,6 +124,7 @@ def test_a_reproducible_run(capfd: pytest.CaptureFixture[str]) -> None:
         checks.started(strategy="tensor", reproducible=4).__enter__()
 
 
+@pytest.mark.conformance
 def test_the_launcher_starts_it(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import paceline\nrun = paceline.start()\nprint(run._strategy.mesh.sizes)\nrun.close()\n")

@@ -171,6 +171,7 @@ def test_a_rank_with_slow_data_is_named(tmp_path: Path) -> None:
     assert all(before < after for before, after in zip(one[:-1], zero[1:], strict=True)), (zero, one)
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(DEADLINE + 20)
 def test_equal_ranks_are_not_named(tmp_path: Path) -> None:
     done = launch(tmp_path, SCRIPT, 2, "--trace", "trace.json", "--", "0", "-1")
@@ -181,6 +182,7 @@ def test_equal_ranks_are_not_named(tmp_path: Path) -> None:
         assert_spans_lie_well(events)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(DEADLINE + 20)
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_rank_that_is_killed(tmp_path: Path, killed: int) -> None:
@@ -197,6 +199,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, killed: int) -> None:
         assert {event["args"]["epoch"] for event in events if event["args"]} == {0, 1}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(DEADLINE + 20)
 @pytest.mark.parametrize("kind", ["file in the way", "directory"])
 def test_a_file_that_cannot_be_written(tmp_path: Path, kind: str) -> None:
@@ -209,6 +212,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, kind: str) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(DEADLINE + 20)
 def test_a_script_of_plain_pytorch_with_loader_workers(tmp_path: Path) -> None:
     done = launch(tmp_path, PLAIN, 2)
@@ -258,6 +262,7 @@ def test_every_kind_of_strategy(tmp_path: Path, strategy: str) -> None:
         assert {"forward", "backward"} <= names or "forward and backward" in names
 
 
+@pytest.mark.full
 def test_ranks_that_do_not_all_trace(tmp_path: Path) -> None:
     """An error on all ranks, in place of a file without some."""
     script = "import os, paceline\npaceline.start(trace='t.json' if os.environ['RANK'] == '1' else None)\n"

@@ -91,6 +91,7 @@ def test_what_the_person_set_in_the_environment_stays(monkeypatch: pytest.Monkey
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
+@pytest.mark.full
 def test_a_script_that_uses_the_new_switches_of_torch(tmp_path: Path) -> None:
     """In a process of its own: the old ones cannot be read any more once these are written."""
     code = """
@@ -195,6 +196,7 @@ def equal(a: nn.Module, b: nn.Module) -> None:
         assert torch.equal(one, other), name
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("fused", [False, True])
 def test_channels_last_is_the_same_model_and_its_checkpoints_fit_both_ways(fused: bool, tmp_path: Path) -> None:
     """fused: an optimizer that goes through memory without looking at strides: its state must lie as the weights do."""

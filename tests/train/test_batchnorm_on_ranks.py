@@ -103,7 +103,7 @@ def test_examples_that_are_the_same_on_all_ranks_count_once() -> None:
     same_examples_case()
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(conformance=3)
 @over_processes()
 def test_under_compile_it_is_exact() -> None:
     """Under torch.compile the layer is a break in the graph, and exact."""

@@ -206,6 +206,7 @@ ON_RANK_0 = [
 ]  # fmt: skip
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(("what", "words"), ON_RANK_0)
 def test_the_last_act_on_rank_0_alone(what: str, words: str, tmp_path: Path) -> None:
     """The other rank has ended, or is about to. The call, its line and the remedy are named, and not a connection."""

@@ -171,6 +171,7 @@ raise RuntimeError({text!r})
 """
 
 
+@pytest.mark.conformance
 def test_an_uncaught_error_of_a_forward_names_the_layer(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(text=message("adaptive_max_pool1d_cuda")))

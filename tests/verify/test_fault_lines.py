@@ -35,11 +35,13 @@ def missed(answer: Answer, text: str, name: str) -> str | None:
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MARKED]
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("name", CASES)
 def test_the_line_of_a_fault(name: str, tmp_path: Path) -> None:
     assert missed(*asked(tmp_path, name), name) is None
 
 
+@pytest.mark.full
 def test_an_optimizer_state_that_one_rank_clears_is_named_with_its_remedy(tmp_path: Path) -> None:
     answer, _ = asked(tmp_path, "state/one")
     assert (answer.code, answer.quantity, answer.parameter) == (DIFFERENT, "optimizer state", "a.weight")

@@ -72,6 +72,7 @@ def asked(folder: Path, loop: str, lr: str, steps: int = 3) -> Answer:
     return decide(Prepared(folder, (), 2, None, "fp32", steps, path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in CASES],

@@ -70,6 +70,7 @@ def asked(folder: Path, returned: str, step: str, loader: str, steps: int = 3) -
     return decide(Prepared(folder, (), 2, None, "fp32", steps, path))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in HEALTHY])
 def test_terms_over_different_things_are_the_same_model(name: str, tmp_path: Path) -> None:
     answer = asked(tmp_path, *HEALTHY[name])

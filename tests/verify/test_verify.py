@@ -114,6 +114,7 @@ def test_a_claim_of_a_run_without_records_is_refused() -> None:
         Claim("B could not be run", without=("B",)).check(made)
 
 
+@pytest.mark.conformance
 def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_shards(
     asked: dict[Case, Prepared],
 ) -> None:
@@ -145,6 +146,7 @@ def ask(folder: Path, strategy: str, case: Case = ("mean-of-means", "healthy"), 
     return decide(Prepared(folder, case, 2, strategy, "fp32", steps))
 
 
+@pytest.mark.conformance
 def test_what_changes_the_mathematics_on_purpose_is_no_fault(tmp_path: Path) -> None:
     answer = ask(tmp_path / "local", "local_sgd:every=2")
     assert (answer.code, answer.cause) == (DIFFERENT, "by-design")

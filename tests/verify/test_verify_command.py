@@ -56,6 +56,7 @@ def test_a_fault(folder: Path) -> None:
     assert all(set(claim["runs"]) <= {"A", "L", "LD"} for claim in found["claims"])
 
 
+@pytest.mark.full
 def test_a_script_without_steps(folder: Path) -> None:
     (folder / "other.py").write_text("import paceline\n\npaceline.start()\n")
     done, found = verify(folder, "other.py")

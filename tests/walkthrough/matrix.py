@@ -1,4 +1,4 @@
-"""Which cases are run: a cut for every day, and the whole matrix."""
+"""Which cases are run: a cut in `make test`, more in .ci/run, and the whole matrix."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def taken(way: dict[str, Any], how: Way) -> bool:
 
 
 def part_of_ci() -> list[Case]:
-    """What .ci/run adds to the cut: every job and variant on 4 processes, and each job under every strategy that
-    `make test` leaves out, on its least number of replicas."""
+    """What .ci/run runs beside `cut` and `cut_of_strategies`: every job and variant on 4 processes, and each job under
+    the strategies that those leave out (Way.daily), on their least number of replicas."""
     chosen: dict[tuple[str, ...], Case] = {}
     for case in whole():
         if case.worlds[0] == 4:

@@ -12,7 +12,7 @@ class Way:
     one_process: its replicas are devices of one process. forms: of the jobs. jobs: those that it takes; left out is
     what it refuses, and says so. optimizers, micro: likewise. sgd, adamw: the most that weights may be apart, as a
     share of their norm. factor: processes for each replica. servers: further processes, which compute nothing. daily:
-    whether `make test` has cases of it too.
+    whether `cut_of_strategies` has cases of it.
     """
 
     spec: str
@@ -27,7 +27,7 @@ class Way:
     micro: tuple[bool, ...] = (False, True)
     factor: int = 1
     refuses: dict[str, str] = field(default_factory=dict)  # left-out job or job-variant -> what the error says
-    daily: bool = True  # in the part that `make test` runs
+    daily: bool = True  # in `cut_of_strategies`
     servers: int = 0  # processes beside the replicas
 
 
