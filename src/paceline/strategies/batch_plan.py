@@ -9,8 +9,7 @@ A global batch is cut into `shards` shards, and each shard into micro-batches, e
     AllMicroBatches     all micro-batches of a shard in one yield: a pipeline
     WorkQueue           chunks of global batches, handed out as processes come free
 
-A plan never changes. When processes are lost or join, the strategy sets a new plan, and loaders begin the open global
-batch anew.
+A plan never changes.
 """
 
 from __future__ import annotations
@@ -278,13 +277,18 @@ class Queue(ABC):
     def leave(self, loader: str, epoch: int) -> None:
         """This process leaves the pass before its end. The chunks that it still has are free."""
 
+    @abstractmethod
+    def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
+        """Adds pairs to a store that all processes share. With `take` it empties the store and returns what was in it.
+        Nobody waits for anybody."""
+
 
 @dataclass(frozen=True)
 class WorkQueue(BatchPlan):
     """A global batch is cut into `shards` chunks, each of which is then a global batch of its own. The queue hands them
     out, so that a process does not know beforehand which ones it computes."""
 
-    queue: Queue | None  # None until the processes have met
+    queue: Queue | None  # None until the processes are connected
 
     in_step = False
 
