@@ -299,25 +299,6 @@ def test_states() -> None:
 # ---------------------------------------------------------------- ranks that end early
 
 
-def test_a_stopped_rank_that_nobody_needs_is_ended(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a worker of a parameter server, when training is over."""
-    monkeypatch.setattr(early_exits, "NOTICE_SECONDS", 0.3)
-    monkeypatch.setattr(early_exits, "STUCK_SECONDS", 0.5)
-    code = """import os, signal
-from paceline.world import MAY_DIE, tell_launcher
-if os.environ["RANK"] == "1":
-    tell_launcher(os.environ, MAY_DIE)
-    os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    (place / "script.py").write_text(code)
-    assert launcher.run("script.py", nproc=2) == 0
-    notice, story = capfd.readouterr().err.splitlines()
-    assert notice.endswith("rank 1 still runs.")
-    assert story == "paceline: rank 1 is stopped by a signal, and the others have done all work: it is ended."
-
-
 def test_a_rank_that_left_before_the_others_came(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """No connection breaks: the other waits, and the run is ended after the limit, whatever the action."""
     code = f"""{HEAD}

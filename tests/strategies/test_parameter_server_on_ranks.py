@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import paceline
 from paceline.errors import UsageError
 
-
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 
