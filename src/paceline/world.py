@@ -129,7 +129,7 @@ def from_env(environ: Environment) -> World:
 
 
 class Served(SystemExit):
-    """Ends a process that has served the others, or that came too late to join them. No error: the exit code is 0."""
+    """Ends a process that has served the others. No error: the exit code is 0."""
 
     def __init__(self) -> None:
         super().__init__(0)

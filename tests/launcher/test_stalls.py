@@ -17,7 +17,7 @@ from tests.ranks import children
 
 from paceline import launcher
 from paceline.errors import LaunchError
-from paceline.launcher import early_exits, process_state, stalls
+from paceline.launcher import process_state, stalls
 from paceline.launcher.endings import stopped_in_words
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample

@@ -19,7 +19,6 @@ from paceline.comm.scalars import upload, wide_dtype
 from paceline.errors import UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.strategies.base import Strategy
-from paceline.strategies.batch_plan import Queue, WorkQueue
 
 _DONE = "\0done"  # the key of the number of examples; no user's key has a zero byte
 
@@ -67,7 +66,7 @@ class Exchange:
             note: for the Result.
         """
         assert self._flight is None, "the last result was not received"
-        queue = self._queue()
+        queue = self._strategy.plan.shared_sums()
         if queue is not None:
             if not occasion.startswith(NOW):
                 queue.pool({**window.totals(), _DONE: (self.done, 0.0)}, take=False)
@@ -95,11 +94,6 @@ class Exchange:
         event.record()
         self._flight = _Flight(keys, None, arrived, event, note)
 
-    def _queue(self) -> Queue | None:
-        """Where ranks are not in step, what hands out their chunks: it keeps sums too. Rank 0 takes what has come."""
-        plan = self._strategy.plan
-        return plan.queue if isinstance(plan, WorkQueue) else None
-
     @property
     def arrived(self) -> bool:
         """Would `receive` return without waiting?"""
@@ -113,7 +107,7 @@ class Exchange:
         """The result of the last `send`, if any. Raises UsageError, on all ranks, where the keys differ."""
         pooled, self._pooled = self._pooled, None
         if pooled is not None:
-            queue = self._queue()
+            queue = self._strategy.plan.shared_sums()
             if queue is None or collectives.rank_of():
                 return pooled
             sums = queue.pool({}, take=True)

@@ -189,6 +189,10 @@ class BatchPlan(ABC):
 
         return made(wanted())
 
+    def shared_sums(self) -> Queue | None:
+        """Who keeps sums of all processes, where they are not in step."""
+        return None
+
     def shifted(self) -> BatchPlan:
         """This plan with the next process's shards. `paceline verify` uses it to see whether a model depends on the
         rank."""
@@ -291,6 +295,9 @@ class WorkQueue(BatchPlan):
     queue: Queue | None  # None until the processes are connected
 
     in_step = False
+
+    def shared_sums(self) -> Queue | None:
+        return self.queue
 
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
         raise TypeError("chunks are handed out as processes come free: how many yields are this one's is not known")
