@@ -24,7 +24,6 @@ ON_THE_HOST = {
     "_join": "the order of predictions, from their indices",
     "_sum_numbers": "numbers of Python's",
     "scalar": "asks whether reading waits for no device",
-    "tensor_of": "what has arrived in a socket",
     "is_transposed_linear": "a probe of three numbers, when a model is cut",
     "NewestState._known_by": "of runs on CPUs alone (Run._newest_state)",
     "JsonLines.log_histogram": "counts and edges of NumPy's",

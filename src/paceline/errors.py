@@ -38,7 +38,7 @@ _PEER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
-_SERVER_IS_GONE = re.compile(r"WorldError: the parameter server of rank \d+ (has gone|does not answer)")
+_SERVER_IS_GONE = re.compile(r"WorldError: the (parameter server|worker) of rank \d+ (has gone|does not answer)")
 
 _STYLES = re.compile(r"\x1b\[[\d;:]*m")  # colours and the like
 # Control characters but tab and newline; those that turn the direction of text, or end a line without being a newline;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm import collectives, mesh, transport
+from paceline.comm import collectives, mesh
 from paceline.comm.replicas import ProcessReplicas, separate
 from paceline.config import Settings
 from paceline.errors import CheckpointError, ModelError, UsageError
@@ -109,8 +109,7 @@ class Run:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._monitor = Monitor(world, settings, device, self._stepper, self._models)
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
-        own = self._state, self._stepper, self._epochs
-        self._position = RunPosition(*own, self._monitor.join_state, self._monitor.load_join_state)
+        self._position = RunPosition(self._stepper, self._epochs)
         self.latest: Loader | None = None
         self._evaluations = self._averages = 0  # how many loaders and averages the script has made
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
@@ -181,8 +180,8 @@ class Run:
 
     @property
     def main(self) -> bool:
-        """Whether this is rank 0, or the first that lives where ranks may die."""
-        return collectives.rank_of() == 0
+        """Whether this is rank 0."""
+        return self.world.rank == 0
 
     @property
     def rank(self) -> int:
@@ -260,7 +259,6 @@ class Run:
         self._strategy.setup(self._models, self._optimizers)
         if self.latest is not None and self._strategy.plan is not plan:
             raise ModelError(PREPARED_LATE)
-        transport.hand_over_by(self._position)
         if self.newest is not None:
             self.newest.prepared()
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
@@ -719,8 +717,6 @@ class Run:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
         check_whose(hyperparameters)
         self._state.whose = hyperparameters
-        if transport.arriving():  # the others go on, and hand over where they are
-            return True
         keepers = [one for one in (self.newest, self._memory) if one is not None]
 
         def handed_on() -> WholeCheckpoint | None:

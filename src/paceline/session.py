@@ -32,7 +32,6 @@ from paceline.world import World
 _open: list[Run] = []  # the open run, if there is one
 _explained = False  # has the excepthook been installed?
 _unsaved = False  # could a checkpoint not be written at the exit of the process?
-_joined = False  # has this process joined a run in place of one that was killed?
 
 
 def start(
@@ -182,21 +181,8 @@ def current() -> Run | None:
 
 
 def _join(world: World, settings: Settings, init_method: str | None) -> tuple[World, torch.device]:
-    """Join the default process group. Returns the world with this process's place in it, and this process's device.
-
-    A process that the launcher has started in place of one that was killed joins none: its strategy finds the others.
-    Raises WorldError where it has done so before, since it cannot join the next run.
-    """
-    global _joined
+    """Join the default process group. Returns the world with this process's place in it, and this process's device."""
     on_cpu = on_cpu_of(settings.strategy, world.size)
-    if os.environ.get(worlds.TICKET):
-        if _joined:
-            raise WorldError(
-                "this process has joined a run in place of a worker that was killed, and now starts another run, which "
-                "it cannot: its place in the process group is gone. Give each run a launch of its own."
-            )
-        _joined = True
-        return world, _device(settings.device, world, on_cpu)
     rendezvous = process_group.Rendezvous(world, init_method)
     world = _by_environment(rendezvous.place())
     device = _device(settings.device, world, on_cpu)

@@ -38,11 +38,7 @@ CELL_FILE = "PACELINE_CELL_FILE"  # where rank 0 writes its progress for the not
 EXPORT = "PACELINE_EXPORT"  # the module that `paceline export` imports for its model: no run shall start
 TRIAL = "PACELINE_TRIAL"  # JSON object: this run is a trial of `paceline compare` or `verify` (trials/spec.py)
 # Suffixes of ERROR_FILE. A file of that name is a rank's message to the launcher.
-MAY_DIE = ".may-die"  # the others can go on without this rank
 ROLE = ".role"  # what the rank is for the others, in words, where that is not the same for all ranks
-TICKET_FILE = ".ticket"  # what a process needs that is started in this rank's place while the others go on
-TICKET = "PACELINE_TICKET"  # path of a TICKET_FILE: this process takes a killed rank's place in a run that goes on
-JOINED = ".joined"  # the others count on the process that was started in this rank's place
 LEFT = ".left"  # where in the script the rank is about to end with exit code 0, in words
 # The rank is about to end with this exit code, which is not 0, and without an exception. The second line is LOST_PEER
 # where the script has caught one that only told of another rank's end.
@@ -133,7 +129,7 @@ def from_env(environ: Environment) -> World:
 
 
 class Served(SystemExit):
-    """Ends a process that has served the others, or that came too late to join them. No error: the exit code is 0."""
+    """Ends a process that has served the others. No error: the exit code is 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -162,8 +158,8 @@ def tell_launcher(environ: Environment, what: str, text: str = "") -> bool:
     A disk that is full or broken ends no run: the message then goes into memory, and where that fails too, it is lost.
 
     Args:
-        what: MAY_DIE, ROLE, TICKET_FILE, JOINED, LEFT, FAILING, DONE, TRACE, KEEPS, SAVES, CLOSED, WRITES, SAVED, or ""
-            for the record of an exception.
+        what: ROLE, LEFT, FAILING, DONE, TRACE, KEEPS, SAVES, CLOSED, WRITES, SAVED, or "" for the record of an
+            exception.
         text: the content of the file.
 
     Returns:
@@ -176,13 +172,7 @@ def tell_launcher(environ: Environment, what: str, text: str = "") -> bool:
 def take_back(environ: Environment, what: str) -> None:
     """Remove a message of `tell_launcher`, if it is there."""
     path = environ.get(ERROR_FILE)
-    if path:
-        forget(path, what)
-
-
-def forget(error_file: str, what: str) -> None:
-    """Remove a message of the rank that has this error file, if it is there."""
-    for place in _places(error_file):
+    for place in _places(path) if path else ():
         with contextlib.suppress(OSError):
             os.remove(place + what)
 

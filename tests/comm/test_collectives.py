@@ -79,7 +79,7 @@ def test_the_table_of_digests_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
         ("cpu:gloo,cuda:nccl", "cpu", True),
         ("cuda:nccl", "cuda:0", False),
         ("cpu:gloo,cuda:gloo", "cuda:0", True),
-        ("cpu:channel", "cuda:0", True),
+        ("cpu:gloo", "cuda:0", True),
     ],
 )
 def test_nccl_takes_no_sparse_tensors(config: str, device: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:

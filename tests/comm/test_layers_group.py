@@ -128,7 +128,7 @@ def test_it_has_the_processes_of_the_data_dimensions() -> None:
 def test_only_a_backend_of_accelerators_makes_sums_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
     monkeypatch.setattr(replicas.collectives, "size_of", lambda group=None: 2)
-    for backends, carried in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False), ("cpu:channel", False)):
+    for backends, carried in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False), ("cpu:gloo", False)):
         monkeypatch.setattr(transport, "backends_of", lambda group=None, backends=backends: backends)
         assert replicas._on_accelerator(None, gpu) is carried
         assert not replicas._on_accelerator(None, cpu)

@@ -34,7 +34,7 @@ class Histories(RuleBasedStateMachine):
         sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3),
     )
     def begin(self, most: int, sizes: list[tuple[int, int]]) -> None:
-        self.most, self.spent, self.alone, self.starts, self.running, self.over = most, 0, 0, 0, False, False
+        self.most, self.spent, self.starts, self.running, self.over = most, 0, 0, False, False
         self.machines = [Machine(Restarts(most, low, low + more, low + more)) for low, more in sizes]
         self.meet()
 
@@ -44,7 +44,7 @@ class Histories(RuleBasedStateMachine):
         for machine in self.machines:
             machine.restarts, machine.failed = machine.restarts.met(starts, used), False
         self.starts += 1
-        self.alone, self.running = 0, True
+        self.running = True
 
     def end(self) -> None:
         self.running, self.over = False, True
@@ -55,7 +55,7 @@ class Histories(RuleBasedStateMachine):
         """Ranks of one machine or more die; all machines hear of it, and each decides by itself."""
         decisions, lacking = [], False
         for machine in self.machines:
-            before = machine.restarts.heard(self.alone)
+            before = machine.restarts
             died = data.draw(st.integers(0, before.ranks))
             room = data.draw(st.none() | st.integers(0, 8))
             after = before.after_failure(died, moved, room)
@@ -84,20 +84,6 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def meet_again(self) -> None:
         self.meet()
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def start_one_again(self, data: Any) -> None:
-        """As the agent does: it looks at what it knows, and then takes a number, which counts for all machines."""
-        machine = data.draw(st.sampled_from(self.machines))
-        if not machine.restarts.left:
-            return
-        self.alone += 1
-        again = machine.restarts.after_death_of_one(self.alone)
-        assert (again is not None) == (self.spent < self.most)
-        if again is not None:
-            machine.restarts = again
-            self.spent += 1
 
     @precondition(lambda self: not self.over)
     @rule()
@@ -174,4 +160,4 @@ def test_after_a_start_with_fewer_that_got_under_way_the_next_has_all() -> None:
     again = fewer.after_failure(1, True, None)
     assert again is not None
     assert (fewer.ranks, again.ranks, again.left) == (3, 4, 1)
-    assert replace(again, agreed=3).after_failure(1, True, None) is None
+    assert replace(again, used=3).after_failure(1, True, None) is None

@@ -17,7 +17,7 @@ from tests.ranks import children
 
 from paceline import launcher
 from paceline.errors import LaunchError
-from paceline.launcher import early_exits, process_state, stalls
+from paceline.launcher import process_state, stalls
 from paceline.launcher.endings import stopped_in_words
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample
@@ -302,26 +302,6 @@ def test_states() -> None:
 
 
 # ---------------------------------------------------------------- ranks that end early
-
-
-@pytest.mark.full
-def test_a_stopped_rank_that_nobody_needs_is_ended(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a worker of a parameter server, when training is over."""
-    monkeypatch.setattr(early_exits, "NOTICE_SECONDS", 0.3)
-    monkeypatch.setattr(early_exits, "STUCK_SECONDS", 0.5)
-    code = """import os, signal
-from paceline.world import MAY_DIE, tell_launcher
-if os.environ["RANK"] == "1":
-    tell_launcher(os.environ, MAY_DIE)
-    os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    (place / "script.py").write_text(code)
-    assert launcher.run("script.py", nproc=2) == 0
-    notice, story = capfd.readouterr().err.splitlines()
-    assert notice.endswith("rank 1 still runs.")
-    assert story == "paceline: rank 1 is stopped by a signal, and the others have done all work: it is ended."
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""parameter_server: its parts by themselves, and with workers that are killed. Against plain PyTorch:
+"""parameter_server: its parts by themselves, and with workers and servers that are killed. Against plain PyTorch:
 test_parameter_server_on_ranks.py."""
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Iterable
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,10 @@ from paceline.config import parse_strategy
 from paceline.errors import SettingError, WorldError, in_words, only_tells_of_a_lost_peer
 from paceline.strategies import make
 from paceline.strategies.batch_plan import cut
-from paceline.strategies.servers import rejoining
 from paceline.strategies.servers.remote_parameters import setting_of
 from paceline.strategies.servers.served_parameters import ServedParameters
-from paceline.strategies.servers.work_queue import Exchanges, PassQueue
+from paceline.strategies.servers.serving import Serving
+from paceline.strategies.servers.work_queue import PassQueue
 from paceline.strategies.servers.worker_links import Chunks, Links
 from paceline.train.randomness import permutation
 from paceline.world import World
@@ -64,12 +62,12 @@ def test_tensors_travel_bit_for_bit() -> None:
         assert torch.equal(found[str(i)].to_dense(), tensor.to_dense())
 
 
-def test_each_chunk_is_done_once_whoever_is_lost() -> None:
+def test_each_chunk_is_done_once_whoever_gives_it_back() -> None:
     queue = PassQueue(first=1, steps=4, shards=2)
     assert [queue.hand_out(0), queue.hand_out(1), queue.hand_out(1)] == [(1, 0), (1, 1), (2, 0)]
     queue.finish(0, [(1, 0)])
     queue.give_back(1)
-    queue.finish(1, [(1, 1)])  # from a worker that was given up: it has been handed to another
+    queue.finish(1, [(1, 1)])  # it has given it back
     assert [queue.hand_out(0) for _ in range(5)] == [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
     assert queue.hand_out(0) is None
     queue.give_back(0, [(3, 0)])
@@ -81,16 +79,6 @@ def test_each_chunk_is_done_once_whoever_is_lost() -> None:
     assert queue.over
 
 
-def test_an_exchange_is_complete_when_all_that_live_have_come() -> None:
-    exchanges = Exchanges()
-    exchanges.add(5, 0, [b"a"])
-    exchanges.add(5, 2, [b"c"])
-    assert exchanges.complete({0, 1, 2}) == []
-    assert exchanges.complete({0, 1}) == []
-    assert exchanges.complete({0}) == [(5, {0: [b"a"], 2: [b"c"]})], "one that died after it had come counts"
-    assert exchanges.complete({0}) == []
-
-
 def test_chunks_without_examples_are_reported_once_also_where_a_loop_is_left() -> None:
     sent: list[dict[str, Any]] = []
 
@@ -99,16 +87,13 @@ def test_chunks_without_examples_are_reported_once_also_where_a_loop_is_left() -
             sent.append(header)
             return {}
 
-        def wait_first(self, header: dict[str, Any], frames: Iterable[Any] = (), seconds: float = 0.0) -> list[Any]:
-            sent.append(header)
-            return list(wire.pack({}))
-
     chunks = Chunks(Server([]), lambda begins: None, lambda: None, lambda optimizer: 0)
     chunks.begin("train", 0, 0, 1)
     chunks.finished("train", 0, (0, 1), empty=True)
     chunks.leave("train", 0)
     chunks.begin("train", 1, 0, 1)
     assert chunks.next_chunk("train", 1, wait=False) is None
+    assert chunks.current is None
     assert sum(header.get("empty", 0) for header in sent) == 1
 
 
@@ -151,18 +136,36 @@ def test_either_side_notices_that_the_other_has_gone() -> None:
         assert answered(listening, line) == [b"hello"]
     lines[0].close()
     assert listening.receive(5) == Gone(0)
-    again = Line(listening.endpoint, listening.keys.public, keys, 1, "the parameter server of rank 9")
-    again.send([b"I come anew"])  # before the end of the connection before it has been told
-    lines[1].close()
-    time.sleep(0.5)
-    assert not isinstance(listening.receive(5), Gone)
-    listening.reconnected(1, known=True)
-    assert listening.receive(0.5) is None, "the end of its former connection is taken for its own"
-    lines[1] = again
     listening.close()
     with pytest.raises(WorldError, match="parameter server of rank 9 has gone"):
         lines[1].receive(600)  # longer than a test may take
     lines[1].close()
+
+
+def test_a_worker_that_is_lost_is_named_to_the_others_and_by_the_server() -> None:
+    listening, keys = Listening("127.0.0.1"), new_keys()
+    listening.admit([keys.public])
+    told: list[str] = []
+
+    def served() -> None:
+        with pytest.raises(WorldError) as caught:
+            Serving(listening, ServedParameters(), (0, 1)).serve()
+        told.append(in_words(caught.value))
+        listening.close()
+
+    server = threading.Thread(target=served)
+    server.start()
+    lines = [Line(listening.endpoint, listening.keys.public, keys, i, "the parameter server of rank 2") for i in (0, 1)]
+    Links([lines[1]]).ask_first({"op": "pull", "names": []})
+    lines[1].close()  # without a goodbye
+    with pytest.raises(WorldError) as caught:
+        Links([lines[0]]).ask_first({"op": "push"})
+    lines[0].close()
+    server.join()
+    told.append(in_words(caught.value))
+    for words in told:
+        assert words.startswith("WorldError: the worker of rank 1 has gone or is stopped")
+        assert only_tells_of_a_lost_peer([words])
 
 
 STOPS = """
@@ -271,19 +274,11 @@ def test_options_that_cannot_be(options: str, size: int, told: str) -> None:
 # --- several processes
 
 
-LAUNCHER = """
-from paceline import cli
-from paceline.launcher import agent
-agent.LATE_SECONDS = 2.0
-cli.main()
-"""
-
-
 def launched(
     folder: Path, processes: int, options: str, *args: object, restarts: int = 0
 ) -> tuple[int, str, dict[int, Any]]:
     """Exit code, what was printed, and what each worker left, by rank."""
-    command = [sys.executable, "-c", LAUNCHER, "run", "--nproc", str(processes), "--tee", "all"]
+    command = [sys.executable, "-m", "paceline", "run", "--nproc", str(processes), "--tee", "all"]
     command += [
         "--max-restarts",
         str(restarts),
@@ -299,26 +294,6 @@ def launched(
     return done.returncode, done.stdout + done.stderr, left
 
 
-# One that comes back is in `make test`, and is killed before.
-KILLED = [("step", 0, 1), ("backward", 0, 1), ("forward", 1, 1), ("step", 1, 2), ("after", 1, 1), ("after", 0, 2)]
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("where", "victim", "servers"),
-    [pytest.param(*case, marks=[pytest.mark.full] * (number > 1)) for number, case in enumerate(KILLED)],
-)
-@pytest.mark.full
-def test_in_step_a_worker_that_is_killed_is_not_missed(tmp_path: Path, where: str, victim: int, servers: int) -> None:
-    workers = 2 if (where, victim, servers) == KILLED[0] else 3
-    code, text, left = launched(tmp_path, workers + servers, f"servers={servers}", where, victim, "net")
-    assert code == 0, text
-    assert set(left) == set(range(workers)) - {victim}
-    assert f"rank {victim} was killed by SIGKILL" in text
-    assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
-    are_plain_pytorch(left)
-
-
 def are_plain_pytorch(left: dict[int, Any]) -> None:
     plain = checks.plainly(lambda: checks.Net(norm=True), checks.both_heads).state_dict()
     for own in left.values():
@@ -328,74 +303,17 @@ def are_plain_pytorch(left: dict[int, Any]) -> None:
             )
 
 
-def test_who_has_died_or_joined_is_told() -> None:
-    assert rejoining.news({1}, set()) == "the worker of rank 1 has died or is stopped"
-    assert rejoining.news({2, 1}, {3}) == (
-        "the workers of ranks 1, 2 have died or are stopped and the worker of rank 3 has joined"
-    )
-
-
-COME_BACK = [("forward", 1, 2, 1), ("step", 1, 3, 1), ("backward", 0, 3, 2), ("step", 0, 2, 1), ("after", 2, 3, 1)]
-
-
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("where", "victim", "workers", "servers"),
-    [pytest.param(*case, marks=pytest.mark.full) for case in COME_BACK],
+    ("mode", "job", "victim"),
+    [("sync", "net", 1), pytest.param("async", "linear", 0, marks=pytest.mark.full)],
 )
-def test_in_step_a_worker_that_was_killed_comes_back_in_mid_epoch(
-    tmp_path: Path, where: str, victim: int, workers: int, servers: int
-) -> None:
-    options = f"servers={servers}"
-    code, text, left = launched(tmp_path, workers + servers, options, where, victim, "net", "back", restarts=1)
-    assert code == 0, text
-    assert set(left) == set(range(workers))
-    assert f"rank {victim} was killed by SIGKILL" in text
-    if where in ("forward", "backward"):  # else the others hear of its death and of its coming at the same meeting
-        assert f"worker of rank {victim} has died or is stopped; {workers - 1} go on" in text
-    assert f"worker of rank {victim} has joined; {workers} go on" in text
-    assert "Detected call of" not in text, "torch does not know that the optimizer has made its step"
-    are_plain_pytorch(left)
-    steps = checks.EPOCHS * -(-checks.N // checks.BATCH)
-    assert [own["counts"] for own in left.values()] == [[steps] * 3] * workers
-    if victim != 0:  # who writes
-        (log,) = (tmp_path / "log").rglob("*.jsonl")
-        rows = [row for row in map(json.loads, log.read_text().splitlines()) if "halved" in row]
-        assert [row["step"] for row in rows] == list(range(3, steps + 1, 3))
-        assert all(abs(row["loss"] - 2 * row["halved"]) < 1e-5 for row in rows)
-    updates: dict[tuple[int, int], list[int]] = defaultdict(list)
-    by_victim = set()
-    for file in tmp_path.glob("*.seen"):
-        for epoch, step, indices in map(json.loads, file.read_text().splitlines()):
-            updates[epoch, step] += indices
-            if int(file.stem) == victim and indices:
-                by_victim.add((epoch, step))
-    batches = [list(range(start, min(start + checks.BATCH, checks.N))) for start in range(0, checks.N, checks.BATCH)]
-    known = {(epoch, step): batch for epoch in range(checks.EPOCHS) for step, batch in enumerate(batches)}
-    # What the victim had computed of a batch of which the update was made without its word is not noted.
-    assert all(sorted(updates[key]) == batch or (key == (1, 2) and where == "step") for key, batch in known.items())
-    assert {(1, 3), (2, 1)} <= by_victim, "it did not join in mid-epoch"
-    assert not {(1, 2)} & by_victim or where == "after"
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.full
-def test_one_that_cannot_join_harms_nobody(tmp_path: Path) -> None:
-    """The script has all workers sum something between run.epochs and the loader, where the others have been."""
-    code, text, left = launched(tmp_path, 3, "", "forward", 1, "net", "refused", restarts=1)
-    assert code == 0, text
-    assert set(left) == {0}
-    assert "this worker joins a run under way, and before it has come to where the others are" in text
-    are_plain_pytorch(left)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.full
-def test_one_that_comes_too_late_is_not_waited_for(tmp_path: Path) -> None:
-    code, text, left = launched(tmp_path, 3, "", "forward", 1, "net", "late", restarts=1)
-    assert code == 0, text
-    assert set(left) == {0}
-    assert "rank 1 came too late to join" in text
+def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path: Path, mode: str, job: str, victim: int) -> None:
+    code, text, left = launched(tmp_path, 3, f"mode={mode}", "step", victim, job)
+    assert code == 128 + 9
+    assert not left
+    assert f"rank {victim} was killed by SIGKILL" in text, text
+    assert "Traceback" not in text
 
 
 @pytest.mark.timeout(120)
@@ -416,10 +334,14 @@ def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path: Path, workers: 
 
 @pytest.mark.timeout(120)
 @pytest.mark.full
-def test_after_the_death_of_a_server_all_go_on_from_the_checkpoint(tmp_path: Path) -> None:
-    code, text, left = launched(tmp_path, 3, "", "server", 2, "net", "saved", restarts=1)
+@pytest.mark.parametrize(
+    ("where", "victim", "who"),
+    [("server", 2, "rank 2, a parameter server,"), ("step", 1, "rank 1"), ("evaluation", 0, "rank 0")],
+)
+def test_after_a_death_all_go_on_from_the_checkpoint(tmp_path: Path, where: str, victim: int, who: str) -> None:
+    code, text, left = launched(tmp_path, 3, "", where, victim, "net", "saved", restarts=1)
     assert code == 0, text
-    assert "rank 2, a parameter server, was killed by SIGKILL" in text, text
+    assert f"{who} was killed by SIGKILL" in text, text
     assert "paceline: restart 1 of 1." in text
     assert set(left) == {0, 1}
     are_plain_pytorch(left)
@@ -436,15 +358,6 @@ def test_a_function_returns_nothing_on_a_server() -> None:
     assert paceline.launch(train, nproc=3, timeout=100, strategy="parameter_server") == [[0, 1], [0, 1], None]
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.full
-def test_a_worker_that_dies_in_an_evaluation_is_named_and_the_run_ends(tmp_path: Path) -> None:
-    code, text, left = launched(tmp_path, 4, "servers=1", "evaluation", 1, "net")
-    assert code != 0
-    assert not left
-    assert "the worker of rank 1 has died or is stopped outside of a training batch" in text, text
-
-
 def once(workers: int) -> torch.Tensor:
     """The weights when each example of each epoch was used once, in a part of a global batch for each worker."""
     weight = torch.zeros(LINEAR_N, dtype=torch.float64)
@@ -458,60 +371,24 @@ def once(workers: int) -> torch.Tensor:
     return weight
 
 
-NOT_IN_STEP = [
-    ("after", 1, 1, -1),  # killed after its push, before it has said so: not applied twice
-    ("step", 1, 2, -1),  # before it: its part is computed by another
-    pytest.param("slow", -1, 1, -1, marks=pytest.mark.full),
-    ("slow", -1, 2, 0),
-    pytest.param("step", 0, 1, 2, marks=pytest.mark.full),
-]
-
-
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("where", "victim", "servers", "staleness"),
-    NOT_IN_STEP,
-)
 @pytest.mark.full
-def test_not_in_step_each_example_is_used_once(
-    tmp_path: Path, where: str, victim: int, servers: int, staleness: int
-) -> None:
-    workers = 3 if victim >= 0 and servers == 2 else 2
+@pytest.mark.parametrize(("workers", "servers", "staleness"), [(2, 1, -1), (2, 2, 0), (3, 1, 2)])
+def test_not_in_step_each_example_is_used_once(tmp_path: Path, workers: int, servers: int, staleness: int) -> None:
     options = f"mode=async,servers={servers},staleness={staleness}"
-    code, text, left = launched(tmp_path, workers + servers, options, where, victim, "linear")
+    code, text, left = launched(tmp_path, workers + servers, options, "slow", -1, "linear")
     assert code == 0, text
-    assert set(left) == set(range(workers)) - {victim}
+    assert set(left) == set(range(workers))
     assert "mode=async changes the mathematics" in text
     steps = LINEAR_EPOCHS * -(-LINEAR_N // LINEAR_BATCH)
     for own in left.values():
         torch.testing.assert_close(torch.tensor(own["weight"], dtype=torch.float64), once(workers))
         assert own["steps"] == [steps, steps]
-        assert own["members"] == sorted(set(range(workers)) - {victim})
-    if victim < 0:
+        assert own["members"] == list(range(workers))
+    if workers == 2:
         fast, slow = left[0]["parts"][0], left[1]["parts"][0]
         assert fast > 1.5 * slow, "parts are not handed out as workers come free"
         assert staleness >= 0 or fast + slow == workers * steps
-
-
-NEXT_EPOCH = [("after", 1, 2, 1), ("step", 0, 3, 2)]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize(("where", "victim", "workers", "servers"), NEXT_EPOCH)
-def test_not_in_step_a_worker_that_was_killed_comes_back_in_the_next_epoch(
-    tmp_path: Path, where: str, victim: int, workers: int, servers: int
-) -> None:
-    options = f"mode=async,servers={servers}"
-    code, text, left = launched(tmp_path, workers + servers, options, where, victim, "linear", "back", restarts=1)
-    assert code == 0, text
-    assert set(left) == set(range(workers))
-    steps = LINEAR_EPOCHS * -(-LINEAR_N // LINEAR_BATCH)
-    for own in left.values():
-        torch.testing.assert_close(torch.tensor(own["weight"], dtype=torch.float64), once(workers))
-        assert own["steps"] == [steps, steps]
-        assert own["members"] == list(range(workers))
-    assert left[victim]["parts"][0] > 0
 
 
 @pytest.mark.timeout(120)

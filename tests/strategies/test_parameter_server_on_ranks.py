@@ -3,6 +3,7 @@ last servers. A server ends at `prepare`, and comes to the next run that a test 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +18,17 @@ from tests.strategies.checks import BATCH, EPOCHS, N, Net, X, Y, data, make, pla
 from torch import Tensor, nn
 
 import paceline
+from paceline.errors import UsageError
+
+SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def servers() -> int:
-    return 2 if dist.get_world_size() > 3 else 1
+    return 2 if SIZE > 3 else 1
 
 
 def serves() -> bool:
-    return dist.get_rank() >= dist.get_world_size() - servers()
+    return int(os.environ["RANK"]) >= SIZE - servers()
 
 
 @contextmanager
@@ -224,4 +228,45 @@ def test_sums_means_gathers_and_predictions_are_over_the_workers_alone() -> None
         assert abs(run.ratio(sum(seen[::2]), 1) - N / len(run.gather([0]))) < 1e-12
         whole = run.predict(model, data(), global_batch=BATCH, fn=lambda m, b: m(b[0], b[1]))
         torch.testing.assert_close(whole, model(X, checks.TOKENS))
-        assert run.gather(run.world.rank) == list(range(run.world.size - servers()))
+        assert run.gather(run.world.rank) == list(range(SIZE - servers()))
+        assert dist.get_world_size() == SIZE - servers(), "what a script calls itself"
+    assert dist.get_world_size() == SIZE, "of the next run"
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_between_two_prepares_a_server_takes_part_in_nothing(mode: str) -> None:
+    first, second = nn.Linear(6, 3), nn.Linear(3, 1)
+    with started(mode) as run:
+        run.prepare(first)
+        if serves():
+            refused = pytest.raises(UsageError, match=r"a server runs the script from one run\.prepare to the next")
+            with refused:
+                run.sum(1)
+            with refused:
+                list(run.loader(data(), global_batch=BATCH, train=False))
+            with refused:
+                for x, *_ in run.loader(data(), global_batch=BATCH):
+                    run.backward(first(x.float()).sum())
+        run.prepare(second)
+        assert run.sum(1) == 2
+
+
+@pytest.mark.ranks(3)
+def test_not_in_step_what_all_do_is_refused_in_a_training_batch() -> None:
+    model = nn.Linear(6, 3).double()
+    with started("async") as run:
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        calls: list[Callable[[], object]] = [
+            lambda: run.mean(1.0),
+            lambda: run.save("nowhere"),
+            lambda: list(run.loader(data(), global_batch=BATCH, train=False)),
+        ]
+        for x, *_ in run.loader(data(), global_batch=BATCH):
+            for call in calls:
+                with pytest.raises(UsageError, match=r"in a training batch: .* not in step"):
+                    call()
+            run.backward(model(x).sum())
+            run.step(optimizer)
+        assert run.sum(1) == 2
+        assert len(run.gather([run.steps])) == 2

@@ -26,7 +26,7 @@ from paceline.comm import fork_safety, objects, transport
 from paceline.comm.mesh import ALONE, Group, current, replicas_here
 from paceline.comm.transport import rank_of as rank_of
 from paceline.comm.transport import size_of as size_of
-from paceline.errors import SettingError, UsageError, WorldError, suggest
+from paceline.errors import SettingError, UsageError, suggest
 from paceline.torch_private.core import DisableTorchFunction, foreach_copy_
 
 T = TypeVar("T")
@@ -250,9 +250,7 @@ def gather_uneven(tensor: Tensor, group: Group = None) -> Tensor:
         return tensor.clone()  # a new tensor, as with several ranks: what a script then does to it must not differ
     if not tensor.requires_grad and any(head.needs_gradient for head in heads):
         tensor = tensor.detach().requires_grad_()
-    joined = _Gather.apply(tensor, [head.shape[0] for head in heads], group)
-    if size_of(group) < len(heads):
-        raise WorldError("a process died while tensors were gathered: lengths and tensors no longer fit together.")
+    joined: Tensor = _Gather.apply(tensor, [head.shape[0] for head in heads], group)
     return joined
 
 

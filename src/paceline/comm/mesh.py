@@ -18,8 +18,7 @@ A mesh has groups by purpose: `data`, the data-parallel group; `gradient`, over 
 the same processes, over which layers sum in the middle of a forward; and `model`, the model-parallel group, whose
 processes have other parameters of the same replica. torch's DeviceMesh is made when a group of it is first needed.
 
-The mesh of the open run is the only ambient object (`current`). Layers in a user's model have no argument for it, and
-neither have calls that concern all members of a run whose members may come and go (`channel`).
+The mesh of the open run is the only ambient object (`current`): layers in a user's model have no argument for it.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ from paceline.errors import SettingError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from paceline.comm.channel import Channel
 
 
 class OneProcess:
@@ -159,7 +156,7 @@ class Mesh:
         # (id of the process group of all, group) -> connections between the group's processes where they are on one
         # machine, or None: made by comm/neighbours.py, closed with the mesh.
         self.neighbours: dict[tuple[int, Group], Any] = {}
-        self.channel: Channel | None = None  # carries calls to all members, where members may come and go
+        self._world: dist.ProcessGroup | None = None  # the group of all processes, once `narrow` has replaced it
         self.replicas: Replicas = OneReplica()  # that compute a batch together, as threads that are no replica's see it
         self.everywhere = True  # whether all members run the current code, and not one stage alone
         place, self.coordinates = rank, dict[str, int]()
@@ -220,6 +217,16 @@ class Mesh:
         later run."""
         return self._subgroup(tuple(self.sizes), "background") if prod(self.sizes.values()) > 1 else ALONE
 
+    def narrow(self, count: int) -> None:
+        """The first `count` processes are the members of the run from here on, and each other one is alone: their group
+        takes the place of torch's default group until `close`. Collective over the world. A later run finds the same
+        group."""
+        key = (id(dist.group.WORLD), "first", count)
+        if key not in _made:
+            others = range(count, prod(self.sizes.values()))
+            _made[key] = dist.new_subgroups_by_enumeration([list(range(count)), *([rank] for rank in others)])[0]
+        self._world, dist.group.WORLD = dist.group.WORLD, _made[key]
+
     def _over(self, names: tuple[str, ...]) -> Group:
         """The group of the processes that differ from this one along these dimensions only."""
         chosen = tuple(name for name in self.sizes if name in names)
@@ -271,8 +278,10 @@ class Mesh:
     def close(self) -> None:
         """Drops the groups, whose threads must end before the interpreter does."""
         self.data = self.gradient = self.layers = self.model = ALONE
-        self.replicas, self.channel = OneReplica(), None
+        self.replicas = OneReplica()
         self.leave_neighbours()
+        if self._world is not None:
+            dist.group.WORLD, self._world = self._world, None
 
     def leave_neighbours(self) -> None:
         """Closes the connections to other processes."""

@@ -198,7 +198,7 @@ def here(group: Group, tensor: Tensor) -> Neighbours | None:
     """The neighbours that carry this tensor to all processes of the group; None where gloo or NCCL must. Collective at
     the first call for a group, since the processes meet then."""
     here = mesh.current()
-    if tensor.device.type != "cpu" or tensor.nbytes > MOST_BYTES or here.channel is not None:
+    if tensor.device.type != "cpu" or tensor.nbytes > MOST_BYTES:
         return None
     key = id(dist.group.WORLD), group
     if key not in here.neighbours:

@@ -109,27 +109,14 @@ class Listening(_Socket):
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self.admit(())  # nobody yet
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer may come again, in another connection
         self._socket.curve_server = True
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"  # where peers connect to
         self._peers: dict[int, int] = {}  # file descriptor of a connection -> peer
-        self._latest = -1  # connection of the last message
-        # File descriptor -> how many ends of a connection to ignore: another connection has its number now.
-        self._stale_ends: dict[int, int] = {}
 
     def admit(self, keys: Iterable[bytes]) -> None:
         """From now on peers with these public keys, and no others, may connect."""
         self._authenticator.configure_curve_callback("*", credentials_provider=_Known(keys))
-
-    def reconnected(self, peer: int, known: bool) -> None:
-        """The last message is a peer's first over another connection. known: the end of its former connection was not
-        reported, and must not be reported any more."""
-        former = [c for c, p in self._peers.items() if p == peer and c != self._latest]
-        for connection in former:
-            del self._peers[connection]
-        if known and not former:
-            self._stale_ends[self._latest] = self._stale_ends.get(self._latest, 0) + 1
 
     def receive(self, seconds: float) -> tuple[int, list[Any]] | Gone | None:
         """(peer, its message), or a peer that is lost; None where nothing came for so long."""
@@ -137,15 +124,12 @@ class Listening(_Socket):
         while True:
             with contextlib.suppress(zmq.Again):
                 head, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                peer, self._latest = int(bytes(head.buffer)), head.get(zmq.SRCFD)
-                self._peers[self._latest] = peer
+                peer = self._peers[head.get(zmq.SRCFD)] = int(bytes(head.buffer))
                 return peer, frames
             if self._monitor.poll(0):
                 # All that this peer had sent was read: its messages are in the queue before the event.
                 connection = recv_monitor_message(self._monitor)["value"]
-                if self._stale_ends.get(connection):
-                    self._stale_ends[connection] -= 1
-                elif connection in self._peers:
+                if connection in self._peers:
                     return Gone(self._peers.pop(connection))
             elif not self._wait(deadline):
                 return None

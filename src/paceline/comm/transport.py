@@ -1,4 +1,4 @@
-"""Carries collectives: by torch.distributed, or by the channel of a run whose members come and go (channel.py).
+"""Carries collectives, by torch.distributed.
 
 Users call `collectives.py`, which calls this.
 """
@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import fork_safety, mesh, wire
-from paceline.comm.channel import Channel, Handover, Phase
 from paceline.comm.mesh import ALONE, Group
 from paceline.comm.waits import waits
-from paceline.errors import UsageError
 
 waits("wait")(dist.Work)  # also of a collective that is called without async_op, and of torch's own engines
 
@@ -31,39 +29,8 @@ _IN_FIRST = _FIRST_BYTES - _LENGTH.size
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def channel() -> Channel | None:
-    """The channel of the open run, if it has one."""
-    return mesh.current().channel
-
-
-def enter_phase(phase: Phase, meet: bool = False, loader: str | None = None) -> bool:
-    """Channel.enter_phase, where there is a channel."""
-    channel = mesh.current().channel
-    return True if channel is None else channel.enter_phase(phase, meet, loader)
-
-
-def hand_over_by(handover: Handover) -> None:
-    """Sets what hands over the position of the run, where there is a channel."""
-    if (channel := mesh.current().channel) is not None:
-        channel.handover = handover
-
-
-def arrive() -> None:
-    """Channel.arrive, where there is a channel."""
-    if (channel := mesh.current().channel) is not None:
-        channel.arrive()
-
-
-def arriving() -> bool:
-    """Whether this process joins a run under way, and was not admitted yet."""
-    channel = mesh.current().channel
-    return channel is not None and channel.arriving
-
-
 def size_of(group: Group = None) -> int:
     """How many processes the group has; 1 where no process group was made."""
-    if (channel := _channel_of(group)) is not None:
-        return channel.size
     if group is ALONE or not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size(_native(group))
@@ -71,8 +38,6 @@ def size_of(group: Group = None) -> int:
 
 def rank_of(group: Group = None) -> int:
     """This process's number in the group; 0 where no process group was made."""
-    if (channel := _channel_of(group)) is not None:
-        return channel.rank
     if group is ALONE or not dist.is_available() or not dist.is_initialized():
         return 0
     return dist.get_rank(_native(group))
@@ -85,28 +50,17 @@ def _native(group: Group) -> dist.ProcessGroup | None:
 
 
 def backends_of(group: Group = None) -> str:
-    """Which backend serves which device, such as "cpu:gloo,cuda:nccl"; a channel sends from the CPU."""
-    if _channel_of(group) is not None:
-        return "cpu:channel"
+    """Which backend serves which device, such as "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config(_native(group)))
 
 
-def all_reduce(tensor: Tensor, op: Any, group: Group) -> dist.Work | None:
-    """In place. Through a channel all members' tensors are added in rank order, and it is done at once."""
-    if (channel := _channel_of(group)) is None:
-        return dist.all_reduce(tensor, op, group=_native(group), async_op=True)
-    rows = _rows(channel, tensor)
-    total = rows[0].view(tensor.shape)
-    for row in rows[1:]:
-        total = _COMBINED[op](total, row.view(tensor.shape))
-    tensor.copy_(total)
-    return None
+def all_reduce(tensor: Tensor, op: Any, group: Group) -> dist.Work:
+    """In place."""
+    return dist.all_reduce(tensor, op, group=_native(group), async_op=True)
 
 
 def gather(tensor: Tensor, group: Group) -> list[Tensor]:
     """All processes' 1-d tensors of one size, in rank order."""
-    if (channel := _channel_of(group)) is not None:
-        return _rows(channel, tensor)
     rows = [torch.empty_like(tensor) for _ in range(size_of(group))]
     dist.all_gather(rows, tensor, group=_native(group))
     fork_safety.keep(tensor, *rows)
@@ -114,7 +68,7 @@ def gather(tensor: Tensor, group: Group) -> list[Tensor]:
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """(processes * numel,): all processes' 1-d tensors of one size, joined. Not through a channel."""
+    """(processes * numel,): all processes' 1-d tensors of one size, joined."""
     sent = tensor.view(torch.uint8)
     received = sent.new_empty(size_of(group) * sent.numel())
     _all_gather(received, sent, group=_native(group))
@@ -123,15 +77,13 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def exchange(sent: Tensor, outwards: list[int], received: Tensor, inwards: list[int], group: Group) -> None:
-    """All-to-all of 1-d tensors: `outwards[r]` elements to rank r, `inwards[r]` from it. Not through a channel."""
+    """All-to-all of 1-d tensors: `outwards[r]` elements to rank r, `inwards[r]` from it."""
     dist.all_to_all_single(received, sent, inwards, outwards, group=_native(group))
     fork_safety.keep(sent, received)
 
 
 def gather_bytes(own: bytes, device: torch.device, group: Group) -> list[memoryview]:
     """All processes' bytes, of any lengths, in rank order. device: from which the group can send."""
-    if (channel := _channel_of(group)) is not None:
-        return channel.exchange([own])
     firsts = [_bytes(row) for row in gather(_first(own).to(device), group)]
     lengths = [_LENGTH.unpack_from(first)[0] for first in firsts]
     rests: Sequence[bytes] = [b""] * len(firsts)
@@ -142,8 +94,6 @@ def gather_bytes(own: bytes, device: torch.device, group: Group) -> list[memoryv
 
 def broadcast_bytes(own: bytes, src: int, device: torch.device, group: Group) -> memoryview:
     """The bytes of rank `src` of the world; what others pass is not looked at. device: as in `gather_bytes`."""
-    if (channel := _channel_of(group)) is not None:
-        return channel.exchange([own] if channel.rank == src else [])[src]
     first = _first(own).to(device)
     broadcast(first, src, group)
     head, rest = _bytes(first), b""
@@ -157,25 +107,13 @@ def broadcast_bytes(own: bytes, src: int, device: torch.device, group: Group) ->
 
 def broadcast(tensor: Tensor, src: int, group: Group) -> None:
     """In place, from rank `src` of the world; a 1-d tensor of bytes."""
-    if (channel := _channel_of(group)) is not None:
-        memory = channel.exchange(wire.slices(wire.bytes_of(tensor)) if channel.rank == src else [])[src]
-        tensor.copy_(wire.tensor_of(memory, tensor.dtype))
-        return
     dist.broadcast(tensor, src=src, group=_native(group))
     fork_safety.keep(tensor)
 
 
 def barrier(device: torch.device) -> None:
     """Returns when every member of the run has come here."""
-    if (channel := mesh.current().channel) is not None:
-        channel.exchange()
-    else:
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-
-
-def _channel_of(group: Group) -> Channel | None:
-    """The channel, where it carries calls to this group in place of torch.distributed."""
-    return mesh.current().channel if group is None else None
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def _first(message: bytes) -> Tensor:
@@ -195,22 +133,3 @@ def _bytes(tensor: Tensor) -> bytes:
 def _joined(length: int, first: bytes, rest: bytes) -> memoryview:
     """A message of that length out of its first part and the rest."""
     return memoryview((first[_LENGTH.size :] + rest)[:length])
-
-
-def _rows(channel: Channel, tensor: Tensor) -> list[Tensor]:
-    """All members' tensors, flat, through the channel."""
-    found = channel.exchange(wire.slices(wire.bytes_of(tensor)))
-    if any(len(memory) != tensor.nbytes for memory in found):
-        raise UsageError(
-            f"the processes give tensors of different sizes ({', '.join(str(len(memory)) for memory in found)} bytes). "
-            "Make the same calls, with the same shapes and dtypes, on all of them."
-        )
-    return [wire.tensor_of(memory, tensor.dtype).to(tensor.device) for memory in found]
-
-
-_COMBINED: dict[Any, Any] = {
-    dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.MIN: torch.minimum,
-    dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.PRODUCT: torch.mul,
-}

@@ -66,14 +66,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(raw.numpy())  # type: ignore[arg-type]
 
 
-def tensor_of(memory: memoryview, dtype: torch.dtype) -> Tensor:
-    """The 1-d tensor of these bytes, in memory of its own."""
-    tensor = torch.empty(len(memory) // dtype.itemsize, dtype=dtype)
-    if len(memory):
-        tensor.view(torch.uint8).numpy()[:] = np.frombuffer(memory, dtype=np.uint8)
-    return tensor
-
-
 def slices(memory: memoryview) -> Iterator[memoryview]:
     """A memory in pieces of FRAME_BYTES."""
     for start in range(0, len(memory), FRAME_BYTES):

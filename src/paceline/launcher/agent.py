@@ -21,7 +21,6 @@ A failure goes through these phases:
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from dataclasses import replace
@@ -52,31 +51,23 @@ from paceline.torch_private.elastic import SimpleElasticAgent
 from paceline.world import (
     BEAT,
     CLOSED,
-    JOINED,
     KEEPS,
-    MAY_DIE,
     ROLE,
     SAVED,
     SAVES,
-    TICKET,
-    TICKET_FILE,
     TRACE,
     WRITES,
     WRITING,
     World,
-    forget,
     read_beat,
     told,
     told_by_all,
-    was_told,
-    where_told,
 )
 
 SETTLE_SECONDS = 1.0
 # Ranks that all die of one thing do so as far apart as they are since their start: this part of the time, at most so
 # many seconds.
 SPREAD, SPREAD_SECONDS = 0.5, 5.0
-LATE_SECONDS = 60.0  # for a rank that is to rejoin others, and finds that all have ended
 HANDOVER_SECONDS = 30.0  # for ranks that live to come to their next collective, and leave their state
 WRITING_SECONDS = 300.0  # of these for those that write it
 _HEAR_SECONDS = 2 * POLL_SECONDS  # for what another machine tells to be read here
@@ -112,9 +103,6 @@ class Agent(SimpleElasticAgent):
         self._processes = processes.Processes([])
         self._ranks = range(0)  # of this machine
         self._endings: dict[int, report.Ending] = {}  # local rank -> how it was first seen to have ended
-        self._commands: list[processes.Command] = []  # that the workers were started with
-        self._rejoined: set[int] = set()  # local ranks that were started again alone, to rejoin the others
-        self._too_late: set[int] = set()  # of these, those that found nobody and were ended
         self._restarts = Restarts(plan.max_restarts, *(plan.elastic or (plan.nproc, plan.nproc)), plan.nproc)
         self._told_ranks = self._restarts.full  # how many processes the user thinks there are
         self._rounds = 0  # that the machines have begun with the stores of one rendezvous
@@ -155,7 +143,7 @@ class Agent(SimpleElasticAgent):
         store: Any = worker_group.store
         first = worker_group.workers[0].global_rank
         self._ranks = range(first, first + self._plan.nproc)
-        self._endings, self._rejoined, self._too_late, self._failed = {}, set(), set(), False
+        self._endings, self._failed = {}, False
         self._round_began = time.monotonic()
         self.exit_code, self.story = 0, ""
         store = self._of_this_round(store)
@@ -186,9 +174,9 @@ class Agent(SimpleElasticAgent):
         self._interrupts.check()
         early, self._early = self._early, None
         if early is not None:
-            self._commands, self._processes = early.commands, early.processes
+            self._processes = early.processes
             return dict(enumerate(self._processes.pids))
-        self._commands = commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
+        commands = [self._command(worker_group, worker, starts) for worker in worker_group.workers]
         try:
             self._processes = processes.start(commands, self._output.private)
         finally:
@@ -295,8 +283,6 @@ class Agent(SimpleElasticAgent):
 
     def _after_failure(self) -> Restarts | None:
         """What is to start again; None: nothing."""
-        if self._restarts.left:
-            self._restarts = self._restarts.heard(self._peers.count_alone())
         if not self._restarts.left:
             return None
         if self._peers.any_finished():
@@ -373,72 +359,15 @@ class Agent(SimpleElasticAgent):
             if endings.ended_when_saved(path, code):
                 code = 0
             if endings.crashed_when_done(path, code):
-                crash = report.headline(endings.make_ending(rank, code, now, None, False, "", "", self._output))
+                crash = report.headline(endings.make_ending(rank, code, now, None, "", "", self._output))
                 say(f"paceline: {crash} when its script and all exit functions had ended: it counts as ended well.\n")
                 code = 0
             error = report.read_error(path) if code != 0 else None
             if code is not None or (error is not None and now - error.time >= patience):
-                expendable = self._is_expendable(local_rank, rank, code)
                 role = self._role(rank)
-                ending = endings.make_ending(rank, code, now, error, expendable, role, path, self._output)
-                self._endings[local_rank] = ending
-                if expendable and rank not in self._early_exits.ended:
-                    late = code == 0 or local_rank in self._too_late
-                    what = f"rank {rank} came too late to join" if late else report.headline(ending)
-                    say(f"paceline: {what}; the others go on.\n")
-                    self._restart_rank(local_rank, rank, ending)
-        self._end_latecomers(now)
+                self._endings[local_rank] = endings.make_ending(rank, code, now, error, role, path, self._output)
         if len(self._exited()) > left:
             self._peers.publish_exits(self._exited())
-
-    def _is_expendable(self, local_rank: int, rank: int, code: int | None) -> bool:
-        """Can the others go on without this rank? It was killed, and had said that they can; or it was to rejoin them,
-        and they do not count on it yet."""
-        path = self._error_file(rank)
-        if local_rank in self._rejoined and not was_told(path, JOINED):
-            return code is not None
-        return code is not None and code < 0 and was_told(path, MAY_DIE)
-
-    def _restart_rank(self, local_rank: int, rank: int, ending: report.Ending) -> None:
-        """Start one rank again alone, to rejoin the others, if a signal killed it and restarts are left."""
-        ticket = next(where_told(self._error_file(rank), TICKET_FILE), None)
-        ended = any(other.code == 0 for other in self._endings.values())
-        if ending.error is not None or not self._restarts.left or ended or ticket is None:
-            return
-        again = self._restarts.after_death_of_one(self._peers.count_alone(1))
-        if again is None:  # another machine has taken the last
-            return
-        self._restarts = again
-        say(f"paceline: restart {again.used} of {again.most}: rank {rank}, to join the others.\n")
-        for what in (JOINED, WRITES):  # by the former process
-            forget(self._error_file(rank), what)
-        output = self._output.open(rank, first=local_rank == 0)
-        command = self._commands[local_rank]
-        environ = {**command.environ, TICKET: ticket}
-        try:
-            self._processes.restart(local_rank, command._replace(environ=environ, output=output))
-        finally:
-            if output is not None:
-                output.close()
-        self._rejoined.add(local_rank)
-        del self._endings[local_rank]
-
-    def _end_latecomers(self, now: float) -> None:
-        """Kill ranks that were to rejoin others, which have all ended since, and that do not notice it."""
-        endings = self._endings.values()
-        if not endings or any(ending.failed or now - ending.time < LATE_SECONDS for ending in endings):
-            return
-        running = self._running()
-        if all(rank - self._ranks[0] in self._rejoined for rank in running):
-            for rank, pid in running.items():
-                if not was_told(self._error_file(rank), JOINED):
-                    self._too_late.add(rank - self._ranks[0])
-                    os.kill(pid, signal.SIGKILL)
-
-    @property
-    def expendable(self) -> frozenset[int]:
-        """Ranks that were killed, while the others went on."""
-        return frozenset(ending.rank for ending in self._endings.values() if ending.expendable)
 
     @property
     def leads(self) -> bool:
@@ -465,7 +394,7 @@ class Agent(SimpleElasticAgent):
 
     def _exited(self) -> list[int]:
         """Ranks that have ended without an error."""
-        return [ending.rank for ending in self._endings.values() if not ending.failed and not ending.expendable]
+        return [ending.rank for ending in self._endings.values() if not ending.failed]
 
     def _running(self) -> dict[int, int]:
         """rank -> process id, of those that have not ended."""

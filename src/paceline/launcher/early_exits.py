@@ -7,23 +7,17 @@ minutes). Neither its end nor the time since then tells which. The stacks of the
 1. NOTICE_SECONDS after the first end, say who has ended, where in its script, and who still runs.
 2. From then on, sample the stacks of the running ranks every POLL_SECONDS (stacks.py).
 3. A rank whose stack has not changed for STUCK_SECONDS, and is in communication, waits in vain: the run is ended.
-4. A rank that is stopped by a signal, and that the others could do without (a worker of a parameter server): nobody
-   waits for what it would still do. After STUCK_SECONDS it is killed, and the run has ended well.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
 from collections.abc import Mapping, Sequence
 
 from paceline.launcher.output import say
-from paceline.launcher.process_state import read_state
 from paceline.launcher.report import exits_in_words, name_ranks
 from paceline.launcher.stacks import StackSample, is_waiting, sample_stacks
-from paceline.world import LEFT, MAY_DIE, told, was_told
+from paceline.world import LEFT, told
 
 NOTICE_SECONDS = 10.0
 POLL_SECONDS = 2.0
@@ -48,8 +42,6 @@ class EarlyExits:
         self._noticed = False
         self._polled = 0.0
         self._first: dict[int, tuple[StackSample, float]] = {}  # rank -> (first sample with its present frames, when)
-        self.ended: set[int] = set()  # ranks that were stopped, and that nobody needed any more: killed here
-        self._stopped: dict[int, float] = {}  # rank -> since when it is seen to be stopped by a signal
 
     def words(self, left: Sequence[int], how: str = "early") -> str:
         """Which ranks ended, without an error, and where in the script."""
@@ -75,7 +67,6 @@ class EarlyExits:
             self._noticed = True
             running = f"{name_ranks(pids)} still run{'s' if len(pids) == 1 else ''}"
             say(f"paceline: {self.words(left, f'{self._notice_seconds:.0f} s ago')}; {running}.\n")
-        self._end_stopped(pids, now)
         for rank, stand in sample_stacks(self._error_files, pids).items():
             before, when = self._first.get(rank, (None, now))
             if before is None or before.frames != stand.frames:
@@ -86,19 +77,6 @@ class EarlyExits:
                     "Do all ranks take the same number of steps, and make the same calls?"
                 )
         return None
-
-    def _end_stopped(self, pids: Mapping[int, int], now: float) -> None:
-        """Kill ranks that are stopped, where all that run are, and the others could do without each of them."""
-        stopped = {rank for rank, pid in pids.items() if read_state(pid).stopped}
-        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
-        if len(stopped) < len(pids) or not all(was_told(self._error_files[rank], MAY_DIE) for rank in stopped):
-            return
-        if all(now - since >= self._stuck_seconds for since in self._stopped.values()):
-            self.ended |= stopped
-            for rank, pid in pids.items():
-                say(f"paceline: rank {rank} is stopped by a signal, and the others have done all work: it is ended.\n")
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
 
 
 def read_place(error_file: str) -> str:

@@ -44,7 +44,6 @@ class EarlyWorkers:
 
     run_id: str
     listener: socket.socket  # at which the store is to listen; the workers' MASTER_PORT
-    commands: list[processes.Command]  # that the workers were started with, by local rank
     processes: processes.Processes
 
 
@@ -81,7 +80,7 @@ def start(plan: Plan, output: Output, stop_file: str | None, notices: bool = Fal
         raise
     finally:
         close_outputs(commands)
-    return EarlyWorkers(run_id, listener, commands, started)
+    return EarlyWorkers(run_id, listener, started)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -50,7 +50,6 @@ def make_ending(
     code: int | None,
     time: float,
     error: Error | None,
-    expendable: bool,
     role: str,
     path: str,
     output: Output,
@@ -67,7 +66,7 @@ def make_ending(
             place, collective = str(stand), in_collective(stand)
     else:
         unwritable, lost_peer = _why_unwritable(output, rank, code), _told(path) == (code, True)
-    return Ending(rank, code, time, error, expendable, role, place, collective, unwritable, lost_peer)
+    return Ending(rank, code, time, error, role, place, collective, unwritable, lost_peer)
 
 
 def _why_unwritable(output: Output, rank: int, code: int | None) -> str:

@@ -49,8 +49,7 @@ def call(
                 variables[CELL_FILE] = output.relay.path
             outcome = supervise(replace(plan, script=path, variables=variables), interrupts, output)
             if outcome.exit_code == 0:
-                ranks = range(plan.nproc)
-                return [None if rank in outcome.expendable else _result(f"{path}.{rank}", fn, rank) for rank in ranks]
+                return [_result(f"{path}.{rank}", fn, rank) for rank in range(plan.nproc)]
         except Stopped as error:
             stopped = error.signum
         else:

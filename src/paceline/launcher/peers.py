@@ -150,10 +150,6 @@ class Peers:
         if self._nodes > 1:
             self._call("set", f"left/{self._node}", json.dumps(ranks))
 
-    def count_alone(self, more: int = 0) -> int:
-        """How many ranks have been started again alone since the nodes met, on all of them, with `more` by this one."""
-        return int(self._call("add", "alone", more))
-
     def finish(self) -> Failure | None:
         """Wait until all nodes have ended well, or one has failed. Returns that failure."""
         if self._nodes == 1:

@@ -58,7 +58,6 @@ class Processes:
     ) -> None:
         self._started = list(started)
         self._marks = list(marks) or [b""] * len(self._started)
-        self._folder = folder
         # Process groups to kill at the end. Not those of processes that ended well: their numbers may have been used
         # again, and such a script left a process (a server, say) running on purpose.
         self._sweep: set[int] = set()
@@ -67,17 +66,6 @@ class Processes:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._started]
-
-    def restart(self, index: int, command: Command) -> None:
-        """Start a process that has ended once more. What the former one left behind is killed."""
-        former = self._started[index].pid
-        self._sweep.discard(former)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(former, signal.SIGKILL)
-        _end_strays([self._marks[index]] if self._marks[index] else [])
-        self._started[index] = _popen(command)
-        self._dismiss_watcher()
-        self._watcher = _watch(self.pids, self._folder)
 
     def exits(self) -> dict[int, int]:
         """index -> exit code, of the processes that have ended; -n where signal n ended one."""

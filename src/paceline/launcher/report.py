@@ -71,7 +71,6 @@ class Ending:
         code: its exit code; -n for signal n; None while it still runs although its script has failed.
         time: when it was seen, in seconds since the epoch.
         error: the exception that ended its script, if one did.
-        expendable: was it killed by a signal, after it had said that the others can go on without it?
         role: what it was for the others, such as "a parameter server"; "" where all ranks are alike.
         place: the script's line, and the call in it, at which it ended or failed; for exit code 0 in words, such as "by
             sys.exit() at train.py, line 5"; "" where that is not known.
@@ -84,7 +83,6 @@ class Ending:
     code: int | None
     time: float
     error: Error | None = None
-    expendable: bool = False
     role: str = ""
     place: str = ""
     in_collective: bool = False
@@ -93,7 +91,7 @@ class Ending:
 
     @property
     def failed(self) -> bool:
-        return self.code != 0 and not self.expendable
+        return self.code != 0
 
     @property
     def consequence(self) -> bool:
@@ -154,7 +152,7 @@ def describe(endings: Sequence[Ending], last_lines: Sequence[str] = (), elsewher
         elsewhere: of ranks that still run, where they are.
     """
     first = cause(endings)
-    early = [ending for ending in endings if not ending.failed and not ending.expendable]
+    early = [ending for ending in endings if not ending.failed]
     lines = [headline(first)]
     if first.consequence and early:  # the victim's words come second
         named = first.error is not None and first.error.names_the_call

@@ -1,7 +1,7 @@
 """Which ranks start again after what: a value that events change, the same on all machines that hear the same. Pure.
 
-`--max-restarts` is one budget for the run. The machines agree on how much of it is used whenever they meet, and tell
-each other in between; each decides by itself, from what all know, so that none waits for one that has ended.
+`--max-restarts` is one budget for the run. The machines agree on how much of it is used whenever they meet; in between
+each decides by itself, from what all know, so that none waits for one that has ended.
 
 With `--nproc MIN:MAX` a machine starts with MAX processes. A start comes to nothing where some of its ranks die before
 any has taken a batch, while others live: a device is broken, or memory does not suffice for all. The next start is one
@@ -22,8 +22,7 @@ class Restarts:
         most: how many restarts the run has (--max-restarts).
         fewest, full: how many processes this machine may have (--nproc MIN:MAX; equal for a single number).
         ranks: how many it has, or starts with next.
-        agreed: restarts that were taken up when the machines met, and one more where a failure has taken it since.
-        alone: those that single ranks have taken up since, on all machines, as far as it is known here.
+        used: restarts that were taken up when the machines met, and one more where a failure has taken it since.
         starts: how often all ranks have been started.
     """
 
@@ -31,14 +30,8 @@ class Restarts:
     fewest: int
     full: int
     ranks: int
-    agreed: int = 0
-    alone: int = 0
+    used: int = 0
     starts: int = 0
-
-    @property
-    def used(self) -> int:
-        """Restarts that are taken up."""
-        return self.agreed + self.alone
 
     @property
     def left(self) -> int:
@@ -47,11 +40,7 @@ class Restarts:
 
     def met(self, starts: int, used: int) -> Restarts:
         """All machines have met, and their ranks start. starts, used: the most that one of them knows, without this."""
-        return replace(self, starts=starts + 1, agreed=used, alone=0)
-
-    def heard(self, alone: int) -> Restarts:
-        """So many single ranks were to be started again since the machines have met, on all of them; some in vain."""
-        return replace(self, alone=min(max(self.alone, alone), self.most - self.agreed))
+        return replace(self, starts=starts + 1, used=used)
 
     def counts_the_dead(self, moved: bool) -> bool:
         """Does the number of ranks in the next start follow from how many have died? moved: as in `after_failure`."""
@@ -76,14 +65,7 @@ class Restarts:
             if room < self.fewest:
                 return None
             ranks = min(ranks, room)
-        return replace(self, agreed=self.agreed + 1, ranks=ranks)
-
-    def after_death_of_one(self, alone: int) -> Restarts | None:
-        """A rank has died that the others can do without. None: it is not started again, to join them.
-
-        alone: so many were to be started again since the machines have met, on all of them, with this one.
-        """
-        return self.heard(alone) if self.agreed + alone <= self.most else None
+        return replace(self, used=self.used + 1, ranks=ranks)
 
     def after_loss_of_keeper(self, failed: bool) -> Restarts | None:
         """The launcher that kept the rendezvous has gone, and all would meet again. None: the run ends.
@@ -92,4 +74,4 @@ class Restarts:
         """
         if failed:
             return self
-        return replace(self, agreed=self.agreed + 1) if self.left else None
+        return replace(self, used=self.used + 1) if self.left else None

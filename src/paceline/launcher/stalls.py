@@ -37,7 +37,7 @@ from paceline.launcher.stacks import (
     sample_stacks,
 )
 from paceline.torch_private.flight_recorder import Call, GroupCalls
-from paceline.world import BEAT, MAY_DIE, read_beat, was_told
+from paceline.world import BEAT, read_beat
 
 STALL_SECONDS = 60.0
 USUAL_TIMES = 20
@@ -190,7 +190,7 @@ class Stalls:
         limit = min(self.limit, DEADLOCK_SECONDS) if self._deadlocked(now) else self.limit
         late = [rank for rank, seconds in still.items() if seconds >= limit]
         waiting = [rank for rank in late if self._seen[rank].waiting(now)]
-        stopped = [rank for rank in late if self._seen[rank].state.stopped and not self._spared(rank)]
+        stopped = [rank for rank in late if self._seen[rank].state.stopped]
         known = all(sight.last is not None or sight.state.stopped for sight in self._seen.values())
         patience = self.limit * (1 if self._seconds is not None else 2)
         none_moves = self._stacks and known and min(still.values(), default=0.0) >= patience
@@ -238,10 +238,6 @@ class Stalls:
         if len(self._seen) != len(self._error_files):
             return False
         return len(self._seen) > 1 and all(sight.waits_idly(now) for sight in self._seen.values())
-
-    def _spared(self, rank: int) -> bool:
-        """Can the others go on without this rank? Then no stall of its own ends the run."""
-        return self.action != "say" and was_told(self._error_files[rank], MAY_DIE)
 
     def _interval(self, now: float) -> float:
         """Seconds between two looks: few where the limit is near, so that it is said soon after."""

@@ -37,7 +37,6 @@ class Outcome:
     exit_code: int  # the launcher's
     story: str  # what went wrong, ending in a newline, where the exit code is not 0
     refused: bool = False  # did the script refuse its arguments, on all ranks that ended?
-    expendable: frozenset[int] = frozenset()  # ranks that were killed, while the others went on
     saved: bool = False  # was the run asked to stop, and has saved a checkpoint?
 
     def __post_init__(self) -> None:
@@ -116,7 +115,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
         asked = "a signal on another machine" if interrupts.asked is None else signal.Signals(interrupts.asked).name
         text = f"paceline: stopped by {asked}, after saving {agent.saved}.\n"
         return Outcome(RESUMABLE, text if agent.leads else "", saved=True)
-    return Outcome(agent.exit_code, agent.story, agent.refused, agent.expendable)
+    return Outcome(agent.exit_code, agent.story, agent.refused)
 
 
 def _in_words(error: Exception, plan: Plan) -> str:

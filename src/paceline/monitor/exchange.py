@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives, transport
-from paceline.comm.channel import Channel
+from paceline.comm import collectives
 from paceline.comm.scalars import upload, wide_dtype
 from paceline.errors import UsageError
 from paceline.monitor.window import LOSS, Window
+from paceline.strategies.base import Strategy
 
 _DONE = "\0done"  # the key of the number of examples; no user's key has a zero byte
 
@@ -50,8 +50,8 @@ class _Flight(NamedTuple):
 class Exchange:
     """At most one all-reduce under way. All ranks call `send` and `receive` in the same order."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, strategy: Strategy) -> None:
+        self._device, self._strategy = device, strategy
         self._dtype = wide_dtype(device)
         self._flight: _Flight | None = None
         self._pooled: Result | None = None  # where ranks are not in step, what the next `receive` returns
@@ -66,11 +66,11 @@ class Exchange:
             note: for the Result.
         """
         assert self._flight is None, "the last result was not received"
-        channel = transport.channel()
-        if channel is not None and not channel.in_step:
+        queue = self._strategy.plan.shared_sums()
+        if queue is not None:
             if not occasion.startswith(NOW):
-                self._pooled = self._pool(channel, window, elapsed, note, self.done)
-                self.done = 0.0
+                queue.pool({**window.totals(), _DONE: (self.done, 0.0)}, take=False)
+                self._pooled, self.done = Result({}, elapsed, note), 0.0
                 return
             occasion = NOW
         keys = window.keys
@@ -94,12 +94,6 @@ class Exchange:
         event.record()
         self._flight = _Flight(keys, None, arrived, event, note)
 
-    @staticmethod
-    def _pool(channel: Channel, window: Window, elapsed: float, note: Any, done: float) -> Result:
-        """Where ranks are not in step, add the sums to a store. Rank 0 reads there what has come."""
-        channel.pool({**window.totals(), _DONE: (done, 0.0)}, take=False)
-        return Result({}, elapsed, note)
-
     @property
     def arrived(self) -> bool:
         """Would `receive` return without waiting?"""
@@ -113,10 +107,10 @@ class Exchange:
         """The result of the last `send`, if any. Raises UsageError, on all ranks, where the keys differ."""
         pooled, self._pooled = self._pooled, None
         if pooled is not None:
-            channel = transport.channel()
-            if channel is None or channel.rank:
+            queue = self._strategy.plan.shared_sums()
+            if queue is None or collectives.rank_of():
                 return pooled
-            sums = channel.pool({}, take=True)
+            sums = queue.pool({}, take=True)
             return pooled._replace(done=sums.pop(_DONE, (0.0, 0.0))[0], sums=sums)
         flight, self._flight = self._flight, None
         if flight is None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from paceline import notebook
-from paceline.comm import collectives, transport
+from paceline.comm import collectives
 from paceline.config import Settings
 from paceline.errors import UsageError, warn
 from paceline.monitor import summary
@@ -41,7 +40,7 @@ from paceline.train.loader import Loader
 from paceline.train.loss import parts_of
 from paceline.train.step import Stepper
 from paceline.train.weighted_sum import FOLD_AT
-from paceline.world import TICKET, World
+from paceline.world import World
 
 INTERVAL_SECONDS = 1.0
 MOST_STEPS = 1000  # between two exchanges for the display
@@ -72,14 +71,13 @@ class Monitor:
         self._shown = settings.progress != "off"
         problem = cannot_track(settings.log_dir, settings.trackers) if self._main else None
         if problem is None:
-            clear = world.local_rank == 0 and TICKET not in os.environ  # one that joins finds the others' parts
-            problem = cannot_trace(settings.trace, world.rank, clear)
+            problem = cannot_trace(settings.trace, world.rank, world.local_rank == 0)
         traced = settings.trace is not None
         check_settings(problem, (self._shown, settings.log_dir is not None, settings.log_every, traced))
         self._trackers = TrackerSet(settings.log_dir, settings.trackers)
         self._recorded = settings.log_dir is not None
         self._active = self._shown or self._recorded
-        self._exchange = Exchange(device)
+        self._exchange = Exchange(device, stepper.strategy)
         self._window, self._pass = Window(device), Window(device)  # of the steps; of an evaluation's pass
         self._carry: dict[str, list[float]] = {}  # received sums that are not written yet
         self._carried: _Note | None = None  # the last note that came with them
@@ -210,7 +208,8 @@ class Monitor:
                 write = not self._recorded or steps // every != self._steps // every
                 self._send(write, steps, loader.fetched_at, ends=True)
                 self._steps = steps
-            transport.enter_phase("between", meet=True)  # all have sent, also where they are not in step
+            if not self._stepper.strategy.plan.in_step:
+                collectives.barrier()  # all have sent
             self._receive()
         if loader is not self._loader:
             return
@@ -383,19 +382,6 @@ class Monitor:
     def restored(self, place: str, steps: int) -> None:
         if self._main and self._shown:
             _say(f"paceline: goes on after step {steps}, from {place}")
-
-    def join_state(self) -> tuple[int, list[str]]:
-        """For a process that joins the run: (interval, keys), so that it exchanges at the same steps with the same
-        names. All present ranks call it, alike."""
-        self._receive()
-        self._collect()
-        self._sent_steps = self._made()
-        return self._interval, self._window.keys
-
-    def load_join_state(self, place: tuple[int, list[str]]) -> None:
-        self._interval, keys = place
-        for key in keys:
-            self._window.add(key, 0.0, 0)
 
     def _exiting(self) -> None:
         self._local = True

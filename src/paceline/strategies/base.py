@@ -102,7 +102,7 @@ class Strategy(ABC):
     """What both kinds share. The arguments of a constructor are the world, the device, and options."""
 
     mesh: Mesh
-    plan: BatchPlan  # replaced by another one when processes are lost or join
+    plan: BatchPlan  # `setup` may replace it by another one
     store: GradientStore
     device: torch.device  # where the user's own models are
     models: Sequence[nn.Module] = ()  # as `setup` was given them
@@ -142,6 +142,10 @@ class Strategy(ABC):
         """The number of steps, as large as a global batch, that all processes together have made since the last call.
         updated: whether `step` was called since."""
         return int(updated)
+
+    def check_call(self, call: str) -> None:
+        """Raises UsageError where not all processes can take part in a call now. call: as the script writes it."""
+        return None
 
     def synchronize(self) -> None:
         """Makes the models of independent replicas equal, before an evaluation or a checkpoint. Collective."""

@@ -9,8 +9,7 @@ A global batch is cut into `shards` shards, and each shard into micro-batches, e
     AllMicroBatches     all micro-batches of a shard in one yield: a pipeline
     WorkQueue           chunks of global batches, handed out as processes come free
 
-A plan never changes. When processes are lost or join, the strategy sets a new plan, and loaders begin the open global
-batch anew.
+A plan never changes.
 """
 
 from __future__ import annotations
@@ -190,6 +189,10 @@ class BatchPlan(ABC):
 
         return made(wanted())
 
+    def shared_sums(self) -> Queue | None:
+        """Who keeps sums of all processes, where they are not in step."""
+        return None
+
     def shifted(self) -> BatchPlan:
         """This plan with the next process's shards. `paceline verify` uses it to see whether a model depends on the
         rank."""
@@ -278,15 +281,23 @@ class Queue(ABC):
     def leave(self, loader: str, epoch: int) -> None:
         """This process leaves the pass before its end. The chunks that it still has are free."""
 
+    @abstractmethod
+    def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
+        """Adds pairs to a store that all processes share. With `take` it empties the store and returns what was in it.
+        Nobody waits for anybody."""
+
 
 @dataclass(frozen=True)
 class WorkQueue(BatchPlan):
     """A global batch is cut into `shards` chunks, each of which is then a global batch of its own. The queue hands them
     out, so that a process does not know beforehand which ones it computes."""
 
-    queue: Queue | None  # None until the processes have met
+    queue: Queue | None  # None until the processes are connected
 
     in_step = False
+
+    def shared_sums(self) -> Queue | None:
+        return self.queue
 
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
         raise TypeError("chunks are handed out as processes come free: how many yields are this one's is not known")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from paceline.comm import collectives, generators, transport
+from paceline.comm import collectives, generators
 from paceline.errors import SettingError, UsageError
 from paceline.strategies.base import Piece
 from paceline.strategies.batch_plan import Fetched, Request
@@ -94,7 +94,7 @@ class Loader:
         self.loop_exit: LoopExit | None = None  # of the last pass that was left before its end
         self.ended = 0  # epochs that have ended since the process started
         self._start = 0  # the step at which the next pass begins
-        self._plan = source.plan()  # the plan by which the current global batch was fetched
+        self._plan = source.plan()  # the plan by which the current pass is fetched
         self._iteration = 0  # how many iterators were made
         self._pass: Callable[[], Generator[Any, None, None] | None] = lambda: None  # the latest of them, weakly
         self._used = False  # whether an optimizer has acted on a global batch of the current pass
@@ -192,16 +192,13 @@ class Loader:
 
     def _training(self) -> Generator[Any, None, None]:
         """One pass for training. The epoch counts when it was read to its end, or when a step was made on it: to look
-        at a first batch costs no epoch. A process that joins others gets an empty pass where they are past it."""
-        if not transport.enter_phase("training", meet=True, loader=self.name):
-            return
+        at a first batch costs no epoch."""
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
         self._used = False
         try:
             request = None
             for request, batches in self._fetch(epoch, start):
-                transport.enter_phase("training")
                 self._begin_yield(request)
                 self.presented = self._on_device(request, batches)
                 if self.noise is None:
@@ -218,7 +215,6 @@ class Loader:
                 raise SettingError(self._source.why_empty())
         finally:
             ZERO_ROWS.end_yield(self)
-            transport.enter_phase("between", loader=self.name)
             if self.noise is not None:
                 self.noise.end_yield()
             if mine == self._iteration:  # else a newer pass has begun, and this one is closed late
@@ -241,7 +237,6 @@ class Loader:
         """One pass for evaluation. It is always epoch 0, and puts the generators back at its end, so that training goes
         on undisturbed."""
         before = generators.get_state(self._device)
-        transport.enter_phase("evaluating", meet=True)
         request, whole = None, False
         try:
             with nullcontext() if self.noise is None else self.noise.suspended():
@@ -251,7 +246,6 @@ class Loader:
             whole = True
         finally:
             ZERO_ROWS.end_yield(self)
-            transport.enter_phase("between")
             self.current = None
             if not whole:
                 self._note_exit(request)
@@ -259,8 +253,7 @@ class Loader:
         self._on_end(self, True)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        """The source's batches; the time spent waiting for them is measured. When the plan has changed, since a replica
-        was lost or has joined, the current global batch is fetched again."""
+        """The source's batches; the time spent waiting for them is measured."""
         self._plan = self._source.plan()
         fetched = self._from_source(epoch, start)
         while True:
@@ -271,10 +264,6 @@ class Loader:
             if item is None:
                 return
             yield item
-            if self.recut:
-                start = self.step + int(self.stepped)
-                self._plan = self._source.plan()
-                fetched = self._from_source(epoch, start)
 
     def _from_source(self, epoch: int, start: int) -> Iterator[Fetched]:
         try:
@@ -283,11 +272,6 @@ class Loader:
             if any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
                 raise UsageError(cannot_be_sent(self.name, error)) from error  # while a worker was started
             raise
-
-    @property
-    def recut(self) -> bool:
-        """Whether the plan has changed since the current global batch was fetched. That batch is then dropped."""
-        return self.train and self._source.plan() is not self._plan
 
     def _begin_yield(self, request: Request) -> None:
         self.current, self.stepped = request, False

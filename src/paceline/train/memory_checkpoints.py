@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm import collectives, process_group, transport
+from paceline.comm import collectives, process_group
 from paceline.errors import CheckpointError, in_words
 from paceline.strategies.base import Strategy
 from paceline.train import checkpoint
@@ -98,8 +98,8 @@ class MemoryCheckpoints:
         """The script has looked for a checkpoint, and would again."""
         if not self._begun:
             self._begun, self._last = True, self._steps()
-            if transport.channel() is not None or not self._strategy.plan.in_step:
-                self._give_up("the processes are not in step, or come and go, and cannot agree on one step")
+            if not self._strategy.plan.in_step:
+                self._give_up("the processes are not in step, and cannot agree on one step")
 
     def due(self, loader: Loader) -> bool:
         """Whether one is to be made, as the script comes back for its next training batch. Alike on all ranks."""

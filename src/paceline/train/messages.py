@@ -262,11 +262,6 @@ NOT_AS_YIELDED = (
     "run.step."
 )
 
-LOST_BETWEEN_UPDATES = (
-    "a process died between two updates of one global batch, of which the first has been made: it cannot be computed "
-    "anew. Restore the last checkpoint."
-)
-
 SAVED_IN_MID_BATCH = (
     "run.save in the middle of a global batch: its gradients are not part of a checkpoint. Call it after run.step, "
     "when that returned True (of updates that the script makes itself, when it has cleared the gradients)."
@@ -289,11 +284,6 @@ FETCHED_AHEAD = (
     "has that one: it cannot be known of which batch this loss is a mean. Compute the loss of a batch before the next "
     "one is fetched (the loader's workers fetch ahead by themselves: num_workers=, prefetch_factor=); or let the "
     "closure get the batch as the loader yielded it, run.forward_backward(loss_fn, model, batch), by which it is known."
-)
-
-FETCHED_AHEAD_AND_ELASTIC = (
-    "the loader was asked for the next batch before run.step, and the chosen strategy may have to compute the batch at "
-    "hand once more when a process is lost. Fetch the next batch after run.step(optimizer)."
 )
 
 FETCHED_AHEAD_IN_TURNS = (

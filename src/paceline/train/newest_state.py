@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives, process_group, transport
+from paceline.comm import collectives, process_group
 from paceline.errors import CheckpointError, chain_of, in_words, only_tells_of_a_lost_peer
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import parameter_names
@@ -149,7 +149,6 @@ class NewestState:
         """Whether this process, alone, holds all that a checkpoint holds."""
         return (
             collectives.size_of() > 1
-            and transport.channel() is None
             and self._strategy.own_state() is not None
             and not any(hasattr(thing, "before_save") for thing in self._state.tracked.values())
         )

@@ -38,7 +38,7 @@ from types import FrameType
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 
-from paceline.comm import collectives, process_group, transport
+from paceline.comm import collectives, process_group
 from paceline.errors import WorldError
 from paceline.strategies.base import Strategy
 from paceline.train import manifest
@@ -150,7 +150,7 @@ class Preemption:
 
     def _announce(self) -> None:
         """Asked to stop, this rank can save from now on: the launcher hears of it, and SIGTERM is a notice."""
-        if self._announced or not self._in_step():
+        if self._announced or not self._strategy.plan.in_step:
             return
         self._announced = True
         tell_launcher(os.environ, SAVES)
@@ -221,8 +221,8 @@ class Preemption:
                 "the script saves none, and restores none when it is started again. Call run.restore(DIRECTORY, "
                 "missing_ok=True) after run.prepare"
             )
-        elif not self._in_step():
-            problem = "processes that are not in step, or may come and go, cannot agree on one. Save now and then"
+        elif not self._strategy.plan.in_step:
+            problem = "processes that are not in step cannot agree on one. Save now and then"
         if problem is not None:
             if not self._refused:
                 print(f"paceline: asked to stop, but no checkpoint is saved: {problem}.", file=sys.stderr, flush=True)
@@ -236,13 +236,9 @@ class Preemption:
             self._store.get(self._key)
         return at
 
-    def _in_step(self) -> bool:
-        """Can the ranks agree on a step?"""
-        return transport.channel() is None and self._strategy.plan.in_step
-
     def _decision(self) -> int | None:
         """The step that rank 0 has told, if it has."""
-        if collectives.size_of() == 1 or transport.channel() is not None or not self._store.check([self._key]):
+        if collectives.size_of() == 1 or not self._store.check([self._key]):
             return None
         return int(self._store.get(self._key))
 

@@ -1,5 +1,4 @@
-"""The position of a run: which epoch it is, how many updates were made. A checkpoint holds it, and a process that joins
-a run under way is given it."""
+"""The position of a run, which a checkpoint holds: which epoch it is, how many updates were made."""
 
 from __future__ import annotations
 
@@ -7,11 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paceline.comm import transport
 from paceline.errors import UsageError, warn
 from paceline.strategies.base import Strategy
 from paceline.train.loader import Loader
-from paceline.train.state import State
 from paceline.train.step import Stepper
 
 
@@ -40,7 +37,6 @@ class Epochs:
         return self._up_to(count)
 
     def _up_to(self, count: int) -> Iterator[int]:
-        transport.arrive()
         self._restored = False
         while self._current < count:
             self._inside = True
@@ -87,22 +83,13 @@ class Epochs:
 
 
 class RunPosition:
-    """The comm.channel.Handover of a run. monitor_give, monitor_take: hand over the position of the monitor, which
-    this module cannot import."""
+    """The counters of updates and epochs."""
 
-    def __init__(
-        self,
-        state: State,
-        stepper: Stepper,
-        epochs: Epochs,
-        monitor_give: Callable[[], Any],
-        monitor_take: Callable[[Any], None],
-    ) -> None:
-        self._state, self._stepper, self._epochs = state, stepper, epochs
-        self._monitor_give, self._monitor_take = monitor_give, monitor_take
+    def __init__(self, stepper: Stepper, epochs: Epochs) -> None:
+        self._stepper, self._epochs = stepper, epochs
 
     def counters(self) -> dict[str, Any]:
-        """The counters of updates and epochs, as a checkpoint has them."""
+        """As a checkpoint has them."""
         stepper = self._stepper
         skipped = stepper.skipped + stepper.skipped_alone
         counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.manual_updates}
@@ -120,11 +107,3 @@ class RunPosition:
         stepper.skipped, stepper.skipped_alone = found["skipped"], 0
         stepper.manual_updates = found.get("by_hand", 0)  # older checkpoints have none
         self._epochs.load_state_dict(found["epochs"])
-
-    def capture(self) -> dict[str, Any]:
-        return {"counters": self.counters(), "state": self._state.position(), "more": self._monitor_give()}
-
-    def restore(self, given: dict[str, Any]) -> None:
-        self._state.load_position(given["state"])
-        self.load_counters(given["counters"])
-        self._monitor_take(given["more"])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm import collectives, generators, transport
+from paceline.comm import collectives, generators
 from paceline.errors import CheckpointError, PacelineError, UsageError, warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.replicated import check_same_class
@@ -61,7 +61,6 @@ class State:
         self._device, self._seed, self._reproducible = device, seed, reproducible
         # Restored states of loaders and tracked objects that the script has not made yet, by name.
         self._waiting: dict[str, dict[str, Any]] = {"loaders": {}, "tracked": {}}
-        self._compared: set[str] = set()  # loaders whose data the ranks had compared before this process joined them
         self._buffers = SnapshotBuffers()
         self._writer = BackgroundWrite()  # of what is in the buffers, on rank 0
         self._unfinished = False  # have the ranks yet to hear what came of a save in the background? Alike on all
@@ -77,7 +76,6 @@ class State:
         self.loaders[loader.name] = loader
         if loader.name in self._waiting["loaders"]:
             loader.load_state_dict(self._waiting["loaders"].pop(loader.name))
-        loader.probing = loader.probing and loader.name not in self._compared
 
     def add_tracked(self, name: str, thing: Any) -> None:
         for method in ("state_dict", "load_state_dict"):
@@ -154,14 +152,10 @@ class State:
         return _on_rank_0(self._writer.finish)
 
     def end_saves(self, calls: CallCheck) -> None:
-        """`wait_for_save`, when the run ends well. Where members come and go, one may have ended before: then who has
-        written waits, and raises, alone."""
-        if transport.channel() is None:
-            if self._unfinished:
-                with calls.call("the end of the run"):
-                    self.wait_for_save()
-        else:
-            self._writer.finish()
+        """`wait_for_save`, when the run ends well."""
+        if self._unfinished:
+            with calls.call("the end of the run"):
+                self.wait_for_save()
 
     def close(self) -> None:
         """Wait until this process writes nothing any more, and ask no other: an error may be why the run ends, so that
@@ -289,25 +283,6 @@ class State:
             self.loaders[name].load_state_dict(self._waiting["loaders"].pop(name))
         for name in [name for name in self.tracked if name in self._waiting["tracked"]]:
             self.tracked[name].load_state_dict(self._waiting["tracked"].pop(name))
-
-    # --- for a process that joins the others
-
-    def position(self) -> dict[str, Any]:
-        """What a checkpoint holds beside models, optimizers and random streams."""
-        return {
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "run": self._run_part(),
-            "tracked": self._tracked_part(),
-            "compared": [name for name, loader in self.loaders.items() if not loader.probing],
-            "unfinished": self._unfinished,
-        }
-
-    def load_position(self, position: dict[str, Any]) -> None:
-        """Go on where the process was that `position` is of."""
-        self._load(position["schedulers"], position["run"], position["tracked"])
-        self._compared, self._unfinished = set(position["compared"]), position["unfinished"]
-        for name in self._compared & self.loaders.keys():
-            self.loaders[name].probing = False
 
     def digest(self, models: Sequence[nn.Module], used: Any) -> str:
         """A hash of the weights of the models that `used` is (one, or a tuple, list or dict of them). models: all that

@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives, transport
+from paceline.comm import collectives
 from paceline.comm.mesh import ALONE
-from paceline.errors import UsageError, WorldError, warn
+from paceline.errors import UsageError, warn
 from paceline.strategies.base import (
     Backward,
     ClosureStrategy,
@@ -51,8 +51,6 @@ from paceline.train.messages import (
     BY_HAND_APART,
     CLOSURE_NEEDED,
     CLOSURE_OF_AN_OPTIMIZER,
-    FETCHED_AHEAD_AND_ELASTIC,
-    LOST_BETWEEN_UPDATES,
     never_stepped,
     not_reached,
     out_of_turn,
@@ -211,7 +209,7 @@ class Stepper:
 
         Gradients that the script has cleared count as used: the script made the update itself.
         """
-        if last.stepped or last.discarded or not last.calls or not last.request.final or last.loader.recut:
+        if last.stepped or last.discarded or not last.calls or not last.request.final:
             return False
         if self.store.any_left():
             return True
@@ -404,7 +402,7 @@ class Stepper:
         if one is not yields.active:
             self._start_micro_batch(yields, one)
         if yields.pending:
-            self._note_prefetch()
+            self._prefetched = True
         if self.guards.foreign_gradients:
             self.guards.refuse_foreign()
         # The first backward of a global batch's last micro-batch is the first of its calls that all processes make. To
@@ -419,12 +417,6 @@ class Stepper:
         self._called_loaders.add(one.loader)
         call, self._call_number = self._call_number, self._call_number + 1
         return call
-
-    def _note_prefetch(self) -> None:
-        """The script has prefetched a batch. Raises UsageError where a lost process would need the one before it."""
-        self._prefetched = True
-        if transport.channel() is not None:
-            raise UsageError(FETCHED_AHEAD_AND_ELASTIC)
 
     def _inputs(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """The parameters of this optimizer, which alone get gradients from a call that names the optimizer."""
@@ -454,10 +446,6 @@ class Stepper:
         for one in opened:
             one.step_called = True
             if not one.request.final:
-                return False
-        for one in opened:
-            if one.loader.recut:
-                self._discard_global_batch(opened)
                 return False
         if len(self._loaders) > 1:
             self._several.check_update(opened)
@@ -493,7 +481,7 @@ class Stepper:
 
     def _reseed_prefetched(self, loader: Loader) -> None:
         """Key the random generators for the batch that the script prefetched before this update, as its yield did."""
-        self._note_prefetch()
+        self._prefetched = True
         if loader.current is not None:
             part = loader.current.parts[0]
             seed_torch(loader.streams.torch_key(loader.current, part.shard, part.micro), self.device)
@@ -556,15 +544,6 @@ class Stepper:
             one.loader.mark_stepped(one.request)
             if self._yields[one.loader].pending:
                 self._reseed_prefetched(one.loader)
-
-    def _discard_global_batch(self, opened: Sequence[Yield]) -> None:
-        """Drop the gradients of the open global batch, which is yielded again since a replica was lost. Raises
-        WorldError if one of its updates was made already."""
-        if any(one.stepped for one in opened):
-            raise WorldError(LOST_BETWEEN_UPDATES)
-        self.accounts.clear()
-        for one in opened:
-            one.discarded = True
 
     def _advance(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], updated: bool = True) -> None:
         """Count the steps that the strategy reports as completed, and move the schedules by as many.

@@ -37,7 +37,7 @@ class Yield:
     calls = 0  # how many backward calls belong to it
     step_called = False  # run.step was called while this was the last yield with a backward
     stepped = False  # an optimizer has used the gradients of its global batch
-    discarded = False  # its gradients do not count: its backward failed, or a replica was lost and it is yielded again
+    discarded = False  # its gradients do not count: its backward failed
     count_at_call = 0  # how many yields all training loaders had made at its last backward call
     batch: Sequence[weakref.ref[Any]] = ()  # the tensors of its batch; filled when the next yield comes
     warned = False  # the script was warned that its gradients were never used

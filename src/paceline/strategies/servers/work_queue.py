@@ -1,11 +1,10 @@
-"""The first server's books: which workers have come to an exchange, and which worker computes which chunk. Pure."""
+"""The first server's books: which worker computes which chunk. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.strategies.batch_plan import Chunk
 
@@ -14,8 +13,8 @@ from paceline.strategies.batch_plan import Chunk
 class PassQueue:
     """The chunks of one pass over the data, handed out as workers come free.
 
-    A chunk is free, in flight (one worker computes it), or finished. It is finished once. The chunks of a lost worker
-    are free again, and are handed out before those that no worker had yet.
+    A chunk is free, in flight (one worker computes it), or finished. It is finished once. One that a worker
+    gives back is free again, and is handed out before those that no worker had yet.
     """
 
     first: int  # the step at which the pass begins
@@ -58,20 +57,3 @@ class PassQueue:
         for chunk in reversed(theirs if chunks is None else [chunk for chunk in chunks if chunk in theirs]):
             del self.in_flight[chunk]
             self.returned.appendleft(chunk)
-
-
-@dataclass
-class Exchanges:
-    """Exchanges under way. One is complete when every live worker has come."""
-
-    under_way: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # number -> worker -> its frames
-
-    def add(self, number: int, worker: int, frames: list[Any]) -> None:
-        self.under_way.setdefault(number, {})[worker] = frames
-
-    def complete(self, alive: set[int]) -> list[tuple[int, dict[int, list[Any]]]]:
-        """Takes out the complete ones. A worker that has come and died since is in them."""
-        ready = [(number, came) for number, came in sorted(self.under_way.items()) if alive <= came.keys()]
-        for number, _ in ready:
-            del self.under_way[number]
-        return ready
