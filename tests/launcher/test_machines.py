@@ -34,7 +34,7 @@ from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import _is_local
 from paceline.launcher.secret import write_secret
 from paceline.train.randomness import permutation
-from paceline.world import CLOSED, SAVED, SAVES, forget, tell_launcher
+from paceline.world import CLOSED, SAVED, SAVES, take_back, tell_launcher
 
 DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
 
@@ -418,7 +418,7 @@ def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
             tell_launcher(environ, SAVED, "somewhere")
         if polls == [0, 1] and first:  # the run closes
             tell_launcher(environ, CLOSED)
-            forget(environ["PACELINE_ERROR_FILE"], SAVES)
+            take_back(environ, SAVES)
         if polls == [0, 1, 2]:
             agent._endings = {0: SimpleNamespace(failed=False, is_cause=False)}
             agent._interrupts.asked = signal.SIGUSR1 if signal_comes else None  # at the last moment

@@ -17,7 +17,7 @@ from paceline import world
 from paceline.launcher import streams
 from paceline.launcher.output import Output
 from paceline.launcher.stop_request import StopRequest
-from paceline.world import LEFT, SAVED, forget, tell_launcher, told, was_told
+from paceline.world import LEFT, SAVED, take_back, tell_launcher, told, was_told
 
 DEADLINE_SECONDS = 120.0
 PACELINE = f"{sys.executable} -m paceline"
@@ -162,7 +162,7 @@ def test_messages_of_a_rank_go_into_memory_where_the_disk_takes_none(tmp_path: P
     assert tell_launcher(environ, SAVED, "somewhere")
     assert told(path, SAVED) == "somewhere"
     assert (memory / "gone").stat().st_mode & 0o777 == 0o700
-    forget(path, SAVED)
+    take_back(environ, SAVED)
     assert not was_told(path, SAVED)
     # Another user's folder, or one that others can write, is not used.
     (memory / "gone").chmod(0o777)
