@@ -38,7 +38,9 @@ _PEER_IS_GONE = re.compile(
     re.IGNORECASE,
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
-_SERVER_IS_GONE = re.compile(r"WorldError: the (parameter server|worker) of rank \d+ (has gone|does not answer)")
+_WORKER_OR_SERVER_IS_GONE = re.compile(
+    r"WorldError: the (parameter server|worker) of rank \d+ (has gone|does not answer)"
+)
 
 _STYLES = re.compile(r"\x1b\[[\d;:]*m")  # colours and the like
 # Control characters but tab and newline; those that turn the direction of text, or end a line without being a newline;
@@ -184,5 +186,6 @@ def in_words(error: BaseException) -> str:
 def only_tells_of_a_lost_peer(chain: Iterable[str]) -> bool:
     """Does an exception only say that another process has gone? chain: it and what led to it, in words."""
     return any(
-        (link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link)) or _SERVER_IS_GONE.match(link) for link in chain
+        (link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link)) or _WORKER_OR_SERVER_IS_GONE.match(link)
+        for link in chain
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from torch import nn
 
 import paceline.horovod as hvd
 from paceline.errors import SettingError, UsageError
+from paceline.horovod.elastic import elastic_state
 
 
 @pytest.fixture
@@ -169,6 +171,20 @@ def test_a_disk_that_is_full_costs_commits_and_not_the_training(tmp_path: Path) 
     assert len(said) == 2, "once in each of the two starts"
     assert all("goes back to commit 1. Make room, or set TMPDIR" in line for line in said)
     assert not list(tmp_path.rglob("horovod-commit*"))
+
+
+def test_a_full_disk_is_named_where_torch_tells_of_its_own_file_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    """torch.save to a full tmpfs raises a RuntimeError, while it handles the OSError of the disk."""
+
+    def save(content: Any, file: Any) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 as torch has it
+
+    monkeypatch.setattr(torch, "save", save)
+    assert elastic_state._write(tmp_path / elastic_state.FILE, {}) == "No space left on device"
+    assert not list(tmp_path.iterdir())
 
 
 WAITS = """

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import os
 import sys
 import tempfile
@@ -169,20 +168,16 @@ def _write(path: Path, content: Any) -> str:
     try:
         number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
         with open(number, "wb") as file:
-            file.write(_pickled(content))
+            torch.save(content, file)
         os.replace(part, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             os.remove(part)
-        return error.strerror or str(error)
+        refused = error if isinstance(error, OSError) else error.__context__  # torch.save's own error hides the disk's
+        if not isinstance(refused, OSError):
+            raise
+        return refused.strerror or str(refused)
     return ""
-
-
-def _pickled(content: Any) -> memoryview:
-    """In memory first: torch.save to a full disk raises a RuntimeError that does not name the disk."""
-    whole = io.BytesIO()
-    torch.save(content, whole)
-    return whole.getbuffer()
 
 
 def _read(path: Path | None) -> dict[str, Any] | None:
