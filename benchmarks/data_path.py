@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
-from paceline.train import order
+from paceline.data import order
 
 BATCH, ROUNDS = 256, 15
 

@@ -774,7 +774,7 @@ def test_our_classes_override_no_other_private_method_of_torchs() -> None:
 
 def test_a_feeding_layer_pickles_as_torchs_own() -> None:
     """copyreg's private function, which is Python's: it makes objects of a class without calling it."""
-    from paceline.train import biases
+    from paceline.norm import biases
 
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     biases.convert(model)

@@ -16,34 +16,37 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm import collectives, mesh
 from paceline.comm.replicas import ProcessReplicas, separate
 from paceline.config import Settings
+from paceline.data import randomness
+from paceline.data.batch_plan import BatchPlan, one_shard
+from paceline.data.elsewhere import of_run
+from paceline.data.loader import Loader, current_examples
+from paceline.data.made_batches import RowCollate, RowDataset, Rows, check_batches
+from paceline.data.noise import check_modules, make_noise
+from paceline.data.sources import LoaderArguments, make_sources
+from paceline.data.zero_rows import ZERO_ROWS
 from paceline.errors import CheckpointError, ModelError, UsageError
+from paceline.metrics import metrics, predict_files
+from paceline.metrics.predict import check_options, on_first_input, predict
 from paceline.monitor import media
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
-from paceline.strategies import make
-from paceline.strategies.base import Weight
-from paceline.strategies.batch_plan import BatchPlan, one_shard
-from paceline.strategies.replicated import parameter_names
-from paceline.train import backends, deterministic, metrics, predict_files, randomness
-from paceline.train.averaged_weights import ModelEMA, weights_of
-from paceline.train.call_check import CallCheck, by_all
-from paceline.train.checkpoint import Retention, WholeCheckpoint
-from paceline.train.elsewhere import of_run
-from paceline.train.guards import Guards
-from paceline.train.heartbeat import Heartbeat
-from paceline.train.hyperparameters import Hyperparameters, Whose, check_whose
-from paceline.train.loader import Loader, current_examples
-from paceline.train.made_batches import RowCollate, RowDataset, Rows, check_batches
-from paceline.train.memory_checkpoints import MemoryCheckpoints, asked_for
-from paceline.train.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
-from paceline.train.newest_state import NewestState
-from paceline.train.noise import check_modules, make_noise
-from paceline.train.normalisation import Normalisation
-from paceline.train.objective import step_by_closure
-from paceline.train.precision import Precision
-from paceline.train.predict import check_options, on_first_input, predict
-from paceline.train.preemption import Preemption
-from paceline.train.preparable import (
+from paceline.norm.normalisation import Normalisation
+from paceline.state.averaged_weights import ModelEMA, weights_of
+from paceline.state.checkpoint import Retention, WholeCheckpoint
+from paceline.state.hyperparameters import Hyperparameters, Whose, check_whose
+from paceline.state.memory_checkpoints import MemoryCheckpoints, asked_for
+from paceline.state.newest_state import NewestState
+from paceline.state.preemption import Preemption
+from paceline.state.run_position import Epochs, RunPosition
+from paceline.state.state import State, fits, model_number
+from paceline.step import backends, deterministic
+from paceline.step.call_check import CallCheck, by_all
+from paceline.step.guards import Guards
+from paceline.step.heartbeat import Heartbeat
+from paceline.step.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
+from paceline.step.objective import step_by_closure
+from paceline.step.precision import Precision
+from paceline.step.preparable import (
     check_optimizer,
     check_preparable,
     check_scheduler,
@@ -52,11 +55,10 @@ from paceline.train.preparable import (
     with_loaders,
     without_wrapper,
 )
-from paceline.train.run_position import Epochs, RunPosition
-from paceline.train.sources import LoaderArguments, make_sources
-from paceline.train.state import State, fits, model_number
-from paceline.train.step import Stepper
-from paceline.train.zero_rows import ZERO_ROWS
+from paceline.step.step import Stepper
+from paceline.strategies import make
+from paceline.strategies.base import Weight
+from paceline.strategies.kit.named_parameters import parameter_names
 from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
 
 
@@ -79,7 +81,7 @@ class Run:
         self.seed = settings.seed
         self._strategy = make(settings.strategy, world, device, settings.reproducible)
         self._precision = Precision(settings.precision, device, fp32_outputs=settings.fp32_outputs)
-        self._noise = make_noise(settings, self._strategy)
+        self._noise = make_noise(settings, self._strategy.plan)
         self._normalisation = Normalisation(settings.batch_norm, self._strategy, quiet=settings.progress == "off")
         self._guards = Guards()
         self._guards.watch_backward(lambda: self._strategy.store.parameters)

@@ -21,10 +21,10 @@ from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
 from paceline.run import Run
+from paceline.step.excepthook import explain_uncaught
 from paceline.strategies import alone
 from paceline.strategies import on_cpu as on_cpu_of
 from paceline.timeline.worker.tracer import Tracer
-from paceline.train.excepthook import explain_uncaught
 from paceline.trials.spec import TrialSpec
 from paceline.verify.worker.recorder import Recorder
 from paceline.world import World

@@ -12,9 +12,9 @@ from tests.foreign.functions import SEED, started
 from tests.foreign.scripts.bert_tokens import Sentences, make_model, make_tokenizer, masked_loss
 from transformers import DataCollatorForLanguageModeling
 
-from paceline.strategies.batch_plan import one_shard
-from paceline.train.loader import Loader
-from paceline.train.sources import LoaderArguments, make_source
+from paceline.data.batch_plan import one_shard
+from paceline.data.loader import Loader
+from paceline.data.sources import LoaderArguments, make_source
 
 EPOCHS, BATCH = 2, 8
 ZERO_GRADIENT = "attention.self.key.bias"

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import paceline
-from paceline.strategies.batch_plan import one_shard
-from paceline.train.draws import ExampleDraws
-from paceline.train.loader import Loader
-from paceline.train.made_batches import RowCollate, RowDataset, Rows
-from paceline.train.sources import LoaderArguments, make_source
+from paceline.data.batch_plan import one_shard
+from paceline.data.draws import ExampleDraws
+from paceline.data.loader import Loader
+from paceline.data.made_batches import RowCollate, RowDataset, Rows
+from paceline.data.sources import LoaderArguments, make_source
 
 SEED, CLOSE = 5, 1e-8
 

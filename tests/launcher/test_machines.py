@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousTimeoutError
 
+from paceline.data.randomness import permutation
 from paceline.errors import LaunchError
 from paceline.launcher import agent as agent_module
 from paceline.launcher import doors, rendezvous, supervise
@@ -33,7 +34,6 @@ from paceline.launcher.nodes import read_nodes
 from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import _is_local
 from paceline.launcher.secret import write_secret
-from paceline.train.randomness import permutation
 from paceline.world import CLOSED, SAVED, SAVES, take_back, tell_launcher
 
 DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine

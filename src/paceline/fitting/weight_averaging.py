@@ -15,8 +15,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from paceline.errors import SettingError
 from paceline.fitting.callbacks import Callback
-from paceline.train.averaged_weights import AveragedWeights, check_decay
-from paceline.train.normalisation import batch_norms
+from paceline.norm.normalisation import batch_norms
+from paceline.state.averaged_weights import AveragedWeights, check_decay
 
 if TYPE_CHECKING:
     from paceline.fitting.fit_state import Fitting

@@ -27,7 +27,9 @@ from torch import nn
 from paceline import notebook
 from paceline.comm import collectives
 from paceline.config import Settings
+from paceline.data.loader import Loader
 from paceline.errors import UsageError, warn
+from paceline.metrics.weighted_sum import FOLD_AT
 from paceline.monitor import summary
 from paceline.monitor.display import Display, View
 from paceline.monitor.display_choice import make_display
@@ -35,11 +37,9 @@ from paceline.monitor.exchange import NOW, Exchange, Result
 from paceline.monitor.settings_check import check_settings
 from paceline.monitor.trackers import Tracker, TrackerSet, cannot_track
 from paceline.monitor.window import Window, checked, means
+from paceline.step.loss import parts_of
+from paceline.step.step import Stepper
 from paceline.timeline.chrome_trace import cannot_trace
-from paceline.train.loader import Loader
-from paceline.train.loss import parts_of
-from paceline.train.step import Stepper
-from paceline.train.weighted_sum import FOLD_AT
 from paceline.world import World
 
 INTERVAL_SECONDS = 1.0

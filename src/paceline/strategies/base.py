@@ -25,22 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Mesh
-from paceline.strategies.batch_plan import BatchPlan
+from paceline.data.batch_plan import BatchPlan, Piece
 from paceline.strategies.gradient_store import GradientStore
 from paceline.world import World
 
 Weight = float | Tensor
 """How much of the global batch a loss stands for: a number, or a 0-dim tensor on the loss's device."""
-
-
-@dataclass(slots=True)
-class Piece:
-    """One micro-batch of one shard."""
-
-    shard: int
-    micro: int
-    count: int  # of its examples
-    batch: Any  # as collate made it
 
 
 @dataclass(slots=True)
@@ -205,7 +195,7 @@ class ClosureStrategy(Strategy):
         """Runs the closure and its backward on every piece. Returns the detached terms of each piece."""
 
 
-_backward = torch.autograd.backward  # as it is before a run watches direct calls of it (train/guards.py)
+_backward = torch.autograd.backward  # as it is before a run watches direct calls of it (step/guards.py)
 _gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 

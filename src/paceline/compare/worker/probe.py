@@ -32,10 +32,10 @@ from torch import nn
 from paceline.comm import generators
 from paceline.compare.worker.communication_profile import CommunicationProfile, CommunicationTime
 from paceline.compare.worker.resources import Traffic, peak_memory, traffic
+from paceline.data.loader import Loader
 from paceline.errors import SettingError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
-from paceline.train.loader import Loader
 from paceline.trials.spec import BATCH_NORM_PER_SHARD, DRAWS, NOT_IN_STEP, PROFILED_STEPS, TrialEnded, TrialSpec
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -32,12 +32,12 @@ from weakref import WeakKeyDictionary
 from paceline import notebook
 from paceline.comm.process_group import machine
 from paceline.comm.waits import WAITS
+from paceline.data.loader import Loader
 from paceline.errors import SettingError
 from paceline.run import Run
 from paceline.strategies.base import ClosureStrategy
 from paceline.timeline.chrome_trace import cannot_write, first_rank, join_and_say, part_files, part_of
 from paceline.timeline.span_file import Phase, SpanWriter, has_ended
-from paceline.train.loader import Loader
 from paceline.world import TRACE, tell_launcher
 
 _LATE_SECONDS = 2.0  # for which the rank that joins waits for others, which close their runs too

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.run import Run
+from paceline.step.loss import Total
 from paceline.torch_private.core import backward_hooks
-from paceline.train.loss import Total
 from paceline.verify.worker.record_files import digest
 from paceline.verify.worker.rng_draws import RandomDraws
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from paceline import plain_state
 from paceline.errors import LaunchError
 from paceline.run import Run
+from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import BatchNormBase
-from paceline.train.backends import allows_tf32
 
 
 def named_tensors(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

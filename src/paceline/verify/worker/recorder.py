@@ -45,12 +45,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import replicas_here
+from paceline.data.loader import Loader
 from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
 from paceline.run import Run
+from paceline.step.loss import terms_of
 from paceline.torch_private.core import BatchNormBase, backward_hooks
-from paceline.train.loader import Loader
-from paceline.train.loss import terms_of
 from paceline.trials.spec import TrialEnded, TrialSpec
 from paceline.verify.worker.backward_watch import BackwardWatch, leaves_outside, watch_hooks, zeroed
 from paceline.verify.worker.call_site import Place, call_site
