@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 PAGE = (ROOT / "docs/architecture.md").read_text()
-PARTS = ("train", "comm", "strategies", "monitor")
+PARTS = ("data", "step", "norm", "state", "metrics", "comm", "strategies", "monitor", "fitting/memory_trial.py")
 METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 
 ON_THE_HOST = {
@@ -61,6 +61,7 @@ def reads(node: ast.AST, within: str = "") -> Iterator[str]:
 def places() -> list[tuple[str, Path]]:
     """(function, file) for each function that reads a tensor."""
     files = [path for part in PARTS for path in (SOURCE / part).rglob("*.py")]
+    files.append(SOURCE / "fitting" / "memory_trial.py")
     return [(name, path) for path in files for name in set(reads(ast.parse(path.read_text())))]
 
 
