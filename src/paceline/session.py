@@ -146,11 +146,13 @@ def start(
         settings = replace(settings, strategy=strategy)
         if line:
             print(f"paceline: {line}", file=sys.stderr)
-    run = Run(world, settings, where)
+    run = Run(world, settings, where, trial=spec is not None)
     if spec is not None:
-        (Probe if spec.reference is None else Recorder)(run, spec)
+        tool = Probe if spec.reference is None else Recorder
+        run.observe(lambda run, parts: tool(run, parts, spec))
     if settings.trace is not None:
-        Tracer(run, settings.trace)
+        path = settings.trace
+        run.observe(lambda run, parts: Tracer(run, parts, path))
     _open.append(run)
     return run
 

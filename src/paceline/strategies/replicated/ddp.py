@@ -44,8 +44,8 @@ from paceline.comm.mesh import Mesh
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import BatchPlan, one_shard
 from paceline.errors import ModelError, SettingError, UnusedParameterError, warn
-from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
-from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here, torch_backward
+from paceline.strategies.gradient_store import GradientStore, any_gradient
 from paceline.strategies.kit.named_parameters import (
     CHANGED_AT_START,
     check_same_bits,
@@ -117,14 +117,14 @@ class DDP(LoopStrategy):
             codec=codec,
         )
         self._reduction = ddp_hook.make(self, reducer, codec, world, device)
-        # torch's reducer averages over replicas: the world's size in the weights turns that into the sum.
-        self._factor = world.size if self._reduction is None else 1
         self.world, self.device = world, device
         self.mesh = Mesh(device, world.rank, {"replicate": world.size})
         self.plan: BatchPlan = one_shard(world.size, world.rank)
         self.bucket_mb, self.static_graph = bucket_mb, static_graph
         self.find_unused = find_unused
         self.store = GradientStore(aliased=gradient_as_bucket_view)
+        if self._reduction is None:  # torch's reducer averages over the replicas
+            self.store.factor = world.size
         self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
         self._names: dict[Tensor, str] = {}
         self._flags: tuple[bool, ...] = ()  # requires_grad of each parameter
@@ -132,6 +132,7 @@ class DDP(LoopStrategy):
         self._accumulators: list[Any] = []  # autograd's node that adds to `.grad`, of each trainable parameter
         self._reducers: dict[Used, BucketReducer] = {}
         self._expected: dict[Kind, Used | None] = {}  # the parameters of each call; None: compared every time
+        self._steady: dict[Kind, BucketReducer] = {}  # of the calls that always use the same parameters, on all ranks
         self._late: set[Kind] = set()  # the calls whose gradients are reduced when the backward has ended
 
     def carrier(self) -> str:
@@ -148,31 +149,41 @@ class DDP(LoopStrategy):
             cut_compiled_graphs(self.bucket_mb)
 
     def backward(self, work: Backward) -> None:
-        if not work.final:
-            backward_here(work, self._factor)
-            return
-        if self.world.size == 1:
-            backward_here(work, self._factor)
-            if self._reduction is not None:
+        if not work.final or self.world.size == 1:
+            backward_here(work)
+            if work.final and self._reduction is not None:
                 self._reduction.reduce_alone()
             return
-        self._follow_requires_grad()
-        run, call = partial(backward_here, work, self._factor), work.kind
+        if tuple(map(_requires_grad, self._names)) != self._flags:
+            self._follow_requires_grad()
+        reducer = self._steady.get(work.kind)
+        if reducer is None:
+            self._backward_unknown(work)
+            return
+        for arm in reducer.arm:
+            arm()
+        torch_backward(work.losses, work.gradients, inputs=work.inputs, retain_graph=work.retain_graph)
+        try:
+            reducer.check()
+            complete = reducer.first.grad is not None  # else perhaps none came, and the reducer knows of no backward
+        except RuntimeError:
+            complete = False
+        if not complete or (reducer.others and any_gradient(reducer.others)):
+            raise UnusedParameterError(self._changed_message(work.kind, reducer.used))
+
+    def _backward_unknown(self, work: Backward) -> None:
+        """A backward call that has no reducer yet, or that ranks compare each time."""
+        run, call = partial(backward_here, work), work.kind
         if call not in self._expected:
             self._backward_first(work.losses, run, call)
-            return
-        if call in self._late:
+        elif call in self._late:
             self._backward_late(run, call)
-            return
-        expected = self._expected[call]
-        if expected is None or self.find_unused or expected not in self._reducers:
+        else:
             self._backward_compared(work.losses, run, call)
-            return
-        reducer = self._reducers[expected]
-        reducer.arm()
-        run()
-        if reducer.missed() or any(p.grad is not None for p in reducer.others):
-            raise UnusedParameterError(self._changed_message(call, expected))
+        expected = self._expected[call]
+        if expected in self._reducers and call not in self._late and not self.find_unused:
+            assert expected is not None
+            self._steady[call] = self._reducers[expected]
 
     def _backward_first(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """Runs without a reducer, and then compares the parameters that had a gradient. So parameters within a
@@ -245,7 +256,8 @@ class DDP(LoopStrategy):
             expected.extend(p for p, used in zip(self.trainable, mine, strict=True) if used)
             reducer = self._reducers.get(found[0])
             if reducer is not None:
-                reducer.arm()
+                for arm in reducer.arm:
+                    arm()
                 missing = [p for p, a, b in zip(self.trainable, mine, found[0], strict=True) if b and not a]
                 expected.extend(missing)
                 if missing:  # this rank adds zeros, so that its buckets fill up as those of ranks that use them
@@ -298,6 +310,7 @@ class DDP(LoopStrategy):
             parameters,
             [p for p in self.trainable if p not in chosen],
             self._reduction,
+            used=used,
             bucket_mb=bucket_mb,
             views=self.store.aliased,
             static_graph=self.static_graph,
@@ -306,11 +319,8 @@ class DDP(LoopStrategy):
 
     def _follow_requires_grad(self) -> None:
         """Parameters may be frozen and unfrozen between steps, alike on all ranks: start anew when they are."""
-        flags = tuple(map(_requires_grad, self._names))
-        if flags == self._flags:
-            return
         self._drop_reducers()
-        self._flags = flags
+        self._flags = tuple(map(_requires_grad, self._names))
         self.trainable = [p for p in self._names if p.requires_grad]
         self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.trainable]
 
@@ -369,7 +379,7 @@ class DDP(LoopStrategy):
     def _drop_reducers(self) -> None:
         for reducer in self._reducers.values():
             reducer.close()
-        self._reducers, self._expected, self._late = {}, {}, set()
+        self._reducers, self._steady, self._expected, self._late = {}, {}, {}, set()
 
     def _check_at_start(self) -> None:
         self._check_alike("before the first step", CHANGED_AT_START)

@@ -135,6 +135,7 @@ class Reduction:
         self.idle = False  # whether buckets are left as they are, without communication
         self._strategy, self._world, self._device = strategy, world, device
         self._sums, self._choice = sums, choice
+        self._add = sums.memory.add if isinstance(sums, codec_sums.SharedMemorySums) else sums.add
         self._states: dict[Tensor, State] = {}
         self._next: list[tuple[State, State]] = []  # of this backward: states before, states after it
         self._finite: list[Tensor] = []  # of this backward: for each bucket, whether its sum is finite
@@ -160,31 +161,38 @@ class Reduction:
     def start(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: returns at once where it can."""
         flat = bucket.buffer()
-        if self._worker is not None:
-            future: Future[Tensor] = Future()
-            if self.idle:
-                future.set_result(flat)
-            elif bucket.is_last():
-                if self._busy:
-                    self._worker.wait()
-                self._busy = False
-                error, self._error = self._error, None
-                if error is not None:
-                    raise error
-                self._reduce(bucket)
-                future.set_result(flat)
+        if self._worker is None:
+            return self._start_on_device(bucket)
+        future: Future[Tensor] = Future()
+        if self.idle:
+            future.set_result(flat)
+        elif not bucket.is_last():
+            self._busy = True
+            self._worker.put(lambda: self._fulfil(future, bucket))
+        else:
+            if self._busy:
+                self._worker.wait()
+            self._busy = False
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+            if self.codec is None and not flat.is_sparse:
+                self._add(flat)
             else:
-                self._busy = True
-                self._worker.put(lambda: self._fulfil(future, bucket))
-            return future
+                self._reduce(bucket)
+            future.set_result(flat)
+        return future
+
+    def _start_on_device(self, bucket: GradBucket) -> Future[Tensor]:
+        """On an accelerator: on a stream of its own."""
         module = torch.get_device_module(self._device)
-        future = Future(devices=[self._device])
+        future: Future[Tensor] = Future(devices=[self._device])
         assert self._stream is not None
         self._stream.wait_stream(module.current_stream(self._device))
         with module.stream(self._stream):  # the future then holds an event of this stream
             if not self.idle:
                 self._reduce(bucket)
-            future.set_result(flat)
+            future.set_result(bucket.buffer())
         return future
 
     def _fulfil(self, future: Future[Tensor], bucket: GradBucket) -> None:
@@ -292,6 +300,10 @@ class Reduction:
         if self._worker is not None:
             self._worker.close()
         self._sums.close()
+
+
+# torch compares the annotation of a hook with the class; here it is text.
+Reduction.start.__annotations__.update(bucket=GradBucket, **{"return": Future[Tensor]})
 
 
 @waits("wait")

@@ -18,7 +18,7 @@ usual case, accounts are never swapped. The account FINAL holds what has been re
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,43 +50,63 @@ class Accounts:
         self._final_is_exact = False  # FINAL holds gradients that this object has completed
         self._accumulated: Key | None = None  # the account in `.grad`, if earlier micro-batches have added to it
         self._stashed: dict[Key, Grads] = {}  # the accounts that `.grad` does not hold
+        self.used = False  # whether `start_global_batch` has something to clear
+        self.unfinished = False  # whether gradients may wait for the last micro-batch of their global batch
         self.trees: dict[Key, Tree] = {}  # for each account: the tree of shards that is not complete (tree_accounts.py)
         # The parameters that backward calls of the open global batch have reached. None with a single optimizer.
         self.reached: set[Tensor] | None = None
 
-    def passes(
-        self, terms: list[list[Term]], request: Request, call: int, retain: bool, scale: float
-    ) -> Iterator[tuple[Weights, bool]]:
-        """Yield for each backward pass of one call: the weight of each term of each piece, and whether to retain the
-        graph.
+    def open(self, call: int) -> None:
+        """Put the account of this call's means into `.grad`, for the usual pass: `passes` returns one account."""
+        if self._current == FINAL and not self._stashed and not self._store.replicas:
+            for p in self._store.parameters:  # an inlined any_gradient
+                if p.grad is not None:
+                    break
+            else:
+                self._current, self._final_is_exact, self.unfinished = (call, MEANS), False, True
+                return
+        self.switch_to((call, MEANS))
 
-        The caller makes the pass and then resumes the iterator. terms: the terms of the loss of each piece. retain:
-        whether the last pass is to retain the graph. scale: the loss scale.
+    def passes(self, terms: list[list[Term]], request: Request, call: int) -> list[list[Key]]:
+        """The accounts of each backward pass of one call. Adds what the call's sums are over.
+
+        The caller brackets each pass by `begin` and `end`. terms: the terms of the loss of each piece.
         """
-        if request.final and len(terms) == 1 and len(terms[0]) == 1 and terms[0][0].count is None:
-            # The usual step, without building lists: this runs between a forward and its backward.
-            self.switch_to((call, MEANS))
-            yield [[request.examples / request.mean_over * scale]], retain
-            self.complete(scale)
-            return
         keys = keys_of(terms, call)
-        counted = [key for key in keys if key[1] != MEANS]
-        for key in counted:
-            self._counts.add(key, [c for piece in terms if (c := piece[key[1]].count) is not None])
+        for key in keys:
+            if key[1] != MEANS:
+                self.used = True
+                self._counts.add(key, [c for piece in terms if (c := piece[key[1]].count) is not None])
+        return [keys] if request.final else [[key] for key in keys]
+
+    def begin(self, keys: Sequence[Key], terms: list[list[Term]], request: Request, scale: float) -> Weights:
+        """Put these accounts into `.grad`. Returns the weight of each term of each piece for this pass.
+
+        scale: a factor of all weights.
+        """
         if not request.final:
-            for number, key in enumerate(keys):
-                self.switch_to(key)
-                inverse: dict[int, Weight] = {key[1]: 1 / self._counts.power(key)} if key[1] != MEANS else {}
-                yield weigh(terms, request, scale, inverse, only=key[1]), retain or number < len(keys) - 1
-                self.mark_accumulated(key)
-            return
-        inverse = self._counts.inverse(counted)
-        factors: list[Weight | None] = [
-            self._counts.power(key) * inverse[key[1]] if key in counted and request.micros > 1 else None for key in keys
+            (key,) = keys
+            self.switch_to(key)
+            inverse: dict[int, Weight] = {key[1]: 1 / self._counts.power(key)} if key[1] != MEANS else {}
+            return weigh(terms, request, scale, inverse, only=key[1])
+        inverse = self._counts.inverse([key for key in keys if key[1] != MEANS])
+        in_parts = request.micros > 1
+        factors = [
+            self._counts.power(key) * inverse[key[1]] if in_parts and key[1] in inverse else None for key in keys
         ]
-        self._merge(keys, factors)
-        yield weigh(terms, request, scale, inverse, only=None), retain
-        self.complete(scale)
+        self._merge(keys, factors)  # P / C
+        return weigh(terms, request, scale, inverse, only=None)
+
+    def end(self, keys: Sequence[Key], request: Request, scale: float) -> None:
+        """The pass over these accounts was made."""
+        if request.final:
+            self.complete(scale)
+        else:
+            self.accumulated(keys[0])
+
+    def accumulated(self, key: Key) -> None:
+        """A micro-batch before the last has added to this account, which `.grad` holds."""
+        self._accumulated = key if self._store.any() else None
 
     def switch_to(self, key: Key) -> None:
         """Stash the account that `.grad` holds, and put this account in its place.
@@ -106,11 +126,7 @@ class Accounts:
             self._stashed[self._current] = grads
         if self._stashed:
             self._store.restore(self._stashed.pop(key, ()))
-        self._current = key
-
-    def mark_accumulated(self, key: Key) -> None:
-        """Note that a micro-batch before the last has added to this account, which `.grad` holds."""
-        self._accumulated = key if self._store.any() else None
+        self._current, self.unfinished = key, True
 
     def _merge(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
         """Put the sum of these accounts, each times its factor (None: 1), into `.grad`."""
@@ -133,6 +149,7 @@ class Accounts:
         if self._stashed and (grads := self._stashed.pop(FINAL, None)) is not None:
             self._store.add(grads)
         self._current, self._accumulated, self._final_is_exact = FINAL, None, True
+        self.unfinished = bool(self._stashed or self.trees)
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
         """Whether these parameters have gradients of earlier micro-batches that no backward call has reduced yet."""
@@ -152,6 +169,7 @@ class Accounts:
 
     def start_global_batch(self) -> None:
         """Start a global batch that shares no update with the last one."""
+        self.used = False
         self._counts.clear()
         if self.reached is not None:
             self.reached.clear()
@@ -164,6 +182,7 @@ class Accounts:
             self.switch_to(FINAL)
         for key in [key for key in self._stashed if key != FINAL]:
             del self._stashed[key]
+        self.unfinished = False
 
     def clear(self) -> None:
         """Drop all gradients, also the reduced ones."""
