@@ -71,14 +71,14 @@ def test_the_request_is_not_walked_into(
     loader = run.loader(TensorDataset(torch.arange(6.0)), global_batch=3, pin_memory=True)
     made: list[Request] = []
     plan = type(loader._source.plan())
-    requests = plan.requests
+    requests = plan._requests
 
     def noted(*args: Any, **kwargs: Any) -> Iterator[Request]:
         for request in requests(*args, **kwargs):
             made.append(request)
             yield request
 
-    monkeypatch.setattr(plan, "requests", noted)
+    monkeypatch.setattr(plan, "_requests", noted)
     seen = [loader.current for _ in loader]
     assert [id(request) for request in seen] == [id(request) for request in made]
     assert len(asked) == 2

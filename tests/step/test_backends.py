@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.run import parts_of
 from paceline.verify.worker.record_files import rank_record
 
 
@@ -149,10 +150,10 @@ assert not allows_tf32(gpu), "no such arithmetic"
 
 def test_verify_is_told_of_tf32_that_no_setting_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = paceline.start(device="cpu", progress="off")
-    assert not rank_record(run, True)["tf32"]
+    assert not rank_record(run, parts_of(run), True)["tf32"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(run, "device", torch.device("cuda", 0))
-    assert rank_record(run, True)["tf32"], "cuDNN's convolutions have it by default"
+    assert rank_record(run, parts_of(run), True)["tf32"], "cuDNN's convolutions have it by default"
     run.close()
 
 

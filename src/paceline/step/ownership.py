@@ -40,7 +40,8 @@ class Ownership:
         calls: backward calls so far in this micro-batch.
         new_update, new_gradients: a global batch has begun since the step last looked, which shares no update with an
             earlier one; and whose gradients are added to no earlier ones.
-        prefetched: the script has fetched a batch before it was done with the one before it.
+        deferred: a batch has come before the script was done with the one before it.
+        prefetched: a backward call, or an update, has come after such a batch.
         manual_updates: global batches that the script has ended by clearing gradients, without run.step.
         several: checks of loops over several training loaders.
         node_after_backward: the number of autograd's next node after the last backward call.
@@ -56,7 +57,7 @@ class Ownership:
         self._called: set[Loader] = set()  # loaders with a backward call since `calls` was 0
         self._first_node: int | None = None  # the number of autograd's next node when the first yield came
         self.node_after_backward = 0
-        self.prefetched = False
+        self.deferred = self.prefetched = False
         self._count = 0  # yields of all training loaders
         self.new_update = self.new_gradients = False
         self.manual_updates = 0
@@ -92,6 +93,7 @@ class Ownership:
         if quiet and done and not yields.pending:
             self._begin_micro_batch(yields, one)
         else:
+            self.deferred = True
             yields.defer(one)
 
     def on_end(self, loader: Loader, whole: bool) -> None:

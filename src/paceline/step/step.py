@@ -151,7 +151,7 @@ class Stepper:
             raise
         finally:
             self.guards.in_run_backward = False
-        if loss is not None and ownership.prefetched and ownership.ahead(one):
+        if loss is not None and (ownership.deferred or one.after_end) and ownership.ahead(one):
             attach_count(loss, request.examples)
         counted = None if term is None else term.count
         shown = (cast(Term, term).value if loss is None else loss).detach()
@@ -249,7 +249,7 @@ class Stepper:
             first = terms[0][0].count
             self.updates.samples = self.updates.samples + (request.examples if first is None else first)
         self.updates.finite.calls.append((loss, request))
-        if ownership.prefetched and ownership.ahead(one):
+        if (ownership.deferred or one.after_end) and ownership.ahead(one):
             attach_count(loss, request.examples)
         if self.losses is not None:
             parts = term_losses(loss, terms, counts, self._tree is not None)

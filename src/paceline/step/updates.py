@@ -213,11 +213,12 @@ class Updates:
         for one in opened:
             one.stepped = True
             one.loader.mark_stepped(one.request)
-            if self._ownership.prefetched and self._ownership.fetched_ahead(one.loader):
+            if self._ownership.deferred and self._ownership.fetched_ahead(one.loader):
                 self._reseed(one.loader)
 
     def _reseed(self, loader: Loader) -> None:
         """Key the random generators for the batch that the script prefetched before this update, as its yield did."""
+        self._ownership.prefetched = True
         if loader.current is not None:
             part = loader.current.parts[0]
             seed_torch(loader.streams.torch_key(loader.current, part.shard, part.micro), self.device)
