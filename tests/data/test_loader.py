@@ -3,7 +3,6 @@ are played by giving a source the layout of each rank."""
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,26 +110,6 @@ def test_persistent_workers_follow_the_epoch() -> None:
     assert all(first[i] != second[i] for i in range(21))
     assert second == by_example(everything(loader(Noisy(), global_batch=8), epochs=2)[3:])
     made._source._loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-
-def test_the_three_generators_draw_differently_from_each_other() -> None:
-    """torch's CPU generator and NumPy's are both Mersenne Twisters: with the same 32 bits of seed they draw alike."""
-    for torch_0, torch_1, numpy, python in by_example(everything(loader(Noisy(), global_batch=8))).values():
-        assert len({round(x, 4) for x in (torch_0, torch_1, numpy, python)}) == 4
-    made = loader(TensorDataset(torch.zeros(3, 1)), global_batch=3)
-    for _ in made:
-        raw = torch.randint(2**31, (1,)).item()
-        assert raw != np.random.randint(2**31)
-        assert raw != random.getrandbits(31)
-
-
-def test_collation_draws_by_step_and_shard_where_that_is_asked_for() -> None:
-    draws = []
-    for rank in range(2):
-        own = {"global_batch": 6, "micro_batch": 2, "collate_fn": draw_in_collate, "collate": "shard"}
-        for batch in loader(Noisy(), rank, 2, **own):
-            draws += [float(x) for x in batch["collated"][:1]] + [batch["python_collated"]]
-    assert len(set(draws)) == len(draws)
 
 
 def test_at_a_yield_noise_differs_over_shards_and_choices_agree() -> None:
@@ -473,29 +452,3 @@ def test_a_loader_without_a_batch_says_so() -> None:
         next(iter(stream))
     assert list(run.loader(TensorDataset(torch.ones(0, 1)), global_batch=4, train=False)) == []
     run.close()
-
-
-def test_a_tool_that_wraps_the_iterators_of_torchs_loader_sees_a_loader_without_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As `paceline doctor` and profilers do. Both ways yield the same batches."""
-    data = TensorDataset(torch.arange(10.0))
-
-    def batches() -> list[list[float]]:
-        run = paceline.start(device="cpu", progress="off", seed=3)
-        try:
-            return [batch[0].tolist() for batch in run.loader(data, global_batch=4, shuffle=True)]
-        finally:
-            run.close()
-
-    plain, seen = batches(), []
-    own = torch.utils.data.DataLoader.__iter__
-
-    @functools.wraps(own)
-    def wrapped(loader: Any) -> Any:
-        seen.append(loader)
-        return own(loader)
-
-    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", wrapped)
-    assert batches() == plain
-    assert len(seen) == 1

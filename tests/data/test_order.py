@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import paceline
 from paceline.data import order
 from paceline.data.batch_plan import AllMicroBatches, AllShards, cut, one_shard
-from paceline.data.randomness import mix, permutation
+from paceline.data.randomness import permutation
 from paceline.data.sources import LoaderArguments, make_source
 from paceline.errors import UsageError
 
@@ -79,24 +79,6 @@ def test_slices_of_a_keyed_order_are_those_of_the_whole() -> None:
     assert len(one) == LARGE
     for first, last in [(0, 1), (4090, 4100), (100, 20000), (LARGE - 3, LARGE + 99), (5, 5), (0, 4096), (70, 60)]:
         assert one[first:last].tolist() == whole[first:last].tolist()
-
-
-def test_a_large_order_looks_random() -> None:
-    """Chi-squared (99.9% point of 99 degrees of freedom: 148) over 100 bins: of the differences of neighbours, which in
-    a random order have a triangular distribution; of where a tenth of the examples goes; and of the same place in two
-    epochs."""
-    length = 1_000_000
-    first, second = (order.KeyedOrder(length, mix(key))[0:length] for key in (1, 2))
-    edges = np.arange(1, 100) / 100
-
-    def chi_squared(values: np.ndarray) -> float:  # uniform on [0, 1) they should be
-        counts = np.bincount(np.searchsorted(edges, values, side="right"), minlength=100)
-        return float(((counts - len(values) / 100) ** 2 / (len(values) / 100)).sum())
-
-    apart = np.abs(np.diff(first)[::2]) / length  # P(|x - y| < d) = 1 - (1 - d) ** 2
-    assert chi_squared(1 - (1 - apart) ** 2) < 148
-    assert chi_squared(np.flatnonzero(first < length // 10) / length) < 148
-    assert chi_squared((first - second) % length / length) < 148
 
 
 def test_an_epoch_of_ten_billion_examples_takes_no_memory_and_begins_anywhere() -> None:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.data.batch_plan import Request
 from paceline.data.placement import move, pinned
 
 
@@ -39,49 +38,6 @@ def run() -> Iterator[paceline.Run]:
     run = paceline.start(device="cpu", progress="off")
     yield run
     run.close()
-
-
-class Elsewhere(Dataset[tuple[Tensor, Tensor]]):
-    """Images on the CPU, labels on another device."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.ones(2), torch.ones(3, device="meta")
-
-
-def stay(batch: Any, device: torch.device) -> Any:
-    return batch
-
-
-def test_a_data_set_on_the_device_is_read_with_pinning(
-    run: paceline.Run, asked: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.data.loader.move", stay)  # a meta tensor cannot come to the CPU
-    found = list(run.loader(Elsewhere(), global_batch=3, pin_memory=True))
-    assert [(images.shape, labels.device.type) for images, labels in found] == [((3, 2), "meta")] * 2
-    assert [tensor.shape for tensor in asked] == [(3, 2)] * 2
-
-
-def test_the_request_is_not_walked_into(
-    run: paceline.Run, asked: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch's collating and pinning make each tuple that they walk through anew, and turn plain ones into lists."""
-    loader = run.loader(TensorDataset(torch.arange(6.0)), global_batch=3, pin_memory=True)
-    made: list[Request] = []
-    plan = type(loader._source.plan())
-    requests = plan._requests
-
-    def noted(*args: Any, **kwargs: Any) -> Iterator[Request]:
-        for request in requests(*args, **kwargs):
-            made.append(request)
-            yield request
-
-    monkeypatch.setattr(plan, "_requests", noted)
-    seen = [loader.current for _ in loader]
-    assert [id(request) for request in seen] == [id(request) for request in made]
-    assert len(asked) == 2
 
 
 class Pair(NamedTuple):

@@ -351,28 +351,6 @@ def test_a_compiled_model_runs_uncompiled_over_no_examples() -> None:
     assert all(tensor.numel() for inputs in graphs for tensor in inputs if isinstance(tensor, Tensor))
 
 
-@pytest.mark.full
-def test_no_model_is_compiled_anew() -> None:
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(inputs)
-        return graph.forward
-
-    model, changes = Reshaping().double(), ZeroRows()
-    inner = torch.compile(model.attention, backend=backend)
-    some, none = torch.randn(3, LENGTH, 8, dtype=torch.float64), torch.empty(0, LENGTH, 8, dtype=torch.float64)
-    inner(some)
-    for _ in range(2):
-        changes.begin_yield("x", True)
-        assert inner(none).shape == none.shape
-        changes.begin_yield("x", False)
-        inner(some)
-        changes.close()
-        inner(some)
-    assert len(graphs) == 1
-
-
 class Flattening(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -380,62 +358,6 @@ class Flattening(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.embed(tokens).view(tokens.size(0), -1))
-
-
-@pytest.mark.parametrize("closure", [False, True])
-def test_a_batch_that_was_fetched_ahead(closure: bool) -> None:
-    with started(strategy="single:shards=3", progress="off") as run:
-        model, optimizer = run.prepare(*made(Flattening))
-        loader = run.loader(TensorDataset(TOKENS, LABELS), global_batch=BATCH)
-        batches = (batch for _ in range(EPOCHS) for batch in loader)
-        batch = next(batches)
-        while batch is not None:
-            if closure:
-                following = next(batches, None)
-                run.forward_backward(loss_fn, model, batch)
-            else:
-                loss = loss_fn(model, batch)
-                following = next(batches, None)
-                run.backward(loss)
-            run.step(optimizer)
-            batch = following
-        assert difference(model, plainly(Flattening)) <= 1e-10
-
-
-def test_two_models_of_which_one_is_given_noise_for_each_row() -> None:
-    """A GAN's generator, whose noise is as long as the batch."""
-
-    class Generator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, LENGTH * 2)
-
-        def forward(self, noise: Tensor) -> Tensor:
-            return self.layer(noise.view(len(noise), -1)).view(len(noise), LENGTH, -1)
-
-    def both(judge: nn.Module, maker: nn.Module, x: Tensor) -> Tensor:
-        real = F.one_hot(x % 2, 2).double()
-        noise = real.view(len(x), 4, -1).mean(2)  # the same however the batch is cut
-        fake = maker(noise)
-        return F.softplus(judge(fake.reshape(len(x), -1))).mean() + F.softplus(-judge(real.view(len(x), -1))).mean()
-
-    def models() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        judge, maker = nn.Linear(LENGTH * 2, 1).double(), Generator().double()
-        return judge, maker, torch.optim.SGD([*judge.parameters(), *maker.parameters()], lr=0.1)
-
-    judge, maker, optimizer = models()
-    for start in range(0, COUNT, BATCH):
-        both(judge, maker, TOKENS[start : start + BATCH]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with started(strategy="single:shards=4", progress="off") as run:
-        own = run.prepare(*models())
-        for (x,) in run.loader(TensorDataset(TOKENS), global_batch=BATCH):
-            run.backward(both(own[0], own[1], x))
-            run.step(own[2])
-        assert difference(own[0], judge) <= 1e-10
-        assert difference(own[1], maker) <= 1e-10
 
 
 # --- evaluation, and what is not mended

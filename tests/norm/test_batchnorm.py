@@ -1,5 +1,5 @@
-"""Batch norm over replicas: the cases on threads, and what `convert` changes and refuses. On processes:
-test_batchnorm_on_ranks.py."""
+"""Batch norm over replicas: the cases on threads, with torch's operations and with CUDA's kernels, and what `convert`
+changes and refuses. On processes: test_batchnorm_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tests.norm import batchnorm_cases as cases
+from tests.norm.batchnorm_stand_ins import in_place_of_the_kernels
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Replicas, current
@@ -23,9 +24,10 @@ from paceline.norm.batchnorm import GlobalBatchNorm1d, GlobalBatchNorm2d, Global
 # ---- on threads ----
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["free", "turns"])
+@pytest.fixture(scope="module", params=["free", "turns", "kernels"])
 def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
-    with contextlib.closing(ThreadTeam(3, take_turns=request.param)) as team:
+    kernels = in_place_of_the_kernels() if request.param == "kernels" else contextlib.nullcontext()
+    with kernels, contextlib.closing(ThreadTeam(3, take_turns=request.param == "turns")) as team:
         yield team
 
 

@@ -1,4 +1,5 @@
-"""Batch norm by CUDA's kernels, for which stand-ins compute on the CPU. It has never run on a GPU."""
+"""Batch norm by CUDA's kernels, for which stand-ins compute on the CPU: on processes, and what it launches and sends.
+The cases on threads are in test_batchnorm.py."""
 
 from __future__ import annotations
 
@@ -10,17 +11,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.norm.batchnorm_cases import (
-    CASES,
     CHANNELS,
     Case,
     close,
-    float32_case,
     half_case,
-    pure_half_case,
-    refusals_case,
     run_case,
-    same_examples_case,
-    synced_case,
 )
 from tests.norm.batchnorm_stand_ins import (
     NAMES,
@@ -36,7 +31,6 @@ from torch import Tensor, nn
 from paceline.comm import mesh
 from paceline.comm.mesh import Replicas
 from paceline.comm.replicas import ProcessReplicas
-from paceline.comm.threads import ThreadTeam
 from paceline.norm import batchnorm, batchnorm_kernels, biases
 from paceline.norm.batchnorm import convert
 
@@ -45,12 +39,6 @@ from paceline.norm.batchnorm import convert
 def over_processes() -> Iterator[None]:
     with mesh.current().computing(ProcessReplicas()), in_place_of_the_kernels():
         yield
-
-
-@pytest.fixture(scope="module")
-def team() -> Iterator[ThreadTeam]:
-    with contextlib.closing(ThreadTeam(3)) as team:
-        yield team
 
 
 @pytest.fixture
@@ -62,38 +50,11 @@ def kernels() -> Iterator[None]:
 # --- against torch's own layer on the whole batch
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_replicas_in_threads_have_the_outputs_gradients_and_buffers_of_the_whole_batch(
-    team: ThreadTeam, case: Case, kernels: None
-) -> None:
-    team.run([lambda: run_case(case)] * 3)
-
-
-def test_float32_is_as_near_to_the_exact_result_as_torchs_own_layer_is(team: ThreadTeam, kernels: None) -> None:
-    team.run([float32_case] * 3)
-
-
-def test_a_layer_in_16_bits_has_the_dtypes_and_values_of_torchs_own(team: ThreadTeam, kernels: None) -> None:
-    team.run([pure_half_case] * 3)
-
-
 @pytest.mark.ranks(conformance=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @over_processes()
 def test_inputs_of_16_bits_have_statistics_in_float32(dtype: torch.dtype) -> None:
     half_case(dtype)
-
-
-def test_examples_that_are_the_same_on_all_replicas_count_once(team: ThreadTeam, kernels: None) -> None:
-    team.run([same_examples_case] * 3)
-
-
-def test_every_replica_raises_where_an_input_cannot_be_normalised(team: ThreadTeam, kernels: None) -> None:
-    team.run([refusals_case] * 3)
-
-
-def test_a_sync_batch_norm_is_that_of_the_whole_batch(team: ThreadTeam, kernels: None) -> None:
-    team.run([synced_case] * 3)
 
 
 @pytest.mark.ranks(2)
@@ -137,13 +98,6 @@ def model_of(x: Tensor) -> nn.Module:
     layer = nn.BatchNorm2d(x.size(1))
     convert(layer)
     return layer
-
-
-def test_a_first_derivative_takes_each_kernel_once(kernels: None) -> None:
-    x = torch.randn(6, CHANNELS, 3, 3, requires_grad=True)
-    with mesh.current().computing(Both()):
-        model_of(x)(x).square().sum().backward()
-    assert calls == dict.fromkeys(NAMES, 1)
 
 
 def test_a_second_derivative_takes_differentiable_operations(kernels: None) -> None:
@@ -213,24 +167,6 @@ def test_the_statistics_are_as_near_to_the_exact_ones_whatever_the_number_of_rep
     torch.testing.assert_close(found.unbiased_var.double(), exact.var(0), rtol=6e-7, atol=0)
 
 
-def test_where_one_shard_has_all_examples_the_mean_has_its_bits(kernels: None) -> None:
-    x = torch.randn(32, 512) + 3
-    empty = batchnorm_kernels._row(x[:0], 0, 1e-5, False)
-    full = batchnorm_kernels._row(x, 32, 1e-5, False)
-    for place in range(3):
-
-        class Some(Both):
-            size = 3
-
-            def rows(self, row: Tensor, place: int = place) -> Tensor:
-                return torch.stack([full if n == place else empty for n in range(3)])
-
-        found = batchnorm_kernels.statistics(x[:0] if place else x, 1e-5, Some(), False)
-        assert torch.equal(found.mean, full[2:514])
-        torch.testing.assert_close(found.invstd, full[514:], rtol=1e-7, atol=0)
-        assert found.counts.tolist() == [32 * (n == place) for n in range(3)]
-
-
 # --- what it tells others
 
 
@@ -249,11 +185,6 @@ def test_a_bias_before_it_is_left_out_where_all_replicas_leave_it_out(deaf: bool
         net(torch.randn(5, 3, 2, 2)).pow(3).sum().backward()
     assert net[0].bias.grad is not None
     assert bool((net[0].bias.grad == 0).all()) is not deaf
-
-
-def test_who_does_not_listen_does_not_ask(kernels: None) -> None:
-    found = batchnorm_kernels.statistics(torch.randn(5, CHANNELS), 1e-5, Both(), False)
-    assert found.agreed is False
 
 
 # --- running statistics of accelerators, without reading a number

@@ -34,7 +34,7 @@ def wait_until_kept(steps):
     folders = {line for line in open("folders").read().split() if os.path.isdir(line)}
     began = time.monotonic()
     while not all(glob.glob(f"{folder}/run-*/step-{steps // every * every:08d}") for folder in folders):
-        assert time.monotonic() - began < 60.0, "it was not kept"
+        assert time.monotonic() - began < 120.0, "it was not kept"
         time.sleep(0.01)
 """
 # None on the disk: what a start goes on from was in memory.
@@ -170,7 +170,7 @@ def test_nothing_of_it_is_left_in_memory_whatever_is_killed(job: Job, whom: str)
     assert process.returncode == (-signal.SIGKILL if whom == "launcher" else 128 + signal.SIGKILL), err
     began = time.monotonic()
     while any(path.exists() for path in folders(job)):
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < DEADLINE_SECONDS
         time.sleep(0.1)
     if whom == "ranks":
         assert "What the other ranks printed is in" in err

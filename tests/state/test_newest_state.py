@@ -241,36 +241,6 @@ def test_a_full_disk_costs_the_newest_state_and_nothing_else(job: Job, whole: st
 
 
 @pytest.mark.full
-def test_a_rank_of_fsdp_that_an_error_ends_says_that_and_nothing_of_its_exit(job: Job) -> None:
-    (job.folder / "train.py").write_text(
-        "import os, signal, torch, paceline\n"
-        "run = paceline.start(device='cpu', strategy='fsdp', progress='off')\n"
-        "net, optimizer = run.prepare(net := torch.nn.Linear(4, 4), torch.optim.SGD(net.parameters(), 0.1))\n"
-        "for batch in run.loader(torch.utils.data.TensorDataset(torch.ones(8, 4)), global_batch=4):\n"
-        "    loss = net(batch[0]).sum()\n"
-        "    if run.rank == 1:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    run.backward(loss)\n"
-        "    run.step(optimizer)\n"
-    )
-    process = job.start("--nproc", "2", "--tee", "all", "train.py")
-    out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 128 + signal.SIGKILL
-    assert "rank 1 was killed by SIGKILL" in err
-    assert "Exception ignored" not in out + err
-
-
-@pytest.mark.full
-def test_a_run_that_fails_in_the_end_leaves_what_its_ranks_printed_and_nothing_else(job: Job) -> None:
-    (job.folder / "train.py").write_text(SCRIPT.replace('die("begin")', 'die("begin"); print("a batch", flush=True)'))
-    process = job.start("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=2:forward:0", "1=4:forward:0")
-    _, err = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 128 + signal.SIGKILL, err
-    assert "Traceback" not in err
-    assert [path.name for path in (job.folder / "tmp").glob("paceline*/*")] == ["rank-1.log"]
-
-
-@pytest.mark.full
 def test_signals_still_end_a_run_that_waits_for_a_state(job: Job) -> None:
     """Rank 1 dies, and lets the launcher notice. Rank 0 would hand its state on at its next collective, and sleeps."""
     (job.folder / "train.py").write_text(
@@ -476,17 +446,6 @@ def test_of_two_models_with_an_optimizer_each_both_are_handed_on(rank: Rank) -> 
         found, wanted = parts[f"optimizer_{number}"]["state"], kept["optimizers"][number]["state"]
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name][what], value) for name in wanted for what, value in wanted[name].items())
-
-
-def test_weights_are_no_longer_copied_where_that_takes_too_long(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.state.newest_state._FREE_SECONDS", 0.0)
-    monkeypatch.setattr("paceline.state.newest_state._MOST_FOR_COPIES", 0.0)
-    monkeypatch.setattr("paceline.state.newest_state._MOST", 1.0)
-    rank.step()
-    rank.step()
-    meddle(rank, "update")
-    rank.newest.hand_on(GONE)
-    assert rank.handed_on() is None
 
 
 @pytest.mark.parametrize("how", ["raises", "slow"])

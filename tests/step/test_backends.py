@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.run import parts_of
-from paceline.verify.worker.record_files import rank_record
 
 
 def switches() -> dict[str, Any]:
@@ -148,15 +145,6 @@ assert not allows_tf32(gpu), "no such arithmetic"
     assert done.returncode == 0, done.stderr
 
 
-def test_verify_is_told_of_tf32_that_no_setting_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = paceline.start(device="cpu", progress="off")
-    assert not rank_record(run, parts_of(run), True)["tf32"]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(run, "device", torch.device("cuda", 0))
-    assert rank_record(run, parts_of(run), True)["tf32"], "cuDNN's convolutions have it by default"
-    run.close()
-
-
 # --- channels_last
 
 G = torch.Generator().manual_seed(0)
@@ -223,23 +211,3 @@ def test_channels_last_is_the_same_model_and_its_checkpoints_fit_both_ways(fused
         if first and then:
             equal(whole, last)
         close(whole, plain)
-
-
-def test_an_export_of_channels_last_weights_is_for_any_program(tmp_path: Path) -> None:
-    run = paceline.start(device="cpu", channels_last=True)
-    model = run.prepare(net())
-    run.export(tmp_path / "model.safetensors")
-    fresh = net()
-    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    equal(fresh, model)
-    assert fresh[0].weight.is_contiguous()
-    assert model[0](IMAGES).is_contiguous(memory_format=torch.channels_last), "activations follow the weights"
-    run.close()
-
-
-def test_convolutions_in_three_dimensions_too() -> None:
-    run = paceline.start(device="cpu", channels_last=True)
-    model = run.prepare(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv1d(2, 4, 3), nn.Linear(3, 3)))
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last_3d)
-    assert model[1].weight.is_contiguous()
-    run.close()

@@ -157,49 +157,6 @@ def test_no_step_waits_for_one_of_the_blocks_that_are_under_way(log: Log) -> Non
         assert log == [("enqueued", 0)]
 
 
-def test_closing_after_an_error_reads_no_flag(log: Log) -> None:
-    def script() -> None:
-        with started() as run:
-            train(run, bad=2)
-            raise ValueError("the cause")
-
-    with pytest.raises(ValueError, match="the cause"):
-        script()
-    assert ("read", 2) not in log
-
-
-def test_all_of_the_run_is_closed_when_close_raises(log: Log) -> None:
-    run = paceline.start(device="cpu", progress="off")
-    train(run, bad=2)
-    with pytest.raises(NonFiniteError):
-        run.close()
-    with started() as run:  # another run begins, and the hooks of the first are gone
-        train(run, bad=-1, last=None)
-        assert run.steps == 3
-
-
-@pytest.mark.parametrize("bad", [0, 1])
-def test_the_optimizers_of_one_global_batch_share_a_flag(log: Log, bad: int) -> None:
-    """A GAN's: nothing is sent before the last of them has checked, and either one's gradient is found."""
-    with started(nonfinite_every=1) as run:
-        models = nn.Linear(6, 3), nn.Linear(6, 3)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        run.prepare(*models, *optimizers)
-        batches = iter(run.batches(lambda rows: [X[:8], X[:8, :3]], global_batch=8, name="endless"))
-
-        def script() -> None:
-            for step in range(9):
-                batch = next(batches)
-                for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                    factor = math.nan if (step, number) == (1, bad) else 1.0
-                    run.backward(loss_fn(model, batch) * factor, optimizer=optimizer)
-                    run.step(optimizer)
-
-        with pytest.raises(NonFiniteError, match=r"^step 2:"):
-            script()
-        assert [count for what, count in log if what == "enqueued"] == [0, 1, 2]
-
-
 def test_parameters_in_bf16_train_where_the_fused_check_knows_no_bfloat16(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
