@@ -14,10 +14,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing import reduction
+from operator import attrgetter
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.comm import collectives, generators
 from paceline.data import randomness
@@ -64,6 +66,9 @@ class Bundle:
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
         raise UsageError(_CANNOT_BE_UNPACKED)
+
+
+_device_of = attrgetter("device")
 
 
 class LoopExit(NamedTuple):
@@ -209,8 +214,10 @@ class Loader:
             request = None
             for request, batches in self._fetch(epoch, start):
                 self._begin_yield(request)
-                stays = self._device.type == "cpu" and not self._plan.bundled  # where it is
-                self.presented = batches[0] if stays else self._on_device(request, batches)
+                batch = batches[0]
+                flat = type(batch) is list and {*map(type, batch)} == {Tensor} and not self._plan.bundled
+                there = flat and {*map(_device_of, batch)} == {self._device}  # as what default_collate makes for a CPU
+                self.presented = batch if there else self._on_device(request, batches)
                 if self.noise is None:
                     yield self.presented
                 else:
