@@ -654,15 +654,6 @@ def test_dtensors_placements_rules_and_random_numbers() -> None:
     assert asked == [(op, 0.25) for op in private.ATTENTION]
 
 
-def test_an_argument_of_a_schedule_that_is_not_cut() -> None:
-    from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-
-    from paceline.torch_private.schedules import NOT_CUT
-
-    args, _ = split_args_kwargs_into_chunks((torch.zeros(0, 3),), {}, 1, (NOT_CUT,), {})
-    assert [tuple(x.shape) for (x,) in args] == [(0, 3)]
-
-
 # ------------------------------------------------------------ what the doctor watches
 
 

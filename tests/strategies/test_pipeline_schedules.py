@@ -159,6 +159,9 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
     with started(strategy="pipeline:stages=2,cut=3") as run:
         model = layers().double()
         run.prepare(model)
+        for batch in run.loader(data(), global_batch=BATCH):
+            run.forward_backward(sequential_loss, model, batch)
+            break
         mine = [p.numel() > 0 for p in model.parameters()]
         assert mine == (
             [True, True, False, False, False, False]
@@ -168,7 +171,7 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
     for options, kind, words in (
         ("cut=9", SettingError, ["cut='9'", "from 1 to 5"]),
         ("cut=2,4", SettingError, ["2 stages need 1 places"]),
-        ("cut=nothing", SettingError, ["or names of: 0, 1"]),
+        ("cut=nothing", SettingError, ["no layer 'nothing'", "Known: 0, 3, 5"]),
         ("schedule=1f1", SettingError, ["Did you mean '1f1b'"]),
         ("balance=time", SettingError, ["balance='time'", "cost, parameters"]),
         ("stages=3", SettingError, ["stages=3", f"number of processes, {size}"]),
@@ -178,9 +181,9 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
 
 
 def refused(build: Callable[[], nn.Module], kind: type[Exception], *words: str, strategy: str) -> None:
+    """At `prepare`, or at the first batch."""
     try:
-        with started(strategy=strategy) as run:
-            run.prepare(build())
+        trained(build, sequential_loss, strategy)
     except kind as error:
         assert all(word in str(error) for word in words), error
     else:
@@ -201,17 +204,9 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x) if x.sum() > 0 else self.b(x)
 
-    refused(Branches, ModelError, "has no place between its layers", "nn.Sequential", strategy="pipeline")
-    with started(strategy="pipeline:stages=2") as run:
-        model, _ = run.prepare(*make(ByValue, False))
-        for batch in run.loader(data(), global_batch=BATCH):
-            try:
-                run.forward_backward(sequential_loss, model, batch)
-            except ModelError as error:
-                assert "no call of a layer before which a single tensor is all" in str(error), error
-            else:
-                raise AssertionError
-            break
+    for build in (Branches, ByValue):
+        words = "no call of a layer before which a single tensor is all"
+        refused(build, ModelError, words, strategy="pipeline:stages=2")
     refused(lambda: nn.Sequential(nn.Linear(6, 3)), ModelError, "too few for", strategy="pipeline")
 
 
