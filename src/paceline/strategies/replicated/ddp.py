@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 import operator
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -78,8 +77,10 @@ def check(
     size: int | None, *, bucket_mb: float, static_graph: bool, find_unused: bool, reducer: str, codec: str
 ) -> None:
     """Raises SettingError for what cannot work, on any number of processes."""
-    if not 0 < bucket_mb < math.inf:
-        raise SettingError(f"strategy ddp: bucket_mb={bucket_mb}: a size above 0, in MB, is needed, such as 25.")
+    if not bucket_mb > 0:
+        raise SettingError(
+            f"strategy ddp: bucket_mb={bucket_mb}: a size above 0, in MB, is needed, such as 25, or inf: one bucket."
+        )
     if static_graph and find_unused:
         raise SettingError("strategy ddp: static_graph and find_unused contradict each other. Set one of them.")
     ddp_hook.check(reducer, codec)
@@ -90,7 +91,7 @@ def alone(spec: StrategySpec, device: torch.device, *, codec: str) -> tuple[Stra
 
 
 class DDP(LoopStrategy):
-    """bucket_mb: size of a bucket in MB (2**20 bytes); the first one is full at 1 MB. static_graph,
+    """bucket_mb: size of a bucket in MB (2**20 bytes); the first one is full at 1 MB; inf: one bucket. static_graph,
     gradient_as_bucket_view: as in torch's DDP. find_unused: the parameters that a loss reaches may differ between steps
     and ranks. reducer: "default" (shared memory on the CPUs of one machine, else "native"), "auto", "native",
     "shared_memory", "direct", "ring", "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16",
@@ -146,7 +147,7 @@ class DDP(LoopStrategy):
             self._reduction.names = self._names
         self._flags = ()
         if self.world.size > 1:
-            cut_compiled_graphs(self.bucket_mb)
+            cut_compiled_graphs(None if self.bucket_mb == math.inf else self.bucket_mb)
 
     def backward(self, work: Backward) -> None:
         if not work.final or self.world.size == 1:
@@ -199,14 +200,12 @@ class DDP(LoopStrategy):
             visible.append(tuple(map(will_execute, self._accumulators)))
 
         hooks = [loss.register_hook(look) for loss in losses]
-        began = time.perf_counter()
         try:
             with self._recording_order() as order:
                 run()
         finally:
             for hook in hooks:
                 hook.remove()
-        took = time.perf_counter() - began
         used = self._compare(call, self._with_gradients())
         graded = set(order)
         in_parts = len(order) > len(graded)
@@ -214,32 +213,30 @@ class DDP(LoopStrategy):
         late = in_parts or (hidden and (self.find_unused or self._expected[call] is None))
         if any(collectives.gather_objects(late)):
             self._late.add(call)
-        self._reduce_late(used, order, took)
+        self._reduce_late(used, order)
 
     def _backward_late(self, run: Callable[[], None], call: Kind) -> None:
         """Runs without a reducer, which then reduces what the backward has left."""
-        began = time.perf_counter()
         with self._recording_order() as order:
             run()
-        took = time.perf_counter() - began
         mine, used = self._with_gradients(), self._expected[call]
         if used is None or self.find_unused:
             used = self._compare(call, mine)
         elif mine != used:
             raise UnusedParameterError(self._changed_message(call, used))
-        self._reduce_late(used, order, took)
+        self._reduce_late(used, order)
 
     def _with_gradients(self) -> Used:
         """The parameters that have a gradient of this call, from this micro-batch or an earlier one."""
         return tuple(p.grad is not None for p in self.trainable)
 
-    def _reduce_late(self, used: Used, order: Sequence[Tensor], seconds: float) -> None:
+    def _reduce_late(self, used: Used, order: Sequence[Tensor]) -> None:
         """Reduces what a backward without a reducer has left. used: the parameters that it reached on any rank. See
         `_make_reducer`."""
         if used in self._reducers:
             self._reducers[used].reduce()
         elif any(used):  # else everything that the loss depends on is frozen
-            self._make_reducer(used, order, seconds)
+            self._make_reducer(used, order)
 
     def _backward_compared(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """The parameters may differ between steps and ranks: a hook at the root of the backward, before any gradient,
@@ -264,7 +261,6 @@ class DDP(LoopStrategy):
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
         hooks: list[Any] = [loss.register_hook(compare) for loss in losses]
-        began = time.perf_counter()
         try:
             with self._recording_order() as order:
                 run()
@@ -275,7 +271,7 @@ class DDP(LoopStrategy):
         if hidden:
             raise ModelError(self._hidden_message(hidden))
         if any(found[0]) and found[0] not in self._reducers:
-            self._make_reducer(found[0], order, time.perf_counter() - began)
+            self._make_reducer(found[0], order)
 
     @contextmanager
     def _recording_order(self) -> Iterator[list[Tensor]]:
@@ -288,9 +284,8 @@ class DDP(LoopStrategy):
             for hook in hooks:
                 hook.remove()
 
-    def _make_reducer(self, used: Used, order: Sequence[Tensor], seconds: float) -> None:
-        """Makes the reducer of this set of parameters, and reduces the gradients that its first backward has left. So
-        many seconds that backward took.
+    def _make_reducer(self, used: Used, order: Sequence[Tensor]) -> None:
+        """Makes the reducer of this set of parameters, and reduces the gradients that its first backward has left.
 
         That backward ran without a reducer and has shown the order in which gradients come. So all steps have one
         bucket layout, also the first one after a checkpoint is restored. The bits of a sum over three ranks or more
@@ -302,16 +297,13 @@ class DDP(LoopStrategy):
         ready += [i for i, there in enumerate(used) if there and i not in set(ready)]
         parameters = [self.trainable[i] for i in ready]
         chosen = set(parameters)
-        bucket_mb = self.bucket_mb
-        if self._reduction is not None:
-            bucket_mb = self._reduction.bucket_mb(bucket_mb, [p.nbytes for p in parameters], seconds)
         self._reducers[used] = reducer = BucketReducer(
             self.models,
             parameters,
             [p for p in self.trainable if p not in chosen],
             self._reduction,
             used=used,
-            bucket_mb=bucket_mb,
+            bucket_mb=self.bucket_mb,
             views=self.store.aliased,
             static_graph=self.static_graph,
         )
