@@ -34,7 +34,9 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "run": {"monitor", "train", "strategies", "comm", "world", "config", "errors"},
     "trials.spec": {"world", "config", "errors"},
     "compare.worker": {"trials.spec", "run", "monitor", "train", "comm", "world", "config", "errors"},
+    "observe": {"torch_private", "comm", "world", "errors"},
     "verify.worker": {
+        "observe",
         "plain_state",
         "torch_private",
         "trials.spec",
@@ -59,8 +61,8 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "horovod": {"plain_state", "launching", "train", "torch_private", "comm", "world", "errors"},
     "trials": {"trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "compare": {"__init__", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
-    "verify": {"trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
-    "doctor": {"torch_private", "launcher", "world", "config", "errors"},
+    "verify": {"observe", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
+    "doctor": {"observe", "torch_private", "launcher", "world", "config", "errors"},
     "export": {"torch_private", "train", "world", "errors"},
     "cli": {
         *("__init__", "submit", "export", "doctor", "verify", "compare", "trials", "strategies", "launcher", "world"),

@@ -20,7 +20,7 @@ from tests.doctor.planted import FOREIGN, HEALTHY, IN_LIBRARIES, PLANTED, SCRIPT
 from paceline.cli import main
 from paceline.doctor.doctor_command import diagnose
 from paceline.doctor.findings import CAUSES, Finding
-from paceline.doctor.rules.recorded_run import read_lines
+from paceline.observe.records import read_records
 from paceline.world import DOCTOR
 
 ROOT = Path(__file__).parents[2]
@@ -261,7 +261,9 @@ def test_a_library_that_is_imported_first(library: str, tmp_path: Path) -> None:
     worker = [sys.executable, "-m", "paceline.doctor.doctor_worker", "script", str(script)]
     done = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert [e["at"] for e in read_lines(str(tmp_path / "rank-0.jsonl")) if e["k"] == "optimizer"] == [[str(script), 3]]
+    assert [e["at"] for e in read_records(str(tmp_path / "rank-0.jsonl")) if e["k"] == "optimizer"] == [
+        [str(script), 3]
+    ]
 
 
 def test_torch_that_was_loaded_unseen_is_told(tmp_path: Path) -> None:

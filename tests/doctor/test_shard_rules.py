@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from paceline.doctor.recorders.library_names import names_in
+from paceline.doctor.recorders.call_context import library_names
 from paceline.doctor.rules import shard_rules
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
 
@@ -53,6 +53,6 @@ def reduce_all(values: dict[str, Any]) -> list[FrameType]:
 
 
 def test_the_names_by_which_a_library_chooses() -> None:
-    assert names_in([Metric("loss").reduce()]) == {"about.name of Metric": "loss", "kind of Metric": "mean"}
+    assert library_names([Metric("loss").reduce()]) == {"about.name of Metric": "loss", "kind of Metric": "mean"}
     inner = reduce_all({"loss": 1})[0]
-    assert "loss" in names_in([inner]).values()
+    assert "loss" in library_names([inner]).values()

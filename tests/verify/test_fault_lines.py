@@ -53,15 +53,15 @@ def test_an_optimizer_state_that_one_rank_clears_is_named_with_its_remedy(tmp_pa
 def traced(numbers: float, hooked: bool) -> ScriptTrace:
     """The script asks for its rank (line 2), puts a hook on a gradient (3), and calls the backward (5), where an op of
     the hook runs."""
-    here = {"file": __file__, "step": 0, "yield": 0}
-    op = {"kind": "op", "name": "mul", "line": 5, "backward": True, "inputs": [], "outer": [], "shape": "scalar"}
+    here = {"step": 0, "yield": 0}
+    op = {"k": "op", "name": "mul", "at": [__file__, 5], "backward": True, "inputs": [], "outer": [], "shape": "scalar"}
     events = [
-        {**here, "kind": "ask", "name": "", "line": 2},
-        {**here, "kind": "hook", "name": "register_hook", "line": 3, "values": [None]},
-        {**here, "kind": "root", "name": "loss", "line": 5, "of": None, "values": [1.0]},
+        {**here, "k": "ask", "at": [__file__, 2], "name": ""},
+        {**here, "k": "hook", "at": [__file__, 3], "name": "register_hook", "values": [None]},
+        {**here, "k": "root", "at": [__file__, 5], "name": "loss", "of": None, "values": [1.0]},
         {**here, **op, "numbers": [numbers], "values": [numbers]},
     ]
-    return ScriptTrace([e for e in events if hooked or e["kind"] != "hook"])
+    return ScriptTrace([e for e in events if hooked or e["k"] != "hook"])
 
 
 def test_an_op_of_a_hook_without_lines_has_the_line_that_put_the_hook() -> None:

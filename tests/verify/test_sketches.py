@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.verify.prepared import Prepared
 
+from paceline.observe.sketches import ROWS, WHOLE, sketch
 from paceline.verify.answer import SAME
 from paceline.verify.decision import decide
 from paceline.verify.evidence import linear_combination
-from paceline.verify.worker.sketches import ROWS, WHOLE, sketch
 
 
 def test_a_sketch_keeps_norms_of_differences_and_linear_relations() -> None:

@@ -14,10 +14,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.verify.slicing import (
+from paceline.observe.call_site import Place
+from paceline.observe.slicing import (
     CLOCK,
     RANK,
-    Place,
     Slice,
     acting_lines,
     calling_line,
@@ -34,6 +34,7 @@ from paceline.verify.trace_diff import (
     first_divergence,
     first_mixing,
     first_unmatched,
+    place_of,
 )
 
 _WORDS = {  # the key of a cause -> the words of a script that sets it
@@ -79,7 +80,7 @@ def find_line(
         ours, told: the traces of L and LD, by rank.
         cut: the losses of the step, where the parts of the batch are to be compared with the whole batch.
     """
-    asked = {(e["file"], e["line"]) for t in (*ours, *told) for e in t.events_of("ask")}
+    asked = {place_of(e) for t in (*ours, *told) for e in t.events_of("ask")}
     pairs = list(zip(ours, told, strict=False))
     found = _first_by_asking(fault, pairs)
     if found is not None:
@@ -90,7 +91,7 @@ def find_line(
     if by_event is not None and fault.quantity not in ("loss", "gradient"):
         if fault.quantity == "examples" and (where := _asking_line_by_text(fault, ours, asked)) is not None:
             return where
-        place = _place(by_event.event)
+        place = place_of(by_event.event)
         beside = defining_line(place) if fault.quantity == "buffers" else None
         return FaultLine(place, beside or calling_line(place), by_event)
     for one in cut:
@@ -100,14 +101,10 @@ def find_line(
             if also is None and fault.cause in ("mean-of-means", "in-batch-loss"):  # where the loss is, beside
                 trace, root = one.whole
                 also = root if fault.cause == "mean-of-means" else trace.at(root["of"])
-            return FaultLine(mixed.place, _place(also) if also is not None else None, mixed)
+            return FaultLine(mixed.place, place_of(also) if also is not None else None, mixed)
     if by_event is not None:
-        return FaultLine(_place(by_event.event), found=by_event)
+        return FaultLine(place_of(by_event.event), found=by_event)
     return _line_by_text(fault, ours, asked)
-
-
-def _place(event: Event) -> Place:
-    return event["file"], event["line"]
 
 
 def _origin(found: Divergence, asked: set[Place]) -> FaultLine:
@@ -196,7 +193,7 @@ def _at_hook(found: Divergence, trace: ScriptTrace) -> Divergence | None:
     A hook that is no function of the script's (torch.clamp in a functools.partial, say) has no line of its own, so its
     ops have the line of the backward call. They belong to the line that put the hook there. None where there is none.
     """
-    if found.place not in {_place(root) for root in trace.events_of("root")}:
+    if found.place not in {place_of(root) for root in trace.events_of("root")}:
         return found
     hooks = [event for event in trace.events_of("hook") if event["name"] in HOOKS_ON_GRADIENTS]
     return Divergence(hooks[-1], found.how) if hooks else None
@@ -215,8 +212,8 @@ def _with_names(trace: ScriptTrace, names: tuple[str, ...]) -> ScriptTrace:
 
 def state_line(step: int, ours: Sequence[ScriptTrace]) -> FaultLine | None:
     """The statement that updates what the script keeps from step to step in Python's own variables."""
-    files = list(dict.fromkeys(e["file"] for t in ours for e in t.events))
-    places = carried_state(files, [_place(e) for t in ours for e in t.roots(step)])
+    files = list(dict.fromkeys(place_of(e)[0] for t in ours for e in t.events))
+    places = carried_state(files, [place_of(e) for t in ours for e in t.roots(step)])
     return FaultLine(*places[0]) if places else None
 
 
@@ -231,9 +228,9 @@ def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
 
     def writes(kind: str) -> Divergence | None:
         exact = f"{kind}:{fault.name}"
-        found = first(lambda e: e["kind"] == "write" and e.get("target") == exact and e["step"] >= 0)
+        found = first(lambda e: e["k"] == "write" and e.get("target") == exact and e["step"] >= 0)
         return found or first(
-            lambda e: e["kind"] == "write" and str(e.get("target")).startswith(f"{kind}:") and e["step"] >= 0
+            lambda e: e["k"] == "write" and str(e.get("target")).startswith(f"{kind}:") and e["step"] >= 0
         )
 
     def backward() -> Divergence | None:
@@ -243,20 +240,20 @@ def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
     if fault.cause == "buffer-not-synchronised" or fault.quantity == "buffers":
         return writes("buffers")
     if fault.cause == "clipped-early":
-        return writes("gradient") or first(lambda e: e["kind"] == "hook") or backward()
+        return writes("gradient") or first(lambda e: e["k"] == "hook") or backward()
     if fault.cause == "overflow-on-some-ranks":
         return _first_overflow(ours)
     if fault.cause == "registered-late":
-        return first(lambda e: e["kind"] == "parameter" and e["name"].endswith(str(fault.name).rpartition(".")[2]))
+        return first(lambda e: e["k"] == "parameter" and e["name"].endswith(str(fault.name).rpartition(".")[2]))
     if fault.quantity in ("weights", "optimizer state"):
         return writes("weights") or writes("state")
     if fault.quantity == "initial weights":
-        return first(lambda e: e["kind"] == "seed") or first(lambda e: str(e.get("target")).startswith("weights:"))
+        return first(lambda e: e["k"] == "seed") or first(lambda e: str(e.get("target")).startswith("weights:"))
     if fault.quantity == "learning rate":
-        moved = first(lambda e: e["kind"] == "option" and e["name"] == "lr" and e["step"] >= 0)
-        return moved or first(lambda e: e["kind"] == "option" and e["name"] == "lr")
+        moved = first(lambda e: e["k"] == "option" and e["name"] == "lr" and e["step"] >= 0)
+        return moved or first(lambda e: e["k"] == "option" and e["name"] == "lr")
     if fault.quantity == "examples":
-        return first(lambda e: e["kind"] == "loader")
+        return first(lambda e: e["k"] == "loader")
     if fault.quantity == "gradient":
         return writes("gradient") or backward()
     return None
@@ -278,8 +275,8 @@ def _asking_line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[P
     files = list(dict.fromkeys(file for file, _ in sorted(asked)))
     if fault.quantity == "examples":
         for event in (e for trace in ours for e in trace.events_of("loader")):
-            if (origin := Slice(RANK, asked).origin(_place(event))) is not None and origin[0] != _place(event):
-                return FaultLine(origin[0], _place(event), asks=True)
+            if (origin := Slice(RANK, asked).origin(place_of(event))) is not None and origin[0] != place_of(event):
+                return FaultLine(origin[0], place_of(event), asks=True)
     for file in files:
         if places := acting_lines(file, RANK, asked):
             return FaultLine(places[0], asks=True)
@@ -288,7 +285,7 @@ def _asking_line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[P
 
 def _line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) -> FaultLine | None:
     """A line of the traced files that contains the words of the cause, or does something with a rank."""
-    files = list(dict.fromkeys([*(e["file"] for t in ours for e in t.events), *(file for file, _ in asked)]))
+    files = list(dict.fromkeys([*(place_of(e)[0] for t in ours for e in t.events), *(file for file, _ in asked)]))
     if fault.cause in _WORDS and (place := matching_line(files, re.compile(_WORDS[fault.cause]))) is not None:
         return FaultLine(place)
     if fault.cause == "not-deterministic":
@@ -308,7 +305,7 @@ def _line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) 
 def _loss_line(root: Event, ours: Sequence[ScriptTrace]) -> Place:
     trace = next(t for t in ours if any(e is root for e in t.events))
     event = trace.at(root["of"]) or root
-    return _place(event)
+    return place_of(event)
 
 
 def chance_line(first: Sequence[ScriptTrace], second: Sequence[ScriptTrace], step: int) -> FaultLine | None:

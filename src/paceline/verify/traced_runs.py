@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.observe.source import line_text
 from paceline.verify.answer import Answer
 from paceline.verify.cause_rules import STATE, STATE_REMEDY
 from paceline.verify.claims import Claim, claim_without, run_names
@@ -21,9 +22,8 @@ from paceline.verify.fault_location import HOOKS_ON_GRADIENTS, Fault, FaultLine,
 from paceline.verify.rank_disagreement import cause_from_ranks
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
-from paceline.verify.slicing import line_text
 from paceline.verify.tolerances import ROUNDOFF, Difference, Tolerances
-from paceline.verify.trace_diff import RANDOM, batch_parts, load_traces
+from paceline.verify.trace_diff import RANDOM, batch_parts, load_traces, place_of
 
 # Causes that follow from how the gradients of the parts are related to that of the whole batch.
 _CAUSES_BY_PARTS = {
@@ -140,7 +140,7 @@ class FaultLocator:
         hooks = [e for e in hooks if e["step"] <= found[0].step]
         if not hooks:
             return None
-        where = FaultLine((hooks[-1]["file"], hooks[-1]["line"]))
+        where = FaultLine(place_of(hooks[-1]))
         sentence = (
             "the losses are alike and the gradients are not, and the script has put a hook on a gradient: it acts on "
             "what each part of the batch gives, before that is combined"
@@ -169,7 +169,7 @@ class FaultLocator:
         found = where.found
         if found is None:
             return
-        kind, name = found.event["kind"], found.event["name"]
+        kind, name = found.event["k"], found.event["name"]
         drawn = kind == "seed" or (kind == "op" and name in RANDOM and found.how == "values")
         if where.asks and answer.cause == "control-by-rank" and drawn and answer.quantity in ("data", "loss"):
             sentence = "random numbers are drawn by the rank, or by the number of processes"

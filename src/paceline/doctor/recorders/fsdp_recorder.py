@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Generator
 from types import ModuleType
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import after_import, call_after, call_before, patch
-from paceline.doctor.recorders.tensor_digests import sample
+from paceline.launcher.import_hook import after_import
+from paceline.observe.digests import sample
+from paceline.observe.event_log import EventLog
 from paceline.torch_private.observed import FSDP_BEFORE_FORWARD, FSDP_EXPORTS, FSDP_FUNCTIONS, FSDP_STATES, is_root
 
 _MAX_PARAMETERS = 400  # of one call
@@ -38,36 +39,29 @@ class _FSDPRecorder:
             self.log.record("cut", whole={name: self._full[name] for name in names})
         self._shards, self._full = [], {}
 
-    def wrap_fully_shard(self, original: Any) -> Any:
-        def fully_shard(*args: Any, **options: Any) -> Any:
-            whole: dict[str, list[float]] = {}
-            with self.log.overhead():
-                whole = _full_samples(args[0] if args else options.get("module"))
-            result = original(*args, **options)
-            with self.log.overhead():
-                self._number += 1
-                parts = _shard_samples(args[0] if args else options.get("module"), whole)
-                for name, (p, part) in parts.items():
-                    label = f"{name} of call {self._number}"
-                    self._shards.append((weakref.ref(p), label, part))
-                    self._full[label] = whole[name]
-                mesh = options.get("mesh")
-                ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
-                self.log.record("fsdp", ranks=ranks)
-            return result
-
-        return fully_shard
+    def around_fully_shard(self, *args: Any, **options: Any) -> Generator[None, Any, None]:
+        modules = args[0] if args else options.get("module")
+        whole = _full_samples(modules)
+        yield
+        self._number += 1
+        for name, (p, part) in _shard_samples(modules, whole).items():
+            label = f"{name} of call {self._number}"
+            self._shards.append((weakref.ref(p), label, part))
+            self._full[label] = whole[name]
+        mesh = options.get("mesh")
+        ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
+        self.log.record("fsdp", ranks=ranks)
 
     def after_init(self, module: Any, /, *_: Any, **__: Any) -> None:
         """A FullyShardedDataParallel has been constructed."""
         for parameter in module.parameters():
-            self.log.models.sharded[parameter] = True
+            self.log.shared.models.sharded[parameter] = True
         self.log.record("fsdp", ranks=dist.get_process_group_ranks(module.process_group))
 
     def after_pre_forward(self, state: Any, module: Any, args: Any, options: Any) -> None:
         """FSDPState._pre_forward: record the inputs of the outermost module."""
         if is_root(state) and torch.is_grad_enabled() and module.training:
-            self.log.models.record_inputs(-1, (args, options))
+            self.log.shared.models.record_inputs(-1, (args, options))
 
 
 def _named(modules: Any) -> list[tuple[str, Any]]:
@@ -91,24 +85,24 @@ def _shard_samples(modules: Any, whole: dict[str, list[float]]) -> dict[str, tup
 def install(log: EventLog) -> None:
     if not dist.is_available():
         return
-    recorder = _FSDPRecorder(log)
+    recorder, patches, models = _FSDPRecorder(log), log.patches, log.shared.models
     register_optimizer_step_pre_hook(recorder.record_cut)
 
     def composable(module: ModuleType) -> None:
         original = module.fully_shard
-        patch(module, "fully_shard", recorder.wrap_fully_shard)
+        patches.around(module, "fully_shard", recorder.around_fully_shard)
         for name in FSDP_EXPORTS:
             if getattr(sys.modules.get(name), "fully_shard", None) is original:
-                vars(sys.modules[name])["fully_shard"] = module.fully_shard
-        call_before(log, module.FSDPModule, "set_requires_gradient_sync", log.models.before_gradient_sync)
+                patches.replace(sys.modules[name], "fully_shard", module.fully_shard)
+        patches.before(module.FSDPModule, "set_requires_gradient_sync", models.before_gradient_sync)
 
     def state(module: ModuleType) -> None:
         if hasattr(module.FSDPState, FSDP_BEFORE_FORWARD):
-            call_after(log, module.FSDPState, FSDP_BEFORE_FORWARD, recorder.after_pre_forward)
+            patches.after(module.FSDPState, FSDP_BEFORE_FORWARD, recorder.after_pre_forward)
 
     def wrapper(module: ModuleType) -> None:
-        call_after(log, module.FullyShardedDataParallel, "__init__", recorder.after_init)
-        call_before(log, module.FullyShardedDataParallel, "no_sync", log.models.before_no_sync)
+        patches.after(module.FullyShardedDataParallel, "__init__", recorder.after_init)
+        patches.before(module.FullyShardedDataParallel, "no_sync", models.before_no_sync)
 
     after_import(FSDP_STATES, state)
     after_import(FSDP_FUNCTIONS, composable)

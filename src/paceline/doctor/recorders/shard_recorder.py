@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline.doctor.recorders.event_log import EventLog
+from paceline.doctor.recorders.shared_state import number_of
+from paceline.observe.event_log import EventLog
 from paceline.torch_private.core import TorchDispatchMode
 from paceline.torch_private.observed import COLLECTIVE_NAMESPACES, DECOMPOSITIONS, NORMS_OF_MANY
 
@@ -71,7 +72,7 @@ class _ShardRecorder:
 
     def before_step(self, optimizer: Any, args: Any, options: Any) -> None:
         self._leave()  # a step that failed
-        number = optimizer.__dict__.get("_paceline_doctor")
+        number = number_of(optimizer)
         if number is None or not self._log.active or self._steps.get(number, 0) >= _STEPS:
             return
         if type(optimizer).__module__.startswith(_KNOWS_DTENSORS) or len(args) > 1 or options.get("closure"):
@@ -87,7 +88,7 @@ class _ShardRecorder:
     def after_step(self, optimizer: Any, args: Any, options: Any) -> None:
         mode = self._leave()
         if mode is not None and self._log.active:
-            kind, number = type(optimizer).__name__, optimizer.__dict__.get("_paceline_doctor")
+            kind, number = type(optimizer).__name__, number_of(optimizer)
             self._log.record("shards", opt=number, optimizer=kind, exchanged=mode.exchanged)
 
     def _leave(self) -> _ShardMode | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -14,6 +13,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import RecordedRun, file_line, finding_at
 from paceline.launcher.report import name_ranks
+from paceline.observe.records import RecordReader
 
 STUCK_SECONDS = 10.0  # without progress, when all ranks wait in collectives that others have not reached
 LEFT_SECONDS = 3.0  # without progress, when a rank has ended and the others wait
@@ -37,10 +37,8 @@ Entry = dict[str, Any]
 class _Rank:
     """What has been read of one rank."""
 
-    path: str  # the file of its collectives
+    file: RecordReader  # of its collectives
     events: str  # the file of its event log
-    offset: int = 0  # how far `path` has been read
-    rest: str = ""  # the incomplete last line of `path`
     calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))  # process group -> its calls
     open: Entry | None = None  # the collective that it is in
     moved: float = 0.0  # when something new was last read
@@ -57,7 +55,7 @@ class CollectiveChecker:
 
     def __init__(self, directory: str, processes: int) -> None:
         self._ranks = [
-            _Rank(os.path.join(directory, f"calls-{r}.jsonl"), os.path.join(directory, f"rank-{r}.jsonl"))
+            _Rank(RecordReader(os.path.join(directory, f"calls-{r}.jsonl")), os.path.join(directory, f"rank-{r}.jsonl"))
             for r in range(processes)
         ]
         self._checked: dict[str, int] = defaultdict(int)  # process group -> calls that match
@@ -131,20 +129,15 @@ class CollectiveChecker:
     def _read(self, rank: _Rank, now: float) -> None:
         try:
             size = os.path.getsize(rank.events)
-            with open(rank.path, encoding="utf-8") as file:
-                file.seek(rank.offset)
-                text = file.read()
-                rank.offset = file.tell()
         except OSError:
             return
-        if size != rank.size or text:
+        entries = rank.file.read()
+        if size != rank.size or entries:
             rank.moved = now
         if size != rank.size:
             rank.ended = _has_ended(rank.events)
         rank.size = size
-        *lines, rank.rest = (rank.rest + text).split("\n")
-        for line in lines:
-            entry = json.loads(line)
+        for entry in entries:
             if "b" in entry:
                 rank.open = entry
                 if not entry.get("loose"):

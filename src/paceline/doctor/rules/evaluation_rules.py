@@ -16,7 +16,7 @@ from paceline.doctor.rules.gathered_results import LIGHTNING, uses_all
 from paceline.doctor.rules.padded_rows import lengths
 from paceline.doctor.rules.printed_values import comes_from
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
-from paceline.doctor.script_ast import divided_by_world
+from paceline.observe.expressions import divided_by_world
 
 MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
 _MAX_COUNTS = 4  # numbers in a gather that may be counts of examples

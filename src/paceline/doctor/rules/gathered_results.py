@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from paceline.doctor.rules.recorded_run import Event
-from paceline.doctor.script_ast import Scope, called, functions, scope_at, tree_of
+from paceline.observe.source import Scope, called, functions, scope_at, tree_of
 
 # Functions and constructors that keep one of two equal entries.
 _DROPS = ("unique", "dict", "set", "narrow", "setdefault", "drop_duplicates", "index_copy_", "index_put_", "scatter_")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
-from paceline.doctor.script_ast import accumulates
+from paceline.observe.expressions import accumulates
 
 MIN_STEPS = 3  # steps before which gradients are dropped
 MOSTLY = 0.5  # of the steps

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.doctor.rules import script_lines
-from paceline.doctor.script_ast import Scope, called, holds, nodes_of, scope_at, tree_of, world_pattern
+from paceline.observe.expressions import world_pattern
+from paceline.observe.source import Scope, called, holds, nodes_of, scope_at, tree_of
 
 _COUNTS = ("one_hot", "bincount", "histc", "argmax", "topk", "scatter_add", "scatter_add_", "max")
 _TOTALS = ("sum", "mean", "dot", "einsum", "vdot", "inner")

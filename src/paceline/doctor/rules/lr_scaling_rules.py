@@ -8,7 +8,8 @@ import re
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.recorded_run import RecordedRun, finding_at
-from paceline.doctor.script_ast import BATCH, RATE, nodes_of, world_pattern
+from paceline.observe.expressions import BATCH, RATE, world_pattern
+from paceline.observe.source import nodes_of
 
 
 def findings(run: RecordedRun) -> list[Finding]:

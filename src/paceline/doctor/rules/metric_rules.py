@@ -16,7 +16,8 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.evaluation_rules import is_exchange, sharded_evaluations
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
-from paceline.doctor.script_ast import called, divided_by_world, holds, nodes_of, scope_at, tree_of
+from paceline.observe.expressions import divided_by_world
+from paceline.observe.source import called, holds, nodes_of, scope_at, tree_of
 
 CLOSE = 2e-5  # relative difference of a number in float32 and the quotient that it comes from
 UNLIKE = 1e-3  # relative difference of counts that are not equal

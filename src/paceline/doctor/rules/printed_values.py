@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.doctor.script_ast import Scope, called, functions, holds, nodes_of, scope_at, tree_of
+from paceline.observe.source import Scope, called, functions, holds, nodes_of, scope_at, tree_of
 
 _MAX_CALLERS = 3  # how far callers of the function with the loop are followed
 

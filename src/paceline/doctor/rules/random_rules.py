@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.recorded_run import RecordedRun, finding_at
-from paceline.doctor.script_ast import called, functions, nodes_of
+from paceline.observe.source import called, functions, nodes_of
 
 MIN_DRAWS, MIN_DISTINCT = 4, 3  # draws of a line that are compared; different ones among them
 MIN_ELEMENTS = 64  # of all draws of a line: small whole numbers may agree by chance

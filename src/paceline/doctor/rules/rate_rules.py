@@ -10,10 +10,10 @@ import re
 from collections import Counter
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.expressions import Piece, assigned, call_at, divided_by, pieces
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
 from paceline.doctor.rules.schedule_rules import micro_batches
-from paceline.doctor.script_ast import BATCH, WORLD, called, holds, nodes_of
+from paceline.observe.expressions import BATCH, WORLD, Piece, call_at, divided_by, pieces
+from paceline.observe.source import assigned, called, holds, nodes_of
 
 _ROOT = re.compile(r"sqrt|\*\* *\(?0?\.5|pow")
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)

@@ -59,7 +59,6 @@ or [], are in all of them. The others, by kind:
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -69,6 +68,7 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.padded_rows import unify_padded
+from paceline.observe.records import read_records
 
 Event = dict[str, Any]
 MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
@@ -290,21 +290,6 @@ def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:
     """Read the logs of all ranks; of a process that was killed, what it had written."""
     names = ("workers-{}.jsonl", "rank-{}.jsonl")  # a rank's own events last: they tell how it ended
     per_rank = ([os.path.join(directory, name.format(rank)) for name in names] for rank in range(processes))
-    ranks = [[event for path in paths for event in read_lines(path)] for paths in per_rank]
+    ranks = [[event for path in paths for event in read_records(path)] for paths in per_rank]
     unify_padded(ranks)
     return RecordedRun(ranks, cut)
-
-
-def read_lines(path: str) -> list[Event]:
-    """The objects in a file of JSON lines, without an incomplete last one."""
-    found: list[Event] = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                try:
-                    found.append(json.loads(line))
-                except ValueError:  # the end of one that was killed
-                    continue
-    except OSError:
-        return found
-    return found

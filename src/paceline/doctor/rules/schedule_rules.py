@@ -9,10 +9,18 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.expressions import call_at, divided_by, pieces, text_of
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
 from paceline.doctor.rules.replica_rules import restored_line
-from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
+from paceline.observe.expressions import (
+    WORLD,
+    accumulates,
+    call_arguments,
+    call_at,
+    call_line,
+    divided_by,
+    pieces,
+    text_of,
+)
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
 OVER_SHARE = 0.2  # of the steps, that come after that

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
-from paceline.doctor.script_ast import called, functions, holds, nodes_of, scope_at, tree_of
+from paceline.observe.source import called, functions, holds, nodes_of, scope_at, tree_of
 
 _WRITES = re.compile(
     r"^(add|sub|mul|div|copy|clamp|clip|lerp|fill|zero|normal|uniform|addcmul|addcdiv|set|masked_fill|index_copy)_$"

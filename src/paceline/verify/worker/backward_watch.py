@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.observe.digests import digest
 from paceline.run import Run
 from paceline.torch_private.core import backward_hooks
 from paceline.train.loss import Total
-from paceline.verify.worker.record_files import digest
 from paceline.verify.worker.rng_draws import RandomDraws
 
 

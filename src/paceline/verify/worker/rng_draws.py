@@ -7,8 +7,8 @@ import hashlib
 import torch
 
 from paceline.comm import generators
+from paceline.observe.digests import digest
 from paceline.train.noise import Noise
-from paceline.verify.worker.record_files import digest
 
 
 def generator_states(device: torch.device) -> tuple[list[str], str]:

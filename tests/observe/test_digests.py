@@ -1,20 +1,21 @@
-"""What a trace keeps of a tensor."""
+"""Numbers that stand for the values of a tensor."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from paceline.verify.worker.script_tracer import ScriptTracer
+from paceline.observe.digests import digest, projections
 
 
-def projections(rows: Tensor) -> list[float]:
-    keeps: Any = SimpleNamespace(_weights={})
-    return ScriptTracer._projections(keeps, rows)
+def test_a_digest_is_of_the_bits() -> None:
+    numbers = torch.arange(4096.0).view(64, 64)
+    assert digest(numbers) == digest(numbers.clone()) == digest(numbers.t().contiguous().t())
+    assert digest(numbers) != digest(numbers + 1e-3)
+    assert digest(numbers, most=512) == digest(numbers.clone(), most=512)
+    assert digest(numbers.bfloat16()) != digest(numbers.bfloat16() + 1)
+    assert digest(torch.tensor(True)) != digest(torch.tensor(False))
 
 
 def test_scores_that_are_masked_with_infinity_are_told_apart() -> None:

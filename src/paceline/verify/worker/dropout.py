@@ -1,4 +1,4 @@
-"""Functions in the place of torch's, until they are put back; among them dropout that drops nothing."""
+"""Dropout that drops nothing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.observe.patching import Patches
+
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-class Patches:
-    """Functions in the place of others, until `undo`."""
-
-    def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def replace(self, owner: Any, name: str, function: Any) -> None:
-        self._originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, function)
-
-    def undo(self) -> None:
-        while self._originals:
-            owner, name, function = self._originals.pop()
-            setattr(owner, name, function)
 
 
 def dropout_off(patches: Patches) -> None:
