@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.doctor.recorders.loss_graph import Term, loss_terms
 from paceline.doctor.rules import loss_rules
-from paceline.doctor.rules.loss_lines import fractions_line, term_line
+from paceline.doctor.rules.loss_rules import fractions_line, term_line
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
 
 EXPERTS = 4

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.observe.source import line_text
-from paceline.verify.answer import Answer
+from paceline.verify.answer import Answer, Claim, claim_without, run_names
 from paceline.verify.cause_rules import STATE, STATE_REMEDY
-from paceline.verify.claims import Claim, claim_without, run_names
 from paceline.verify.differences import differences
 from paceline.verify.evidence import Evidence
 from paceline.verify.fault_location import HOOKS_ON_GRADIENTS, Fault, FaultLine, chance_line, find_line, state_line

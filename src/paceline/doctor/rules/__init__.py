@@ -12,13 +12,10 @@ shard_rules.py        optimizers that work on shards of matrices
 schedule_rules.py     learning rates, schedulers, accumulation, clipping
 collective_rules.py   collectives compared over the ranks, also while the script runs
 random_rules.py       random numbers that are the same on all ranks
-loss_rules.py         the terms of a loss
-loss_lines.py         the line where a term of a loss is computed
+loss_rules.py         the terms of a loss, and the lines where they are computed
 gradient_rules.py     gradients that are computed and never used
 cost_rules.py         time and memory
-lr_scaling_rules.py   how the learning rate is scaled with the number of processes
-rate_rules.py         a learning rate that grows where the global batch does not
-expressions.py        where the numbers in an expression of the script come from
+rate_rules.py         how the learning rate and the global batch grow with the number of processes
 script_lines.py       the script's line that does what no patched function can see
 """
 
@@ -31,7 +28,6 @@ from paceline.doctor.rules import (
     evaluation_rules,
     gradient_rules,
     loss_rules,
-    lr_scaling_rules,
     metric_rules,
     model_rules,
     random_rules,
@@ -52,7 +48,7 @@ def find_faults(run: RecordedRun) -> list[Finding]:
     found: list[Finding] = []
     training = (data_rules, metric_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
                 gradient_rules, loss_rules, random_rules, rate_rules, shard_rules)  # fmt: skip
-    for rules in (*training, cost_rules, lr_scaling_rules):
+    for rules in (*training, cost_rules):
         found += rules.findings(run)
     # Of a metric the rule that knows its numbers says more than the one that knows the calls alone.
     found = [f for n, f in enumerate(found) if f.cause not in METRICS or f.cause not in {e.cause for e in found[:n]}]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of
 
 MIN_STEPS = 2  # steps
 MIN_NORMS = 2  # norms of one shape in a step, as of a weight and its update: one alone may only be looked at
@@ -12,21 +14,22 @@ MIN_NORMS = 2  # norms of one shape in a step, as of a weight and its update: on
 def findings(run: RecordedRun) -> list[Finding]:
     """matrix_of_shard: in its steps an optimizer multiplies or decomposes matrices of a shard's shape, or takes two
     norms of them, and exchanges nothing. (Products of shards may be summed over the ranks.)"""
+    return first_of(run, _matrices_of_shards)
+
+
+def _matrices_of_shards(run: RecordedRun) -> Iterator[Finding]:
     for rank in range(run.processes):
         steps = _steps(run.ranks[rank])
         wrong = [(found, end) for found, end in steps if found and not end["exchanged"]]
-        if len(wrong) < MIN_STEPS or len(wrong) < len(steps):
-            continue
-        found, end = wrong[0]
-        first = found[0]
-        part, whole = (" x ".join(map(str, shape)) for shape in (first["shape"], first["whole"]))
-        what = f"multiplied ({first['op']})" if first["kind"] == "product" else f"took the norm ({first['op']}) of"
-        evidence = (
-            f"in each of {len(wrong)} steps that were looked into, {end['optimizer']} {what} rank {rank}'s shard, "
-            f"{part}, of a weight of {whole} ({first['weight']}), and exchanged nothing"
-        )
-        return [finding_at("matrix_of_shard", first["at"], evidence)]
-    return []
+        if len(wrong) >= max(MIN_STEPS, len(steps)):
+            (first, *_), end = wrong[0]
+            part, whole = (" x ".join(map(str, shape)) for shape in (first["shape"], first["whole"]))
+            what = f"multiplied ({first['op']})" if first["kind"] == "product" else f"took the norm ({first['op']}) of"
+            evidence = (
+                f"in each of {len(wrong)} steps that were looked into, {end['optimizer']} {what} rank {rank}'s shard, "
+                f"{part}, of a weight of {whole} ({first['weight']}), and exchanged nothing"
+            )
+            yield finding_at("matrix_of_shard", first["at"], evidence)
 
 
 def _steps(events: list[Event]) -> list[tuple[list[Event], Event]]:

@@ -58,8 +58,7 @@ from paceline.train.loss import terms_of
 from paceline.trials.spec import TrialEnded, TrialSpec
 from paceline.verify.worker.backward_watch import BackwardWatch, leaves_outside, watch_hooks, zeroed
 from paceline.verify.worker.collate_recorder import CollateRecorder
-from paceline.verify.worker.dropout import dropout_off, recurrent_dropout_off
-from paceline.verify.worker.perturbation import ScaledPrecision, nudge_weights
+from paceline.verify.worker.perturbation import ScaledPrecision, dropout_off, nudge_weights, recurrent_dropout_off
 from paceline.verify.worker.rank_queries import RankQueries
 from paceline.verify.worker.record_files import (
     has_room,
