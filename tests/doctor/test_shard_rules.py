@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.doctor.recorders.call_context import library_names
-from paceline.doctor.rules import shard_rules
+from paceline.doctor.rules import gradient_rules
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
 
 AT = ["muon.py", 7]
@@ -21,7 +21,7 @@ def steps(*kinds: str, exchanged: bool = False, count: int = 3) -> list[Event]:
 
 
 def found(events: list[Event]) -> list[tuple[str, str]]:
-    return [(f.cause, f.at) for f in shard_rules.findings(RecordedRun([events, events]))]
+    return [(f.cause, f.at) for f in gradient_rules.findings(RecordedRun([events, events]))]
 
 
 def test_products_and_norms_of_shards() -> None:

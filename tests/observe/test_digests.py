@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from paceline.observe.digests import digest, projections
+from paceline.observe.sketches import ROWS, WHOLE, sketch
+from paceline.verify.evidence import linear_combination
 
 
 def test_a_digest_is_of_the_bits() -> None:
@@ -31,3 +34,25 @@ def test_scores_that_are_masked_with_infinity_are_told_apart() -> None:
 
 def test_what_is_not_a_number_stays_apart() -> None:
     assert projections(torch.tensor([[1.0, math.nan], [1.0, 2.0]]))[0] == 1e308
+
+
+def test_a_sketch_keeps_norms_of_differences_and_linear_relations() -> None:
+    draw = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(300, 700, generator=draw, dtype=torch.float64) for _ in range(2))
+    assert sketch(first).shape == (ROWS,)
+    for other in (second, first + 1e-6 * second, torch.zeros_like(first)):
+        found, exact = float((sketch(first) - sketch(other)).norm()), float((first - other).norm())
+        assert found == pytest.approx(exact, rel=0.2)  # four standard deviations
+    one_column = first.clone()
+    one_column[:, 3] += 0.1
+    exact = float((one_column - first).norm())
+    assert float((sketch(one_column) - sketch(first)).norm()) == pytest.approx(exact, rel=0.2)
+    whole = {"w": sketch(0.3 * first + 0.9 * second)}
+    found_shares = linear_combination(whole, [{"w": sketch(first)}, {"w": sketch(second)}])
+    assert found_shares is not None
+    assert found_shares[0] == pytest.approx([0.3, 0.9])
+
+
+def test_what_is_small_is_kept_whole() -> None:
+    tensor = torch.randn(WHOLE)
+    assert sketch(tensor) is tensor

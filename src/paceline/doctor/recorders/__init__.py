@@ -8,10 +8,9 @@ shared_state.py         what the recorders know of each other
 call_context.py         the names by which the script or a library chooses what it sends
 loader_recorder.py      DataLoaders: indices and digests of the examples, time waited for them
 model_recorder.py       DistributedDataParallel, forward passes, batch norm, training mode
-fsdp_recorder.py        FullyShardedDataParallel, fully_shard
+fsdp_recorder.py        FullyShardedDataParallel, fully_shard, what an optimizer computes of shards
 step_recorder.py        backward, optimizers, schedulers, clipping, GradScaler
 draw_recorder.py        random numbers of the training loop, seeds
-shard_recorder.py       what an optimizer computes of shards
 replica_recorder.py     samples of weights, gradients and optimizer state at some steps
 loss_graph.py           what a loss is, and the terms that it adds up, by its graph
 collective_recorder.py  torch.distributed's collectives, each recorded before it begins
@@ -46,7 +45,6 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
         loader_recorder,
         model_recorder,
         output_recorder,
-        shard_recorder,
         step_recorder,
         variable_recorder,
     )
@@ -55,6 +53,6 @@ def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
     shared = RecorderState(order["directory"], int(os.environ.get("RANK", "0")), order.get("steps"))
     log = EventLog(os.path.join(shared.directory, f"rank-{shared.rank}.jsonl"), ScriptStack(roots), shared)
     recorders = (variable_recorder, loader_recorder, model_recorder, fsdp_recorder, step_recorder, collective_recorder)
-    for recorder in (*recorders, draw_recorder, shard_recorder, output_recorder, host_sync_recorder):
+    for recorder in (*recorders, draw_recorder, output_recorder, host_sync_recorder):
         recorder.install(log)
     return log

@@ -160,12 +160,11 @@ class CollectiveChecker:
         return False
 
     def _find_waiting(self) -> None:
-        for entry in (r.open for r in self._ranks if r.open is not None):
+        waiting = [(n, r, r.open) for n, r in enumerate(self._ranks) if r.open is not None]
+        for _, _, entry in waiting:
             away = [r for r in self._ranks if r.open is not entry and (r.ended or r.open is not None)]
             self._gone += [(entry, r.open) for r in away if _has_made(r.made_before(), entry)]
-        stuck = ((n, r, r.open) for n, r in enumerate(self._ranks) if r.open is not None and self._waits_in_vain(r))
-        rank, one, entry = next(stuck, (0, None, None))
-        if one is not None and entry is not None:
+        for rank, one, entry in [found for found in waiting if self._waits_in_vain(found[1])][:1]:
             others = [
                 f"rank {r} {'has ended' if o.ended else 'is in ' + _describe(o.open) if o.open else 'is elsewhere'}"
                 for r, o in enumerate(self._ranks)

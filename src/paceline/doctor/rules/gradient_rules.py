@@ -1,4 +1,4 @@
-"""Rules about gradients that are computed and never used."""
+"""Rules about what an optimizer makes of gradients: some are computed and never used, or used as shards of matrices."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of_each
 from paceline.observe.expressions import accumulates
 
 MIN_STEPS = 3  # steps before which gradients are dropped
 MOSTLY = 0.5  # of the steps
+MIN_SHARD_STEPS = 2  # steps that compute of shards
+MIN_NORMS = 2  # norms of one shape in a step, as of a weight and its update: one alone may only be looked at
 PROPORTIONAL = 1e-3  # relative deviation of a gradient from a multiple of another one
 
 
@@ -31,6 +33,11 @@ class _Window:
 
 
 def findings(run: RecordedRun) -> list[Finding]:
+    """gradients_dropped, matrix_of_shard."""
+    return first_of_each(run, _dropped, _matrices_of_shards)
+
+
+def _dropped(run: RecordedRun) -> Iterator[Finding]:
     """gradients_dropped: of the micro-batches of a step the gradients of the last one alone are left.
 
     Gradients may be dropped on purpose: those that another optimizer has used (a GAN), of a first pass of two over a
@@ -39,10 +46,6 @@ def findings(run: RecordedRun) -> list[Finding]:
     what the used passes made. That the script accumulates must show: in no_sync, in a divided loss, or in the same
     number of passes at every step.
     """
-    return first_of(run, _dropped)
-
-
-def _dropped(run: RecordedRun) -> Iterator[Finding]:
     for opt in sorted({e["opt"] for e in run.events(0, "dropped")}):
         windows = _windows(run.ranks[0], opt)
         cut = [w for w in windows if w.lost and w.used and _is_one_loop(w)]
@@ -115,3 +118,39 @@ def multiple_of(a: Sequence[float], b: Sequence[float], within: float) -> float 
     factor = sum(x * y for x, y in zip(a, b)) / square if square else 0.0
     rest = sum((y - factor * x) ** 2 for x, y in zip(a, b))
     return factor if square and rest <= within**2 * sum(y * y for y in b) else None
+
+
+# --- shards
+
+
+def _matrices_of_shards(run: RecordedRun) -> Iterator[Finding]:
+    """matrix_of_shard: in its steps an optimizer multiplies or decomposes matrices of a shard's shape, or takes two
+    norms of them, and exchanges nothing. (Products of shards may be summed over the ranks.)"""
+    for rank in range(run.processes):
+        steps = _steps(run.ranks[rank])
+        wrong = [(found, end) for found, end in steps if found and not end["exchanged"]]
+        if len(wrong) >= max(MIN_SHARD_STEPS, len(steps)):
+            (first, *_), end = wrong[0]
+            part, whole = (" x ".join(map(str, shape)) for shape in (first["shape"], first["whole"]))
+            what = f"multiplied ({first['op']})" if first["kind"] == "product" else f"took the norm ({first['op']}) of"
+            evidence = (
+                f"in each of {len(wrong)} steps that were looked into, {end['optimizer']} {what} rank {rank}'s shard, "
+                f"{part}, of a weight of {whole} ({first['weight']}), and exchanged nothing"
+            )
+            yield finding_at("matrix_of_shard", first["at"], evidence)
+
+
+def _steps(events: list[Event]) -> list[tuple[list[Event], Event]]:
+    """(what was computed of shards, the "shards" event) for the steps that were looked into."""
+    found: list[tuple[list[Event], Event]] = []
+    pending: list[Event] = []
+    for e in events:
+        if e["k"] == "of_shard":
+            pending.append(e)
+        elif e["k"] == "shards":
+            products = [one for one in pending if one["kind"] == "product"]
+            norms = [one for one in pending if one["kind"] == "norm"]
+            twice = [one for one in norms if sum(o["shape"] == one["shape"] for o in norms) >= MIN_NORMS]
+            found.append((products or twice, e))
+            pending = []
+    return found

@@ -151,9 +151,9 @@ def fractions_line(backward: dict[str, Any]) -> Line:
     at = backward["at"]
     if not at:
         return None
-    for n in calls_of(at[0], "sum", "mean", *_PRODUCTS):
-        if _multiplies(n) and any(calls_in(ast.walk(scope_at(at[0], n.lineno)), *_COUNTS)):
-            return [at[0], n.lineno]
+    for call in calls_of(at[0], "sum", "mean", *_PRODUCTS):
+        if _multiplies(call) and any(calls_in(ast.walk(scope_at(at[0], call.lineno)), *_COUNTS)):
+            return [at[0], call.lineno]
     for n in nodes_of(at[0]):
         if isinstance(n, ast.keyword) and n.arg in _ROUTING:
             return [at[0], n.value.lineno]

@@ -51,7 +51,7 @@ def _whole_shards(run: RecordedRun) -> list[Evaluation]:
 def _share_of_whole(run: RecordedRun) -> Iterator[Finding]:
     """local_metric: rank 0 tells a sum over its shard, divided by the number of examples of all ranks."""
     for one in _whole_shards(run):
-        size, read = run.about(one.loader).get("size"), len(set(one.passes[0].indices or ()))
+        size, read = run.about(one.loader).get("size") or 0, len(set(one.passes[0].indices or ()))
         events, *of_others = (events[p.end - p.begin :] for p, events in zip(one.passes, one.after))
         exchanged = [v for e in events if e["k"] == "coll" for v in e.get("result") or ()]
         ours, theirs = _captures(events), [n for events in of_others for n in _captures(events)]

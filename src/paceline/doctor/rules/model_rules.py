@@ -10,6 +10,7 @@ from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of_each, listed
 
 T = TypeVar("T")
+Divisors = Sequence[Sequence[float]]  # of each rank: [count, factor]
 
 MIN_STEPS = 3  # steps without a gradient, or backward passes of unequal counts
 UNEQUAL = 1e-3  # relative difference of counts that are not equal
@@ -64,9 +65,9 @@ def differ(values: Sequence[float]) -> bool:
     return max(values) - min(values) > UNEQUAL * max(map(abs, values))
 
 
-def unequal_divisors(passes: list[tuple[T, Sequence[Sequence[float]]]]) -> list[tuple[T, Sequence[Sequence[float]]]]:
+def unequal_divisors(passes: Sequence[tuple[T, Divisors]]) -> list[tuple[T, Divisors]]:
     """The passes in which ranks divide by unequal counts, where these are most, and no rank weighs its mean by its
-    share of all counts; or else []. passes: (anything, [count, factor] of each rank)."""
+    share of all counts; or else []."""
     counted = [(now, found) for now, found in passes if all(count > 0 for count, _ in found)]
     unequal = [(now, found) for now, found in counted if differ([count for count, _ in found])]
     weighed = any(not differ([factor / count for count, factor in found]) for _, found in unequal)
