@@ -18,8 +18,8 @@ from paceline.doctor.rules import metric_rules, model_rules
 from paceline.doctor.rules.gathered_results import uses_all
 from paceline.doctor.rules.padded_rows import equal_but_padding, lengths, unify_padded
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
-from paceline.observe.call_site import ScriptStack
 from paceline.observe.digests import padded_rows
+from paceline.observe.script_stack import ScriptStack
 
 # --- what a mean is divided by
 

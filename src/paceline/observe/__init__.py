@@ -7,9 +7,9 @@ rules read them afterwards. `paceline doctor` and `paceline verify` are built of
 patching.py     One patcher. `Patches.around(owner, name, watch)` watches the calls of a function by a generator: code
                 before its `yield` runs before the call, code after it runs after the call. `before` and `after` are
                 the short forms, `replace` puts in another function, `undo` puts all back.
-call_site.py    Where the current call is made. `ScriptStack(roots)` tells the script's frames from those of libraries,
+script_stack.py Where the current call is made. `ScriptStack(roots)` tells the script's frames from those of libraries,
                 of Paceline, and of what lies beneath (Python, torch). `caller()` is the innermost line of the script.
-                Where the script lies is not known, as in a trial of verify: `call_site()`.
+                `anywhere` is for where it is not known which script runs.
 event_log.py    `EventLog`: the events of one process. It has the clock, without the observer's own time; it keeps the
                 observer's errors as events; and `few` bounds what costs too much to be done at every step.
 records.py      The file format of all logs: a JSON object a line. A reader may follow a file that is still written.
@@ -29,5 +29,5 @@ A new observer, in four lines:
         log.record("stepped", lr=optimizer.param_groups[0]["lr"])
     log.patches.around(torch.optim.SGD, "step", watch)
 
-source, slicing, expressions, records, call_site and patching need no torch: rules on the host use them.
+source, slicing, expressions, records, script_stack and patching need no torch: rules on the host use them.
 """

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.observe.call_site import ScriptStack
 from paceline.observe.patching import Patches
 from paceline.observe.records import RecordFile
+from paceline.observe.script_stack import ScriptStack
 from paceline.world import ERROR_FILE
 
 MAX_EVENTS = 400_000

@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Collection
 
-from paceline.observe.call_site import Place
+from paceline.observe.script_stack import Place
 from paceline.observe.source import FUNCTIONS, LOOPS, Statement, statement_at, statements
 
 RANK = re.compile(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 
-from paceline.observe.call_site import Place
+from paceline.observe.script_stack import Place
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module

@@ -321,11 +321,9 @@ def _control_by_rank(e: Evidence) -> Cause | None:
         return None
     if e.told_alone is not None and not e.by_asking and e.by_cutting and e.whole_batches is not None:
         return _depends_on_the_rank(e) or _state_outside(e)
-    called = dict(enumerate(e.subject.called_layers(e.step)))
-    for rank, names in called.items():
-        other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
-        if other is not None:
-            return replace(different_layers(rank, names, other, called[other]), shown_by=(e.subject,))
+    path = different_layers(dict(enumerate(e.subject.called_layers(e.step))))
+    if path is not None:
+        return replace(path, shown_by=(e.subject,))
     ours, theirs = e.subject.shard_losses(e.step), e.same_shards.shard_losses(e.step)
     tolerance = next((d.tolerance for d in e.by_distributing if d.quantity == "loss"), 0.0) * e.shard_count
     bad = sorted({key[0] for key in ours.keys() & theirs.keys() if not abs(ours[key] - theirs[key]) <= tolerance})

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.observe.call_site import Place
+from paceline.observe.script_stack import Place
 from paceline.observe.slicing import (
     CLOCK,
     RANK,

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe.call_site import Place
 from paceline.observe.records import read_records
+from paceline.observe.script_stack import Place
 from paceline.verify.run_record import RunRecord
 
 Event = Mapping[str, Any]  # "k": its kind, "at": [file, line], and more (verify/worker/script_tracer.py)

@@ -25,8 +25,8 @@ import os
 from typing import Any
 
 from paceline.doctor.recorders.shared_state import RecorderState
-from paceline.observe.call_site import ScriptStack, module_files
 from paceline.observe.event_log import EventLog
+from paceline.observe.script_stack import ScriptStack, module_files
 
 
 def install(order: dict[str, Any], kind: str, script: str) -> EventLog:

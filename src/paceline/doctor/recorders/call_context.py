@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from types import FrameType
 from typing import Any
 
-from paceline.observe.call_site import Owner, ScriptStack
+from paceline.observe.script_stack import Owner, ScriptStack
 from paceline.observe.source import holds, names_in, statement_at
 
 _MAX_LINES, _MAX_FRAMES = 8, 24  # of the script; of the library that makes a call

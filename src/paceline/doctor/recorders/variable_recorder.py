@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.observe.call_site import Owner
 from paceline.observe.event_log import EventLog
+from paceline.observe.script_stack import Owner
 
 _MAX_CAPTURES = 400  # of a run
 _MAX_NUMBERS = 96  # of a capture

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.observe.call_site import Owner, Place, anywhere, is_users
 from paceline.observe.patching import Patches
+from paceline.observe.script_stack import Owner, Place, anywhere
 from paceline.run import Run
 from paceline.world import World
 
@@ -25,7 +25,7 @@ def _script_call_site() -> Place | None:
     files = ((f.f_code.co_filename, f.f_lineno) for f in anywhere.frames(*Owner))
     asks = (at for at in files if not at[0].startswith("<") and os.path.basename(at[0]) not in _BETWEEN)
     at = next(asks, None)
-    return at if at is not None and is_users(at[0]) else None
+    return at if at is not None and anywhere.owns(at[0]) else None
 
 
 class RankQueries:

@@ -47,9 +47,9 @@ from paceline.comm import collectives, dtensor
 from paceline.comm.mesh import replicas_here
 from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
-from paceline.observe.call_site import Place, call_site
 from paceline.observe.digests import digest
 from paceline.observe.patching import Patches
+from paceline.observe.script_stack import Place
 from paceline.observe.sketches import sketched
 from paceline.run import Run
 from paceline.torch_private.core import BatchNormBase, backward_hooks
@@ -57,6 +57,7 @@ from paceline.train.loader import Loader
 from paceline.train.loss import terms_of
 from paceline.trials.spec import TrialEnded, TrialSpec
 from paceline.verify.worker.backward_watch import BackwardWatch, leaves_outside, watch_hooks, zeroed
+from paceline.verify.worker.call_site import call_site
 from paceline.verify.worker.collate_recorder import CollateRecorder
 from paceline.verify.worker.perturbation import ScaledPrecision, dropout_off, nudge_weights, recurrent_dropout_off
 from paceline.verify.worker.rank_queries import RankQueries

@@ -37,11 +37,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.observe.call_site import Place, call_site, is_users
 from paceline.observe.digests import finite, projections
 from paceline.observe.patching import Patches
 from paceline.observe.records import RecordFile
+from paceline.observe.script_stack import Place, anywhere
 from paceline.run import Run
+from paceline.verify.worker.call_site import call_site
 
 _MAX_EVENTS = 60_000
 _MAX_EXTERNAL_ELEMENTS = 1 << 16  # an input that no op has made is recorded up to this size
@@ -319,14 +320,14 @@ class ScriptTracer:
         sys.settrace(self._on_call)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:  # frames that are running already
-            if is_users(frame.f_code.co_filename):
+            if anywhere.owns(frame.f_code.co_filename):
                 frame.f_trace = self._on_line
                 self._last_lines[id(frame)] = frame.f_lineno
             frame = frame.f_back
 
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
         """A function is called: its lines are traced where it is the user's."""
-        if not is_users(frame.f_code.co_filename):
+        if not anywhere.owns(frame.f_code.co_filename):
             return None
         self._last_lines[id(frame)] = frame.f_lineno
         return self._on_line

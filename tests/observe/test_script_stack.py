@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.observe.call_site import Owner, ScriptStack, module_files
+from paceline.observe.script_stack import Owner, ScriptStack, module_files
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 SCRIPT, LIBRARY, BENEATH = Owner.SCRIPT, Owner.LIBRARY, Owner.BENEATH

@@ -24,9 +24,6 @@ _PYTHON = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "pl
 _PYTHON.add(os.path.dirname(os.path.realpath(os.__file__)))
 _INSTALLED = ("site-packages", "dist-packages")  # Debian's name for it is the second
 _MAX_CALLS = 24  # frames of call_stack
-_OBSERVERS = tuple(os.path.join("", *folder, "") for folder in (("verify", "worker"), ("observe",)))
-# What these modules of verify compute is not the script's.
-_RECORDING_MODULES = {"recorder.py", "record_files.py", "backward_watch.py", "rng_draws.py", "collate_recorder.py"}
 
 
 class Owner(enum.Enum):
@@ -119,30 +116,7 @@ class ScriptStack:
 
 
 anywhere = ScriptStack()
-
-
-def is_users(file: str) -> bool:
-    """Is this the user's code, wherever the script lies?"""
-    return anywhere.owns(file)
-
-
-def call_site(from_recorder: bool = False) -> tuple[Place | None, bool]:
-    """(the innermost line of the user's that is being run, has that line called Paceline?).
-
-    There is no such line, (None, True), for what verify's recorder computes for itself.
-
-    from_recorder: the recorder itself asks, for the line that has called it.
-    """
-    inside_paceline = False
-    for frame in anywhere.frames(Owner.SCRIPT, Owner.PACELINE):
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return (file, frame.f_lineno), inside_paceline
-        if not any(folder in file for folder in _OBSERVERS):
-            inside_paceline = True
-        elif not inside_paceline and not from_recorder and os.path.basename(file) in _RECORDING_MODULES:
-            return None, True
-    return None, inside_paceline
+"""For where it is not known which script runs."""
 
 
 def module_files(name: str) -> list[str]:
