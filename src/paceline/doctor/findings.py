@@ -127,7 +127,7 @@ CAUSES = {
     ),
     "same_batch": Cause(
         MODEL,
-        "Each step begins the loader anew",
+        "The DataLoader iterator is made anew in every step",
         "The model trains on the loader's first batch alone.",
         "Iterate: `for batch in loader`, or make the iterator once, and anew (after set_epoch) when it is at its end.",
     ),

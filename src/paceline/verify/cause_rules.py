@@ -18,8 +18,8 @@ from paceline.verify.rank_disagreement import different_layers
 from paceline.verify.run_record import RunRecord
 
 STATE = (
-    "the script keeps something outside the model, its buffers and the optimizer (a counter, a running number, earlier "
-    "examples), which is another where a process has computed another part of the batch, and goes by it"
+    "the script keeps state outside the model, its buffers and the optimizer (a counter, a running number, earlier "
+    "examples) that differs between processes and affects training"
 )
 STATE_REMEDY = (
     "Make it from the numbers of all processes (run.mean, run.gather), count updates and not batches, and keep it in a "
@@ -445,7 +445,7 @@ def _unequal_weights(e: Evidence, shares: Sequence[float], error: float) -> Caus
         "mean-of-means",
         "the whole batch's gradient is that of its parts with other weights ("
         + ", ".join(f"{share:.3g}" for share in shares)
-        + " times those by examples): the loss is a mean over something of which they have unequally many",
+        + " times those by examples): the loss averages over counts that differ between the parts (such as tokens)",
         "Say over how many: paceline.Total(sum, count), or run.backward(loss, count=...).",
         shown_by=(e.without_dropout, e.reference, *e.part_runs),
     )
@@ -512,8 +512,8 @@ def _asks_for_the_rank(e: Evidence) -> Cause | None:
     )
     return Cause(
         "control-by-rank",
-        f"where every process is told that it is the only one, {quantity}: the script asks for the rank, or for the "
-        "number of processes, and does something else by the answer",
+        f"where every process is told that it is the only one, {quantity}: the script behaves differently depending on "
+        "the rank or on the number of processes",
         "Let every rank do the same: nothing in the data, the model or the loss may ask for the rank or the number of "
         "processes.",
         e.by_asking[0].name,
