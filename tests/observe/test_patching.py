@@ -42,8 +42,9 @@ def test_a_watch_sees_arguments_results_and_errors_and_changes_nothing() -> None
     original = Base.double
     patches.around(Base, "double", watching(seen))
     assert [Base().double(3), Base().double(7)] == [6, 14]
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="negative") as raised:
         Base().double(-1)
+    assert "watch" not in [entry.name for entry in raised.traceback]  # the observer's lines are no part of it
     assert seen == [3, 6, -1, "negative"]
     assert (Base.double.__doc__, inspect.signature(Base.double)) == (original.__doc__, inspect.signature(original))
     patches.undo()

@@ -66,8 +66,10 @@ class Patches:
                 try:
                     result = original(*args, **options)
                 except BaseException as error:
+                    own = error.__traceback__  # without the lines of the observer, which `throw` adds
                     with self._guard(), contextlib.suppress(type(error), StopIteration):
                         call.throw(error)
+                    error.__traceback__ = own
                     raise
                 with self._guard(), contextlib.suppress(StopIteration):
                     call.send(result)
@@ -82,8 +84,7 @@ class Patches:
 
         def watch(*args: Any, **options: Any) -> Generator[None, Any, None]:
             record(*args, **options)
-            return
-            yield
+            yield from ()  # after the call there is nothing to do
 
         self.around(owner, name, watch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 import zlib
 from collections.abc import Callable, Generator
@@ -303,8 +304,9 @@ def _depends_on_mode(module: nn.Module) -> bool:
         return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
     if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
         return isinstance(module, (NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
-    methods = [vars(cls).get("forward") for cls in type(module).__mro__ if cls is not nn.Module]
-    return any("training" in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods)
+    methods = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls) and cls is not nn.Module]
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]  # not of a patched function
+    return any("training" in getattr(code, "co_names", ()) for code in codes)
 
 
 def _is_trained(weight: Any) -> bool:
