@@ -12,8 +12,8 @@ import torch
 
 import paceline
 from paceline.errors import LaunchError
+from paceline.observe.patching import Patches
 from paceline.step.observer import StepObserver
-from paceline.verify.worker import patches as patching
 from paceline.verify.worker import rank_queries, record_files
 
 
@@ -35,7 +35,7 @@ def test_a_disk_that_takes_no_more_is_named_with_what_helps(tmp_path: Path) -> N
 
 def test_every_name_by_which_a_script_asks_for_its_rank_is_noted_and_told() -> None:
     run = paceline.start(device="cpu", progress="off")
-    real, patches, lines = run.world, patching.Patches(), []
+    real, patches, lines = run.world, Patches(), []
     run.world = dataclasses.replace(real, rank=1, size=3, local_rank=1, local_size=3)
     try:
         rank_queries.RankQueries(run, True, lines.append, patches)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from paceline.data.noise import Noise
+from paceline.observe.digests import digest
 from paceline.run import Run
 from paceline.step.loss import Total
 from paceline.torch_private.core import backward_hooks
-from paceline.verify.worker.record_files import digest
 from paceline.verify.worker.rng_draws import RandomDraws
 
 

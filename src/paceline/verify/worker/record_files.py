@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline import plain_state
 from paceline.errors import LaunchError
+from paceline.observe.digests import digest
 from paceline.run import Run, RunParts
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import BatchNormBase
@@ -189,11 +188,3 @@ def rank_record(run: Run, parts: RunParts, replicated: bool) -> dict[str, Any]:
         "tied": [name for name in tied if name not in now],  # further names of shared parameters
         "late": [name for name in now if replicated and name not in known],  # added after run.prepare
     }
-
-
-def digest(*tensors: Tensor) -> str:
-    """A digest of the bits of these tensors."""
-    made = hashlib.sha1(usedforsecurity=False)
-    for tensor in tensors:
-        made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()[:16]

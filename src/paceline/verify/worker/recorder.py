@@ -27,7 +27,7 @@ part-K-M      gradients so far when the yield begins, where one process computes
 initial, end  weights and buffers before the run loaded its first state; after the last step
 
 Other runs load `state` and `take`, which hold whole tensors. The other files are only compared. Their large tensors are
-sketches (sketches.py).
+sketches (observe/sketches.py).
 """
 
 from __future__ import annotations
@@ -48,19 +48,21 @@ from paceline.comm.mesh import replicas_here
 from paceline.data.loader import Loader
 from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
+from paceline.observe.digests import digest
+from paceline.observe.patching import Patches
+from paceline.observe.script_stack import Place
+from paceline.observe.sketches import sketched
 from paceline.run import Run, RunParts
 from paceline.step.loss import terms_of
 from paceline.step.observer import StepObserver
 from paceline.torch_private.core import BatchNormBase, backward_hooks
 from paceline.trials.spec import TrialEnded, TrialSpec
 from paceline.verify.worker.backward_watch import BackwardWatch, leaves_outside, watch_hooks, zeroed
-from paceline.verify.worker.call_site import Place, call_site
+from paceline.verify.worker.call_site import call_site
 from paceline.verify.worker.collate_recorder import CollateRecorder
-from paceline.verify.worker.patches import Patches, dropout_off, recurrent_dropout_off
-from paceline.verify.worker.perturbation import nudge_weights
+from paceline.verify.worker.perturbation import dropout_off, nudge_weights, recurrent_dropout_off
 from paceline.verify.worker.rank_queries import RankQueries
 from paceline.verify.worker.record_files import (
-    digest,
     has_room,
     keep_own_options,
     load_gradients,
@@ -75,7 +77,6 @@ from paceline.verify.worker.record_files import (
 )
 from paceline.verify.worker.rng_draws import RandomDraws
 from paceline.verify.worker.script_tracer import BACKWARD_HOOKS, ScriptTracer
-from paceline.verify.worker.sketches import sketched
 
 DIFFERENT_TENSORS = "do not hold the same tensors"  # of the error on all ranks where a tensor is missing on some
 

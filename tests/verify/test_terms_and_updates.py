@@ -1,4 +1,6 @@
-"""`paceline verify` on losses of several terms, each a mean over other things, of which shards have unequally many."""
+"""`paceline verify` on losses of several terms, each a mean over other things, of which shards have unequally many; and
+on updates that no optimizer of Paceline's makes from one gradient: by hand, LBFGS, a batch that is fetched ahead.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.verify.prepared import Prepared
+from tests.verify.prepared import answer_of
 
 from paceline.monitor.window import Window
 from paceline.step.loss import local_loss, term_losses
 from paceline.strategies.base import Term
-from paceline.verify.answer import DIFFERENT, SAME, Answer
-from paceline.verify.decision import decide
+from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN
 
-JOB = """
+TERMS = """
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -61,25 +62,20 @@ HEALTHY = {
     "two backwards": ("0", f"{LOOP}total=5 * total, count=count, retain_graph=True)\n    run.backward(mean)", LOADER),
     "mean with count": ("0", f"{LOOP}total / count.clamp(min=1), count=count)", LOADER),
 }
-QUICK = ("total and mean",)
-
-
-def asked(folder: Path, returned: str, step: str, loader: str, steps: int = 3) -> Answer:
-    path = folder / "train.py"
-    path.write_text(JOB.format(returned=returned, step=step, loader=loader))
-    return decide(Prepared(folder, (), 2, None, "fp32", steps, path))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in HEALTHY])
+@pytest.mark.parametrize("name", HEALTHY)
 def test_terms_over_different_things_are_the_same_model(name: str, tmp_path: Path) -> None:
-    answer = asked(tmp_path, *HEALTHY[name])
+    returned, step, loader = HEALTHY[name]
+    answer = answer_of(tmp_path, TERMS.format(returned=returned, step=step, loader=loader))
     assert (answer.code, answer.cause) == (SAME, None), answer.text
 
 
 @pytest.mark.full
 def test_a_mean_over_a_shards_own_things_beside_a_total_is_still_found(tmp_path: Path) -> None:
-    answer = asked(tmp_path, "paceline.Total(total, count), mean + total / count.clamp(min=1)", CLOSURE, LOADER)
+    mean = "paceline.Total(total, count), mean + total / count.clamp(min=1)"
+    answer = answer_of(tmp_path, TERMS.format(returned=mean, step=CLOSURE, loader=LOADER))
     assert answer.code == DIFFERENT, answer.text
 
 
@@ -97,3 +93,72 @@ def test_recorded_terms_of_the_shards_make_those_of_the_whole_batch() -> None:
     pairs = window.totals()
     assert sum(top / weight for top, weight in pairs.values()) == pytest.approx(7 / 5 + 11 / 4)
     assert list(pairs.values()) == [(7.0, 5.0), (11.0, 4.0)]
+
+
+UPDATES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+
+run = paceline.start(device="cpu", seed=3)
+g = torch.Generator().manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(45, 6, generator=g), torch.randn(45, 1, generator=g))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+lr = {lr}
+{loop}
+"""
+BY_HAND = """
+model = run.prepare(model)
+for x, y in run.loader(data, global_batch=9, shuffle=True{more}):
+    run.backward(F.mse_loss(model(x), y))
+    if run.latest.current.final:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=-lr)
+                p.grad = None
+"""
+LBFGS = """
+model, optimizer = run.prepare(model, torch.optim.LBFGS(model.parameters(), lr=lr, max_iter=4))
+for x, y in run.loader(data, global_batch=9, shuffle=True):
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        run.backward(loss)
+        return loss
+    run.step(optimizer, closure)
+"""
+AHEAD = """
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+batches = iter(run.loader(data, global_batch=9, shuffle=True))
+x, y = next(batches)
+for _ in range(4):
+    loss = F.mse_loss(model(x), y)
+    x, y = next(batches)
+    run.backward(loss)
+    run.step(optimizer)
+"""
+CASES = {
+    "by hand": (BY_HAND.format(more=""), "0.1", SAME),
+    "by hand/lr": (BY_HAND.format(more=""), "0.1 * run.world_size", DIFFERENT),
+    "by hand/micro-batches": (BY_HAND.format(more=", micro_batch=3"), "0.1", SAME),
+    "lbfgs": (LBFGS, "0.5", SAME),
+    "lbfgs/lr": (LBFGS, "0.5 / run.world_size", DIFFERENT),
+    "ahead": (AHEAD, "0.1", UNKNOWN),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_the_steps_are_compared_or_it_is_said_why_not(name: str, tmp_path: Path) -> None:
+    loop, lr, code = CASES[name]
+    answer = answer_of(tmp_path, UPDATES.format(loop=loop, lr=lr))
+    assert answer.code == code, answer.text
+    if code == DIFFERENT:
+        assert answer.quantity in ("weights", "learning rate"), answer.text
+    if code == SAME:
+        assert answer.steps == 3
+        assert answer.tolerance is not None
+    if code == UNKNOWN:
+        assert "fetches its next batch before" in answer.text

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.doctor.recorders.code_owner import CodeOwner, Owner, module_files
+from paceline.observe.script_stack import Owner, ScriptStack, module_files
 
 SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 SCRIPT, LIBRARY, BENEATH = Owner.SCRIPT, Owner.LIBRARY, Owner.BENEATH
@@ -44,13 +44,23 @@ def test_of_files(script: str, file: str, owner: Owner, tmp_path: Path) -> None:
         if "zip" not in file:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-    assert CodeOwner([str(tmp_path / script)]).of(str(tmp_path / file)) is owner
+    assert ScriptStack([str(tmp_path / script)]).owner_of(str(tmp_path / file)) is owner
 
 
 def test_what_lies_beneath() -> None:
-    owner = CodeOwner(["/"])  # all that is not installed would be the script's
-    files = (os.__file__, json.__file__, torch.__file__, paceline.__file__, "<frozen runpy>", "<string>")
-    assert {owner.of(file) for file in files} == {BENEATH}
+    owner = ScriptStack(["/"])  # all that is not installed would be the script's
+    files = (os.__file__, json.__file__, torch.__file__, "<frozen runpy>", "<string>")
+    assert {owner.owner_of(file) for file in files} == {BENEATH}
+    assert owner.owner_of(paceline.__file__) is Owner.PACELINE
+
+
+def test_without_roots_all_is_the_scripts_that_is_not_installed() -> None:
+    """Where the script lies is not known in a trial of `paceline verify`."""
+    owner = ScriptStack()
+    assert owner.owner_of("/nowhere/train.py") is SCRIPT
+    assert owner.owner_of("/nowhere/site-packages/accelerate/data_loader.py") is LIBRARY
+    assert owner.owner_of(paceline.__file__) is Owner.PACELINE
+    assert owner.owner_of(torch.__file__) is owner.owner_of(json.__file__) is BENEATH
 
 
 def test_a_module_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,12 +71,12 @@ def test_a_module_that_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (package / f"{name}.py").touch()
     (tmp_path / "site-packages" / "alone_here.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    owner = CodeOwner([*module_files("its_trainer.train"), "/nowhere"])
-    assert owner.of(str(package / "engine.py")) is SCRIPT
-    assert owner.of(str(tmp_path / "site-packages" / "accelerate" / "data_loader.py")) is LIBRARY
-    alone = CodeOwner(module_files("alone_here"))
-    assert alone.of(str(tmp_path / "site-packages" / "alone_here.py")) is SCRIPT
-    assert alone.of(str(package / "engine.py")) is LIBRARY
+    owner = ScriptStack([*module_files("its_trainer.train"), "/nowhere"])
+    assert owner.owner_of(str(package / "engine.py")) is SCRIPT
+    assert owner.owner_of(str(tmp_path / "site-packages" / "accelerate" / "data_loader.py")) is LIBRARY
+    alone = ScriptStack(module_files("alone_here"))
+    assert alone.owner_of(str(tmp_path / "site-packages" / "alone_here.py")) is SCRIPT
+    assert alone.owner_of(str(package / "engine.py")) is LIBRARY
     assert module_files("nowhere_to_be_found") == []
 
 

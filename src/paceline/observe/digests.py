@@ -1,17 +1,25 @@
-"""Numbers that stand for the values of a tensor in an event."""
+"""Numbers that stand for the values of a tensor in a record.
+
+`digest` and `row_digests` tell equal values from others; `sample` shows how far two tensors are apart; `projections` do
+both for each row of a batch. Sketches of whole gradients, whose sums and multiples can be compared, are in sketches.py.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-_DIGEST_ELEMENTS = 512  # about so many, at equal distances, go into a digest
+SOME = 512  # about so many elements, at equal distances, are enough to know a tensor by
 _ROW_ELEMENTS, _MAX_ROWS = 64, 256  # elements of a row; rows of a batch
 _SAMPLE_ELEMENTS = 6
+_MAX_ELEMENTS_READ = 1 << 20  # of a larger tensor, elements at equal distances are projected
 _MAX_STEPS, _MAX_PADDED = 8192, 65536  # of a row that may be padded: its steps, its elements
 
 
@@ -25,23 +33,29 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(part, depth + 1)
 
 
-def digest(tensor: torch.Tensor) -> int:
-    """A checksum of a tensor."""
-    flat = tensor.detach().reshape(-1)
-    values = flat[:: max(1, flat.numel() // _DIGEST_ELEMENTS)].cpu()
-    values = values.float() if values.dtype is torch.bfloat16 else values
-    return zlib.crc32(values.contiguous().numpy().tobytes())
+def digest(*tensors: torch.Tensor, most: int | None = None) -> str:
+    """A checksum of the bits of these tensors.
+
+    most: about so many elements of each, at equal distances. None: all of them.
+    """
+    made = hashlib.sha1(usedforsecurity=False)
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        some = flat if most is None else flat[:: max(1, flat.numel() // most)]
+        made.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()[:16]
 
 
 def row_digests(tensor: torch.Tensor) -> list[int]:
     """A checksum of each row of a tensor."""
     flat = tensor.detach()[:_MAX_ROWS].reshape(min(len(tensor), _MAX_ROWS), -1)
     stride = max(1, flat.shape[1] // _ROW_ELEMENTS)
-    values = flat[:, ::stride].cpu()
-    if values.dtype is torch.bfloat16:
-        values = values.float()
-    data = values.contiguous().numpy()
-    return [zlib.crc32(row.tobytes()) for row in data]
+    return [zlib.crc32(row.tobytes()) for row in _as_array(flat[:, ::stride])]
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    values = tensor.detach().cpu()
+    return (values.float() if values.dtype is torch.bfloat16 else values).contiguous().numpy()
 
 
 def sample(tensor: torch.Tensor) -> list[float]:
@@ -61,8 +75,7 @@ def padded_rows(tensor: torch.Tensor) -> list[list[int]] | None:
     """
     if tensor.dim() not in (2, 3) or not 1 < tensor.shape[1] <= _MAX_STEPS or tensor[0].numel() > _MAX_PADDED:
         return None
-    flat = tensor.detach()[:_MAX_ROWS].reshape(min(len(tensor), _MAX_ROWS), tensor.shape[1], -1).cpu()
-    data = (flat.float() if flat.dtype is torch.bfloat16 else flat).contiguous().numpy()
+    data = _as_array(tensor.detach()[:_MAX_ROWS].reshape(min(len(tensor), _MAX_ROWS), tensor.shape[1], -1))
     sides = zip(_side(data), _side(np.ascontiguousarray(data[:, ::-1])))
     return [[data.shape[1], *right, *left] for right, left in sides]
 
@@ -78,3 +91,24 @@ def _side(data: np.ndarray) -> list[list[int]]:  # (rows, steps, features)
 def _head(row: np.ndarray, steps: int) -> int:
     """A checksum of the first steps of a row, and of their number."""
     return zlib.crc32(row[: min(steps, _ROW_ELEMENTS)].tobytes(), steps)
+
+
+def projections(rows: torch.Tensor) -> list[float]:  # rows: (rows, columns)
+    """The scalar product of each row with fixed weights. What is not finite is 1e308: JSON knows no other."""
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
+    rows = rows[:, :: max(1, rows.numel() // _MAX_ELEMENTS_READ)].to("cpu", torch.float64)
+    # A mask of infinities stands in rows of scores: one would hide all other numbers of its row.
+    rows = rows.nan_to_num(nan=math.nan, posinf=1.0, neginf=-1.0)
+    return [finite(value) for value in (rows @ _weights(rows.shape[1])).tolist()]
+
+
+@lru_cache(maxsize=256)
+def _weights(columns: int) -> torch.Tensor:
+    return torch.cos(torch.arange(columns, dtype=torch.float64) * 2.399963) + 1.5
+
+
+def finite(value: complex) -> float:
+    """The number, or 1e308 where it is not finite."""
+    number = float(value.real)
+    return number if math.isfinite(number) else 1e308

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Collection
 
-Place = tuple[str, int]
+from paceline.observe.script_stack import Place
+from paceline.observe.source import FUNCTIONS, LOOPS, Statement, statement_at, statements
 
 RANK = re.compile(
     r"\bworld\.(rank|size|local_rank|local_size|node|nodes)\b|\.(main|is_main|rank|world_size|local_rank|process_index"
@@ -27,79 +26,6 @@ CLOCK = re.compile(
 _WRITING = re.compile(
     r"^(print|logging\.|logger\.|log\(|run\.log|run\.print|writer\.|tqdm|wandb\.|torch\.save|run\.save)"
 )
-
-
-@dataclass(frozen=True)
-class Statement:
-    """One statement of a file."""
-
-    file: str
-    line: int
-    node: ast.stmt  # of a compound statement (if, for), its head is meant
-    scope: ast.AST | None  # the function that the statement is in; None: the module
-    inside: tuple[ast.stmt, ...] = ()  # the compound statements around it, within this scope
-
-    @property
-    def place(self) -> Place:
-        return self.file, self.line
-
-    def expressions(self) -> Iterator[ast.expr]:
-        """The expressions that the statement evaluates, without the targets of an assignment."""
-        for name, value in ast.iter_fields(self.node):
-            if name in ("body", "orelse", "finalbody", "handlers", "decorator_list", "targets"):
-                continue
-            for one in value if isinstance(value, list) else [value]:
-                if isinstance(one, ast.withitem):
-                    yield one.context_expr
-                elif isinstance(one, ast.expr) and not (name == "target" and not isinstance(self.node, ast.AugAssign)):
-                    yield one
-
-
-@lru_cache(maxsize=64)
-def statements(file: str) -> tuple[Statement, ...]:
-    """The statements of a file, in order; none where the file cannot be read."""
-    try:
-        with open(file, encoding="utf-8") as source:
-            tree = ast.parse(source.read())
-    except (OSError, SyntaxError, ValueError):
-        return ()
-    found: list[Statement] = []
-
-    def visit(body: list[ast.stmt], scope: ast.AST | None, inside: tuple[ast.stmt, ...]) -> None:
-        for node in body:
-            found.append(Statement(file, node.lineno, node, scope, inside))
-            function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            for name in ("body", "orelse", "finalbody"):
-                visit(getattr(node, name, []), node if function else scope, () if function else (*inside, node))
-            for handler in getattr(node, "handlers", []):
-                visit(handler.body, scope, (*inside, node))
-
-    visit(tree.body, None, ())
-    return tuple(found)
-
-
-def statement_at(file: str, line: int) -> Statement | None:
-    """The innermost statement that this line is a part of."""
-    found = [s for s in statements(file) if s.line <= line <= _end(s.node)]
-    return max(found, key=lambda s: s.line, default=None)
-
-
-def _end(node: ast.stmt) -> int:
-    """The last line of the statement; of a compound statement, of its head."""
-    body = getattr(node, "body", None)
-    if isinstance(body, list) and body:
-        return max(node.lineno, body[0].lineno - 1)
-    return node.end_lineno or node.lineno
-
-
-def line_text(place: Place) -> str:
-    """The line, without the white space around it."""
-    try:
-        with open(place[0], encoding="utf-8") as source:
-            lines = source.read().splitlines()
-        return lines[place[1] - 1].strip() if 0 < place[1] <= len(lines) else ""
-    except OSError:
-        return ""
 
 
 class Slice:
@@ -138,10 +64,8 @@ class Slice:
 
     def _head_has(self, acting: Statement, head: ast.stmt) -> bool:
         """Whether the head of a branch or loop uses a source."""
-        if not isinstance(head, (ast.If, ast.While, ast.For)):
-            return False
         as_one = Statement(acting.file, head.lineno, head, acting.scope)
-        return self._has(as_one, list(as_one.expressions()))
+        return isinstance(head, (ast.If, *LOOPS)) and self._has(as_one, list(as_one.expressions()))
 
     def _has(self, at: Statement, expressions: list[ast.expr]) -> bool:
         """Whether these expressions use a source, or a name that is nothing but a source."""
@@ -152,14 +76,14 @@ class Slice:
     def _is_source(self, definition: Statement) -> bool:
         """Whether the statement does nothing but give a source a name."""
         expressions = list(definition.expressions())
-        if isinstance(definition.node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(definition.node, FUNCTIONS):
             expressions = [n.value for n in ast.walk(definition.node) if isinstance(n, ast.Return) and n.value]
         if not expressions or any(
             isinstance(n, (ast.BinOp, ast.IfExp, ast.Lambda)) for one in expressions for n in ast.walk(one)
         ):
             return False
         whole = " ".join(ast.unparse(one) for one in expressions)
-        if isinstance(definition.node, (ast.FunctionDef, ast.AsyncFunctionDef)) or len(whole) < 80:
+        if isinstance(definition.node, FUNCTIONS) or len(whole) < 80:
             return bool(self._source.search(whole)) or (definition.place in self._asked and "(" not in whole)
         return False
 
@@ -173,7 +97,7 @@ class Slice:
             return at
         for name in _names(expressions):
             for definition in self._definitions(at, name):
-                if not isinstance(definition.node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                if not isinstance(definition.node, (*FUNCTIONS, ast.ClassDef)):
                     if (found := self._follow(definition, been)) is not None:
                         return found
                 elif (inner := self._inside(definition)) is not None:
@@ -195,20 +119,25 @@ class Slice:
         every = statements(at.file)
         if "." in name:
             return [s for s in every if name in _targets(s.node)][:3]
-        own = [s for s in every if name in _targets(s.node) and s.scope is at.scope and s.line < at.line]
-        if own:
+        if own := [s for s in _before(at) if name in _targets(s.node)]:
             return own[-1:]
-        if isinstance(at.scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(at.scope, FUNCTIONS):
             arguments = [a.arg for a in (*at.scope.args.posonlyargs, *at.scope.args.args, *at.scope.args.kwonlyargs)]
             if name in arguments:
-                return self._calls(at, at.scope.name)
+                return _calling(at.file, at.scope.name)[:3]
         outside = [s for s in every if name in _targets(s.node) and s.scope is not at.scope]
         return outside[-1:] or [s for s in every if getattr(s.node, "name", None) == name][:1]
 
-    def _calls(self, at: Statement, function: str) -> list[Statement]:
-        """The statements that call a function."""
-        wanted = re.compile(rf"\b{re.escape(function)}\(")
-        return [s for s in statements(at.file) if any(wanted.search(ast.unparse(e)) for e in s.expressions())][:3]
+
+def _calling(file: str, function: str) -> list[Statement]:
+    """The statements of a file that call a function."""
+    wanted = re.compile(rf"\b{re.escape(function)}\(")
+    return [s for s in statements(file) if any(wanted.search(ast.unparse(e)) for e in s.expressions())]
+
+
+def _before(at: Statement) -> list[Statement]:
+    """The statements before this one, in the same function."""
+    return [s for s in statements(at.file) if s.scope is at.scope and s.line < at.line]
 
 
 def acting_lines(file: str, source: re.Pattern[str], asked: Collection[Place] = ()) -> list[Place]:
@@ -273,10 +202,9 @@ def _updates(statement: Statement, names: set[str]) -> bool:
     if not isinstance(statement.node, ast.Assign) or not names:
         return False
     used = set(_names(list(statement.expressions())))
-    own = [s for s in statements(statement.file) if s.scope is statement.scope and s.line < statement.line]
     made = {
         name
-        for s in own
+        for s in _before(statement)
         if _targets(s.node) & used and isinstance(s.node, ast.Assign)
         for name in _names(list(s.expressions()))
     }
@@ -288,20 +216,17 @@ def _repeated(statement: Statement) -> bool:
     """Whether it runs again and again with the same variable: in a loop, or on an attribute in a method."""
     loops = any(isinstance(one, (ast.For, ast.While)) for one in statement.inside)
     attribute = any("." in name for name in _targets(statement.node))
-    made = isinstance(statement.scope, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.scope.name == "__init__"
-    return not made and (loops or (statement.scope is not None and attribute))
+    made = isinstance(statement.scope, FUNCTIONS) and statement.scope.name == "__init__"
+    return not made and (loops or (isinstance(statement.scope, FUNCTIONS) and attribute))
 
 
 def calling_line(place: Place) -> Place | None:
     """The first line that calls the function, or the method, which this line is in."""
     statement = statement_at(*place)
-    if statement is None or not isinstance(statement.scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if statement is None or not isinstance(statement.scope, FUNCTIONS):
         return None
-    wanted = re.compile(rf"\b{re.escape(statement.scope.name)}\(")
-    for s in statements(statement.file):
-        if s.scope is not statement.scope and any(wanted.search(ast.unparse(e)) for e in s.expressions()):
-            return s.place
-    return None
+    calls = _calling(statement.file, statement.scope.name)
+    return next((s.place for s in calls if s.scope is not statement.scope), None)
 
 
 def defining_line(place: Place) -> Place | None:
@@ -309,9 +234,8 @@ def defining_line(place: Place) -> Place | None:
     statement = statement_at(*place)
     if statement is None:
         return None
-    names = set(_names(list(statement.expressions())))
-    own = [s for s in statements(statement.file) if s.scope is statement.scope and s.line < statement.line]
-    return next((s.place for s in reversed(own) if isinstance(s.node, ast.Assign) and names & _targets(s.node)), None)
+    names, own = set(_names(list(statement.expressions()))), reversed(_before(statement))
+    return next((s.place for s in own if isinstance(s.node, ast.Assign) and names & _targets(s.node)), None)
 
 
 def _above(starts: list[Statement]) -> set[str]:
@@ -336,23 +260,15 @@ def _above(starts: list[Statement]) -> set[str]:
 
 def matching_line(files: Collection[str], words: re.Pattern[str]) -> Place | None:
     """The first statement that contains these words."""
-    for file in files:
-        for statement in statements(file):
-            if any(words.search(ast.unparse(one)) for one in statement.expressions()):
-                return statement.place
-    return None
+    every = (s for file in files for s in statements(file))
+    return next((s.place for s in every if any(words.search(ast.unparse(e)) for e in s.expressions())), None)
 
 
 def _names(expressions: list[ast.expr]) -> list[str]:
     """The names and attributes that these expressions use."""
-    found = []
-    for one in expressions:
-        for node in ast.walk(one):
-            if isinstance(node, ast.Name):
-                found.append(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                found.append(f"{node.value.id}.{node.attr}")
-    return list(dict.fromkeys(found))
+    nodes = [node for one in expressions for node in ast.walk(one)]
+    used = (n for n in nodes if isinstance(n, ast.Name) or isinstance(getattr(n, "value", None), ast.Name))
+    return list(dict.fromkeys(ast.unparse(n) for n in used if isinstance(n, (ast.Name, ast.Attribute))))
 
 
 def _targets(node: ast.stmt) -> set[str]:
