@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from paceline.compare import cases as of
@@ -46,9 +47,7 @@ def compare(options: CompareOptions) -> int:
     for path in filter(None, (options.json_file, options.html_file)):
         check_writable(path)
     if options.html_file is not None:
-        from paceline.compare.html_page import check_plotly
-
-        check_plotly()
+        _check_plotly()
     with Interrupts() as interrupts:
         try:
             rows = run_rounds(options, asked, length, interrupts)
@@ -79,6 +78,18 @@ def _show(options: CompareOptions, document: dict[str, Any], rows: Sequence[Row]
             written = False
             say(f"paceline compare: {path} could not be written: {type(error).__name__}: {error}\n")
     return written
+
+
+def _check_plotly() -> None:
+    try:
+        for name in ("plotly", "plotly.io", "plotly.subplots"):
+            import_module(name)
+    except ImportError as error:
+        if error.name == "plotly":
+            raise SettingError("--html needs plotly, which is not installed: pip install 'paceline[compare]'") from None
+        raise SettingError(
+            f"--html needs plotly, and it cannot be imported here ({error}): pip install --upgrade 'paceline[compare]'"
+        ) from error
 
 
 def _write_page(path: str, document: Any) -> None:

@@ -69,7 +69,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         milliseconds(f.waiting),
         milliseconds(f.communicating),
         f"{max(f.memory) / 1e6:,.0f}",
-        NOT_MEASURED if f.wire is None else megabytes(f.wire),
+        megabytes(f.wire),
         difference(row.difference),
         f"{f.start_up:.1f}",
     )
@@ -87,7 +87,9 @@ def milliseconds(seconds: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def megabytes(count: float) -> str:
+def megabytes(count: float | None) -> str:
+    if count is None:
+        return NOT_MEASURED
     value = count / 1e6
     return f"{value:,.1f}" if value >= 10 else f"{value:.3f}" if value else "0"
 
