@@ -147,10 +147,13 @@ def _figures(rows: Rows, chosen: str | None) -> _Panel:
 
 
 def _reasons(rows: Rows) -> _Panel:
-    found = [("Why losses differ", row["name"], row.get("loss_difference_cause")) for row in rows]
-    found += [("Failed in a later round", row["name"], row["failed"]) for row in rows if "losses" in row]
-    found += [("Did not run", row["name"], row["failed"]) for row in rows if "losses" not in row]
-    found = [entry for entry in found if entry[2] is not None]
+    found: list[tuple[str, str, str]] = []
+    for heading, key, ran in (
+        ("Why losses differ", "loss_difference_cause", True),
+        ("Failed in a later round", "failed", True),
+        ("Did not run", "failed", False),
+    ):
+        found += [(heading, row["name"], row[key]) for row in rows if ("losses" in row) is ran and row[key]]
     columns = dict(zip(("", "strategy", "why"), zip(*found)))
     return _Panel("", [_table(columns, [1, 1.5, 4])] if found else [], 20 + _height([2 * why for _, _, why in found]))
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from paceline.errors import SettingError, UsageError
 from paceline.horovod import hvd_state, hvd_world
 from paceline.horovod.elastic.elastic_sampler import ElasticSampler
+from paceline.torch_private.core import save
 from paceline.world import ERROR_FILE, STARTS_AGAIN
 
 FILE = "horovod-commit"
@@ -160,16 +161,12 @@ def _write(path: Path, content: Any) -> str:
     part = ""
     try:
         number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
-        with open(number, "wb") as file:
-            torch.save(content, file)
+        save(content, number)
         os.replace(part, path)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(part)
-        refused = error if isinstance(error, OSError) else error.__context__  # torch.save's own error hides the disk's
-        if not isinstance(refused, OSError):
-            raise
-        return refused.strerror or str(refused)
+        return error.strerror or str(error)
     return ""
 
 
