@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from plotly import graph_objects
@@ -25,20 +25,6 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _GAP = 90  # pixels from one panel to the next: for the axis above, and the title below
 _CHARACTERS = 110  # in a line of a table, about
 
-_COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "strategy": lambda r: r["name"],
-    "examples a second": lambda r: table.number(r["examples_per_second"]),
-    "step, ms (median)": lambda r: table.milliseconds(r["step_seconds"]["median"]),
-    "step, ms (p95)": lambda r: table.milliseconds(r["step_seconds"]["p95"]),
-    "compute, ms": lambda r: table.milliseconds(r["mean_step"]["compute_seconds"]),
-    "data, ms": lambda r: table.milliseconds(r["mean_step"]["waiting_for_data_seconds"]),
-    "comm, ms": lambda r: table.milliseconds(r["mean_step"]["communicating_seconds"]),
-    "memory, MB a rank": lambda r: f"{max(r['peak_memory_bytes_by_rank']) / 1e6:,.0f}",
-    "wire, MB a step": lambda r: table.megabytes(r["wire_bytes_per_step"]),
-    "loss differs by": lambda r: table.difference(r["loss_difference"]),
-    "start, s": lambda r: f"{r['start_up_seconds']:.1f}",
-}
-
 
 class _Panel(NamedTuple):
     """A table, or a chart with its legend."""
@@ -52,7 +38,7 @@ class _Panel(NamedTuple):
 
 def render_page(document: Document) -> str:
     """The whole file."""
-    ran = [row for row in document["rows"] if "examples_per_second" in row]
+    ran = list(filter(table.ran, document["rows"]))
     panels = [_summary(document)]
     if ran:
         chosen = document["verdict"]["row"] if document["verdict"] is not None else None
@@ -140,7 +126,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _figures(rows: Rows, chosen: str | None) -> _Panel:
-    columns = {name: [cell(row) for row in rows] for name, cell in _COLUMNS.items()}
+    columns = {heading: list(map(cell, rows)) for *_, heading, cell in table.COLUMNS}
     colours = ["#dbe9f4" if row["name"] == chosen else "white" for row in rows]
     made = _table(columns, [2.6] + [1] * (len(columns) - 1), colours)
     return _Panel("Figures (-: not measured)", [made], 110 + 28 * len(rows))
@@ -153,7 +139,7 @@ def _reasons(rows: Rows) -> _Panel:
         ("Failed in a later round", "failed", True),
         ("Did not run", "failed", False),
     ):
-        found += [(heading, row["name"], row[key]) for row in rows if ("losses" in row) is ran and row[key]]
+        found += [(heading, row["name"], row[key]) for row in rows if table.ran(row) is ran and row[key]]
     columns = dict(zip(("", "strategy", "why"), zip(*found)))
     return _Panel("", [_table(columns, [1, 1.5, 4])] if found else [], 20 + _height([2 * why for _, _, why in found]))
 

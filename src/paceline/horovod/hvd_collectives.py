@@ -63,7 +63,7 @@ def _posted(planner: _Planner[P], in_place: bool = False) -> Callable[Concatenat
     def post(tensors: Sequence[Tensor], *args: P.args, **options: P.kwargs) -> Operation:
         return _begin(planner, tensors, in_place, *args, **options)[0]
 
-    return _public(post, f"grouped{planner.__name__}_async{'_' * in_place}", planner)
+    return _public(post, f"grouped{planner.__name__}_{'async_' if in_place else 'async'}", planner)
 
 
 def _begin(
@@ -84,7 +84,7 @@ def _waited(asynchronous: Callable[P, Operation]) -> Callable[P, list[Tensor]]:
         results: list[Tensor] = named_operations.wait(asynchronous(*args, **options))
         return results
 
-    return _public(wait, asynchronous.__name__.replace("_async", ""), asynchronous)
+    return _public(wait, asynchronous.__name__.replace("async_", ""), asynchronous)
 
 
 def _differentiable(planner: _Planner[P]) -> _Grouped[P]:
@@ -134,11 +134,11 @@ def _public(made: F, name: str, like: Callable[..., Any]) -> F:
     made.__signature__ = signature.replace(parameters=[*leading, *settings])  # type: ignore[attr-defined]
     made.__name__ = made.__qualname__ = name
     made.__doc__ = like.__doc__
-    if name.endswith(("_", "_async")):
-        kind = name.rstrip("_").removeprefix("grouped_").removesuffix("_async")
+    if name.endswith(("_", "async")):
+        kind = name.removeprefix("grouped_").rstrip("_").removesuffix("async").rstrip("_")
         several = " for each tensor of a list" * name.startswith("grouped_")
         where = " in place" if name.endswith("_") else " on a copy"
-        handle = ": returns a handle, for `synchronize` and `poll`" * ("_async" in name)
+        handle = ": returns a handle, for `synchronize` and `poll`" * ("async" in name)
         made.__doc__ = f"`{kind}`{several}{where}{handle}. Not differentiable. For the settings see `{kind}`."
     return made
 
