@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from paceline.errors import SettingError
+from paceline.errors import check_whole
 from paceline.fitting.callbacks import Callback
 from paceline.norm.normalisation import batch_norms
 from paceline.run import parts_of
@@ -79,8 +79,7 @@ class SWA(_Averaging):
     torch.optim.swa_utils.SWALR."""
 
     def __init__(self, start_epoch: int) -> None:
-        if isinstance(start_epoch, bool) or not isinstance(start_epoch, int) or start_epoch < 0:
-            raise SettingError(f"SWA(start_epoch={start_epoch!r}): the first epoch that counts, from 0, is needed.")
+        check_whole("SWA", "start_epoch", start_epoch, least=0)
         super().__init__(get_swa_multi_avg_fn())
         self._start = start_epoch
         self._last = -1  # the last epoch that is in the average

@@ -510,8 +510,7 @@ class Agent(SimpleElasticAgent):
         self._output.show()
         # The files to which the ranks' runs are traced. Rank 0 has written its own, unless it was killed.
         for file in {told(self._error_file(rank), TRACE) for rank in self._ranks} - {None}:
-            for line in join_left(str(file), self._ranks):
-                say(f"paceline: {line}\n")
+            join_left(str(file), self._ranks, lambda line: say(f"{line}\n"))
 
     def _await_writes(self) -> None:
         """Let ranks end the checkpoints that they write in the background (state/background_write.py)."""

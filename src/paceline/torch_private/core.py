@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ with needed_for("tensors and modes of our own"):
     from torch.autograd import profiler as autograd_profiler
     from torch.utils import _python_dispatch as python_dispatch
     from torch.utils import _pytree as pytree
+
+# ------------------------------------------------------------ files
+
+
+def save(content: object, file: str | Path | int) -> None:
+    """torch.save, to a path or a file descriptor. Raises OSError where the disk is full: torch then raises a
+    RuntimeError that does not say so, while it handles the OSError."""
+    with open(file, "wb") as opened:
+        try:
+            torch.save(content, opened)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
 
 # ------------------------------------------------------------ tensors
 
