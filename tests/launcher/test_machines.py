@@ -27,12 +27,12 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from paceline.errors import LaunchError
 from paceline.launcher import agent as agent_module
-from paceline.launcher import doors, rendezvous, supervise
-from paceline.launcher.early_start import listen
-from paceline.launcher.nodes import read_nodes
+from paceline.launcher import rendezvous, supervise
+from paceline.launcher.nodes import Nodes, read_nodes
 from paceline.launcher.plan import Plan
-from paceline.launcher.rendezvous import _is_local
+from paceline.launcher.checks import is_local, listen
 from paceline.launcher.secret import write_secret
+from paceline.launcher.tunnel import open_keeper
 from paceline.train.randomness import permutation
 from paceline.world import CLOSED, SAVED, SAVES, take_back, tell_launcher
 
@@ -442,11 +442,12 @@ def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
 
 def test_which_machine_keeps_the_rendezvous() -> None:
     """By address: torch goes by names, and does not know itself by the address of a second network."""
-    assert _is_local("127.0.0.1")
-    assert _is_local("localhost")
-    assert _is_local(socket.gethostname())
-    assert not _is_local("192.0.2.1")  # RFC 5737: nobody's
-    assert not _is_local("no-such-machine.invalid")
+    assert is_local("127.0.0.1")
+    assert is_local("localhost")
+    assert is_local(socket.gethostname())
+    assert not is_local("me@localhost")  # as another user: by ssh
+    assert not is_local("192.0.2.1")  # RFC 5737: nobody's
+    assert not is_local("no-such-machine.invalid")
 
 
 def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,28 +460,32 @@ def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}")
         with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
             rendezvous.make_rendezvous(nodes)
-        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_insecure=True)
-        with pytest.raises(LaunchError, match=f"what listens on port {port} does not answer as a launcher does"):
+        monkeypatch.setattr(rendezvous, "is_local", lambda host: False)
+        monkeypatch.setattr(Nodes, "tunnelled", True)  # as between machines
+        with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
             rendezvous.make_rendezvous(nodes)
 
 
-def test_launchers_with_and_without_a_secret_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is "something that is no launcher", to be ended."""
+@pytest.mark.parametrize("theirs", ["another secret", "none (--rdzv-insecure)", "torchrun's store"])
+def test_launchers_that_do_not_share_a_secret_are_told_so(
+    theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only torchrun's is "something that is no launcher"."""
     monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "is_local", lambda host: False)
     file = tmp_path / "secret"
     write_secret(str(file))
-    keeper = doors.Doors(listen("127.0.0.1", 0), doors.KeeperDoor(file.read_text().strip().encode(), own_machine=False))
-    try:
-        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{keeper.port}", rdzv_insecure=True)
-        with pytest.raises(LaunchError, match=r"the launcher there asks for a secret.*--rdzv-secret-file"):
-            rendezvous.make_rendezvous(nodes)
-    finally:
-        keeper.close()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
+    if theirs == "torchrun's store":
+        store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        said = f"something that is no launcher of this version listens on port {store.port}"
+    else:
+        store = open_keeper(listen("127.0.0.1", 0), b"" if theirs.startswith("none") else b"k" * 32)
+        said = rf"does not accept the secret in {file} .*--rdzv-secret-file.*--rdzv-insecure"
     nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{store.port}", rdzv_secret_file=str(file))
-    monkeypatch.setattr(rendezvous, "_is_local", lambda host: False)
-    with pytest.raises(LaunchError, match=r"the launcher there asks nobody for a secret.*--rdzv-insecure"):
+    with pytest.raises(LaunchError, match=said):
         rendezvous.make_rendezvous(nodes)
+    if not theirs.startswith("torchrun"):
+        store.close()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from paceline.launcher.hosts import (
     refusal,
     ssh_command,
 )
-from paceline.launcher.ssh import is_this_machine
 
 
 @pytest.mark.parametrize(
@@ -197,12 +196,6 @@ def test_the_addresses_by_which_hosts_are_reached() -> None:
 )
 def test_the_exit_code_of_all(ended: list[tuple[str, int | None]], code: int) -> None:
     assert exit_code(ended) == code
-
-
-def test_which_host_is_this_machine() -> None:
-    assert is_this_machine("localhost")
-    assert not is_this_machine("me@localhost")  # as another user: by ssh
-    assert not is_this_machine("198.51.100.1")  # RFC 5737: nobody's
 
 
 def run(*words: str) -> str:

@@ -41,7 +41,7 @@ from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import POLL_SECONDS, Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan
-from paceline.launcher.rendezvous import InterruptibleRendezvous, workers_store
+from paceline.launcher.rendezvous import MachinesRendezvous
 from paceline.launcher.restart_policy import Restarts
 from paceline.launcher.stacks import sample_stacks
 from paceline.launcher.stalls import STALLED, Stalls
@@ -112,7 +112,6 @@ class Agent(SimpleElasticAgent):
         self._early_exits, self._stalls = EarlyExits({}), Stalls({}, True)
         self._stop_request: StopRequest | None = None  # None: nothing asks this run to stop with a checkpoint
         self._peers: Any = None
-        self._workers_store: Any = None
         self._door: int | None = None  # the port on loopback that leads to the workers' store on another machine
 
     # ------------------------------------------------------------ starting
@@ -153,13 +152,11 @@ class Agent(SimpleElasticAgent):
         self._restarts = self._restarts.met(starts, used)
         self._door = None
         handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, InterruptibleRendezvous) and handler.guard is not None:
-            self._door = handler.guard.door(f"workers/{starts}")
-        elif self._plan.nodes.several:
-            if node == 0:
-                self._workers_store = workers_store(self._plan.nodes, str(worker_group.master_addr))
-            own = self._workers_store.port if node == 0 else None
-            worker_group.master_port = self._peers.share_port(own)
+        if isinstance(handler, MachinesRendezvous):
+            self._door = handler.relay_to_workers(starts)
+            if self._door is None:
+                own = handler.open_workers_store(str(worker_group.master_addr)) if node == 0 else None
+                worker_group.master_port = self._peers.share_port(own)
         files = {rank: self._error_file(rank) for rank in self._ranks}
         several, limit = self._plan.nodes.several, self._plan.stall_seconds
         self._early_exits = EarlyExits(files, limit)

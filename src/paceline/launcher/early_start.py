@@ -21,12 +21,11 @@ import uuid
 from dataclasses import dataclass
 
 from paceline.launcher import processes
-from paceline.launcher.checks import check_devices
+from paceline.launcher.checks import HOST, check_devices, listen
 from paceline.launcher.output import Output
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
 from paceline.world import HANDOVER, MEMORY, MEMORY_EVERY, NOTICE, STARTS_AGAIN, STOP_FILE, STORE_DOOR, World
 
-HOST = "127.0.0.1"
 DRIVERS = (  # on Linux: of NVIDIA, of it under WSL, of AMD, of Intel, of others
     "/dev/nvidia*",
     "/dev/dxg",
@@ -81,16 +80,6 @@ def start(plan: Plan, output: Output, stop_file: str | None, notices: bool = Fal
     finally:
         close_outputs(commands)
     return EarlyWorkers(run_id, listener, started)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address only. port 0: any that is free."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen(1024)
-    return listener
 
 
 def command(

@@ -18,7 +18,6 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import IO, Any
 
 from paceline.config import open_plain
 from paceline.errors import LaunchError
+from paceline.launcher.checks import is_local
 from paceline.launcher.hosts import (
     BEAT_SECONDS,
     MARK,
@@ -100,7 +100,7 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
     nproc = counts(hosts, job.nproc)
     least = job.meeting.check(len(hosts))
     variables = passed_variables(os.environ, options.env)
-    here = [is_this_machine(host.name) for host in hosts]
+    here = ["@" not in host.name and is_local(host.name) for host in hosts]  # a name with a user is left to ssh
     if sum(here) > 1:
         names = " and ".join(host.name for host, local in zip(hosts, here) if local)
         raise LaunchError(f"--hosts: {names} are this machine. Name it once, with the number of processes.")
@@ -167,22 +167,6 @@ def _run_once(
     finally:
         for remote in remotes:
             remote.close()
-
-
-def is_this_machine(name: str) -> bool:
-    """Is it an address of this machine? (A name with a user is left to ssh.) By binding, since a machine need not know
-    all of its names."""
-    if "@" in name:
-        return False
-    try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            return True
-    return False
 
 
 def _command(machine: _Machine, options: HostOptions) -> list[str]:
