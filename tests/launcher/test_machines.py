@@ -28,9 +28,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from paceline.errors import LaunchError
 from paceline.launcher import agent as agent_module
 from paceline.launcher import rendezvous, supervise
+from paceline.launcher.checks import is_local, listen
 from paceline.launcher.nodes import Nodes, read_nodes
 from paceline.launcher.plan import Plan
-from paceline.launcher.checks import is_local, listen
 from paceline.launcher.secret import write_secret
 from paceline.launcher.tunnel import open_keeper
 from paceline.train.randomness import permutation
