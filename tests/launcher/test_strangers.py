@@ -383,14 +383,10 @@ def test_a_secret_that_can_be_guessed_is_refused(text: str, tmp_path: Path) -> N
 
 
 def test_secrets_of_other_tools_are_taken(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
     draw = random.Random(7)
     for alphabet in ("0123456789abcdef", string.ascii_letters + string.digits + "+/"):  # openssl rand -hex, -base64
-        for _ in range(2000):
-            text = "".join(draw.choices(alphabet, k=secret.MIN_CHARACTERS))
-            path.write_text(text)
-            path.chmod(0o600)
-            assert secret.read_secret(str(path)) == text
+        texts = ["".join(draw.choices(alphabet, k=secret.MIN_CHARACTERS)) for _ in range(2000)]
+        assert not any(map(secret.can_be_guessed, texts))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])

@@ -110,25 +110,17 @@ def command(
         environ=os.environ,
         restarts=starts,
     )
-    environ.pop(STOP_FILE, None)  # of an outer launcher, which asks its own workers
-    environ.pop(NOTICE, None)
-    if stop_file is not None:
-        environ[STOP_FILE] = stop_file
-        if notices:
-            environ[NOTICE] = "1"
-    environ.pop(HANDOVER, None)
-    if plan.max_restarts:
-        environ[HANDOVER] = os.path.join(output.private, "newest")
-    environ.pop(MEMORY, None)
-    environ.pop(MEMORY_EVERY, None)
-    if plan.memory_every is not None:
-        environ[MEMORY], environ[MEMORY_EVERY] = output.memory(), str(plan.memory_every)
-    environ.pop(STARTS_AGAIN, None)
-    if plan.max_restarts or plan.nodes.may_change:
-        environ[STARTS_AGAIN] = "1"
-    environ.pop(STORE_DOOR, None)
-    if door is not None:
-        environ[STORE_DOOR] = str(door)
+    again = bool(plan.max_restarts)
+    set_or_not = {  # None: not set, also where an outer launcher has set it for its own workers
+        STOP_FILE: stop_file,
+        NOTICE: "1" if notices and stop_file is not None else None,
+        HANDOVER: os.path.join(output.private, "newest") if again else None,
+        MEMORY: None if plan.memory_every is None else output.memory(),
+        MEMORY_EVERY: None if plan.memory_every is None else str(plan.memory_every),
+        STARTS_AGAIN: "1" if again or plan.nodes.may_change else None,
+        STORE_DOOR: None if door is None else str(door),
+    }
+    environ = {name: value for name, value in {**environ, **set_or_not}.items() if value is not None}
     return processes.Command(command_line(plan), environ, output.open(world.rank, first=world.local_rank == 0))
 
 

@@ -25,14 +25,13 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from paceline.launcher.checks import HOST, listen
-from paceline.launcher.key_values import BadRequest, Values, serve
+from paceline.launcher.key_values import PING, PONG, BadRequest, Values, serve
 from paceline.launcher.store import Refusals, Refused, Service, place_of, welcome_own_processes, written
 
 SECONDS_TO_PROVE = 5.0
 SILENT_SECONDS = 30.0  # without a heartbeat of the other launcher: its machine is gone
 _READ = 1 << 16
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _FAILED
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _GREETING_BYTES = 10  # with which every ZeroMQ socket begins: 0xFF, 8 bytes without a meaning, 0x7F
 
 
@@ -47,6 +46,7 @@ def open_keeper(listener: socket.socket, secret: bytes) -> Service:
         rooms: dict[bytes, Values] = {}
         sessions: dict[bytes, asyncio.StreamReader] = {}
         tasks: set[asyncio.Future[None]] = set()
+        strangers: dict[int, str] = {}  # descriptor -> from where, of connections that have said nothing yet
 
         async def welcome(peer: bytes, room: bytes, reader: asyncio.StreamReader) -> None:
             send = functools.partial(_send, router, peer)
@@ -56,12 +56,14 @@ def open_keeper(listener: socket.socket, secret: bytes) -> Service:
 
         with zmq.asyncio.Context() as context, _encrypted(context.socket(zmq.ROUTER), secret, keeps=True) as router:
             router.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))
-            with router.get_monitor_socket(zmq.EVENT_ACCEPTED | _FAILED) as monitor:
+            with router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED) as monitor:
                 router.bind(_endpoint(listener.getsockname()[:2]))
-                tasks.add(asyncio.ensure_future(_tell_refused(monitor, refusals)))
+                tasks.add(asyncio.ensure_future(_tell_refused(monitor, strangers, refusals)))
                 try:
                     while True:
-                        peer, data = await router.recv_multipart()
+                        peer, message = await router.recv_multipart(copy=False)
+                        strangers.pop(message.get(zmq.SRCFD), None)
+                        peer, data = peer.bytes, message.bytes
                         if peer not in sessions:
                             sessions[peer] = asyncio.StreamReader()
                             task = asyncio.ensure_future(welcome(peer, data, sessions[peer]))
@@ -117,12 +119,17 @@ def knock(address: tuple[str, int], secret: bytes, seconds: float) -> None:
     """Is there a keeper that knows the secret? Raises NoKeeper or Refused where what answers is none; OSError where
     nothing does."""
     with zmq.Context() as context, _encrypted(context.socket(zmq.DEALER), secret) as there:
-        with there.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _LOST) as monitor:
+        with there.get_monitor_socket(_LOST) as lost:
             there.connect(_endpoint(address))
-            came = monitor.poll(int(seconds * 1000))
-            event = parse_monitor_message(monitor.recv_multipart())["event"] if came else 0
+            for message in (b"knock", PING):
+                there.send(message)
+            poller = zmq.Poller()
+            poller.register(there, zmq.POLLIN)
+            poller.register(lost, zmq.POLLIN)
+            answered = there in dict(poller.poll(int(seconds * 1000))) and there.recv() == PONG
+            there.send(b"")
             there.disable_monitor()
-    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    if answered:
         return
     with socket.create_connection(address, timeout=seconds) as sock:
         try:
@@ -173,13 +180,14 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _tell_refused(monitor: zmq.asyncio.Socket, refusals: Refusals) -> None:
-    """Tell who did not prove that it knows the secret. ZeroMQ does not say who: the last that connected, as a rule."""
-    place = "one that has gone"
+async def _tell_refused(monitor: zmq.asyncio.Socket, strangers: dict[int, str], refusals: Refusals) -> None:
+    """Tell of connections that have ended before anything came that was encrypted with the secret's keys."""
     while True:
         event = parse_monitor_message(await monitor.recv_multipart())
-        if event["event"] != zmq.EVENT_ACCEPTED:
+        descriptor = event["value"]
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            strangers[descriptor] = "one that has gone"
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as accepted:
+                strangers[descriptor] = place_of(accepted)
+        elif (place := strangers.pop(descriptor, None)) is not None:
             refusals.add(f"{place}: it does not know the secret")
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(event["value"])) as accepted:
-            place = place_of(accepted)
