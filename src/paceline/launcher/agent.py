@@ -150,7 +150,7 @@ class Agent(SimpleElasticAgent):
         starts, used = self._peers.agree(self._restarts.starts, self._restarts.used)
         self._restarts = self._restarts.met(starts, used)
         self._door = None
-        handler = worker_group.spec.rdzv_handler
+        handler: Any = worker_group.spec.rdzv_handler
         if isinstance(handler, MachinesRendezvous):
             self._door = handler.relay_to_workers(starts)
             if self._door is None:

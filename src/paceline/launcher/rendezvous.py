@@ -155,14 +155,14 @@ class JsonBackend(RendezvousBackend):
             raise RendezvousConnectionError(f"The store of the rendezvous does not answer: {error}") from error
 
 
-class MachinesRendezvous(RendezvousHandler):
-    """Another rendezvous, whose waiting for other machines can be interrupted, and the stores of its rounds.
+class MachinesRendezvous:
+    """Another RendezvousHandler, whose waiting for other machines can be interrupted, and the stores of its rounds.
 
     torch waits inside C++ for minutes, where no signal handler of Python's is called. Here it waits in a thread of its
     own.
 
     Args:
-        keeper: the services of this launcher that others reach.
+        services: of this launcher, which are closed with the rendezvous.
         address: of the launcher that keeps all stores behind tunnels; None: the first machine has those of the workers.
     """
 
@@ -223,20 +223,8 @@ class MachinesRendezvous(RendezvousHandler):
             self._workers.close()
         self._workers = None  # torch's stops listening
 
-    def get_backend(self) -> str:
-        return self._inner.get_backend()
-
-    def is_closed(self) -> bool:
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def shutdown(self) -> bool:
         try:
@@ -259,7 +247,7 @@ class _Hint:
             print(self._text, file=sys.stderr, flush=True)
 
 
-def make_rendezvous(nodes: Nodes, early: EarlyWorkers | None = None) -> RendezvousHandler:
+def make_rendezvous(nodes: Nodes, early: EarlyWorkers | None = None) -> LoopbackRendezvous | MachinesRendezvous:
     """The rendezvous of these machines. early: workers that wait for its store.
 
     Raises LaunchError where the endpoint cannot be reached or is no rendezvous.

@@ -373,7 +373,7 @@ class Stalls:
         if kept:
             return f"{kept}, {at}" if at else kept
         if not at:
-            return f"does not say where it is (process {pid})"
+            return f"does not say where it is; `py-spy dump --pid {pid}` may"
         runs = process_state.RUNNING in (sight.state.code, sight.before.code)  # or waits for a core
         return f"computes {at}" if runs or sight.cores > _BUSY else f"is {at}"
 

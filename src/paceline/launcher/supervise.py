@@ -57,7 +57,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             role="default",
             local_world_size=plan.nproc,
             entrypoint=os.path.basename(plan.script),
-            rdzv_handler=make_rendezvous(plan.nodes, early),
+            rdzv_handler=make_rendezvous(plan.nodes, early),  # type: ignore[arg-type]  # it hands the rest on
             max_restarts=plan.max_restarts,
             monitor_interval=plan.monitor_seconds,
         )
