@@ -16,14 +16,13 @@ import string
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.ports import free_port
+from tests.launcher.launches import DEADLINE_SECONDS, Machines
 
 from paceline.cli import main
 from paceline.config import read_file
@@ -32,8 +31,6 @@ from paceline.launcher import secret, store, tunnel
 from paceline.launcher.checks import listen
 from paceline.launcher.nodes import read_nodes
 from paceline.launcher.rendezvous import client
-
-DEADLINE_SECONDS = 90.0
 
 SCRIPT = """
 import os, sys, time
@@ -52,16 +49,13 @@ print("sum", int(total), flush=True)
 """
 
 
-class Run:
-    """Launchers of one run, in one directory."""
+class Run(Machines):
+    """Launchers of one run that share a secret."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        (directory / "script.py").write_text(SCRIPT)
-        self.port = free_port()
+        super().__init__(directory, SCRIPT)
         self.key = secret.make_secret()
         self.file = self.write("secret", self.key)
-        self.launchers: list[subprocess.Popen[str]] = []
 
     def write(self, name: str, text: str) -> str:
         path = self.directory / name
@@ -69,40 +63,17 @@ class Run:
         path.write_text(text)
         return str(path)
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "paceline", "run", *options, "script.py"]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory)}
-        pipe = subprocess.PIPE
-        launcher = subprocess.Popen(
-            command, cwd=self.directory, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
-        self.launchers.append(launcher)
-        return launcher
-
-    def start_two(self) -> None:
+    def start_by_secret(self, file: str, nnodes: str = "2") -> subprocess.Popen[str]:
         """c10d: the first keeps the stores."""
-        for _ in range(2):
-            self.start("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-secret-file", self.file)
+        place = ["--nnodes", nnodes, "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-secret-file", file]
+        return self.start(*place, "script.py")
 
-    def wait_for(self, *names: str) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not all((self.directory / name).exists() for name in names):
-            for launcher in self.launchers:
-                assert launcher.poll() is None, launcher.communicate()
-            assert time.monotonic() < deadline, f"no files {names}"
-            time.sleep(0.05)
-
-    def end(self) -> tuple[list[str], str]:
+    def go(self) -> tuple[list[str], str]:
         """Let the ranks go on. (What each printed, what was said on stderr); all must have ended well."""
         (self.directory / "go").touch()
-        found = [launcher.communicate(timeout=DEADLINE_SECONDS) for launcher in self.launchers]
-        assert [launcher.returncode for launcher in self.launchers] == [0] * len(self.launchers), found
-        return [out for out, _ in found], "".join(err for _, err in found)
-
-    def close(self) -> None:
-        for launcher in self.launchers:
-            launcher.kill()
-            launcher.communicate()
+        found = self.end_all()
+        assert [code for code, _, _ in found] == [0] * len(found), found
+        return [out for _, out, _ in found], "".join(err for _, _, err in found)
 
 
 @pytest.fixture
@@ -151,8 +122,9 @@ def _torchs_client(address: tuple[str, int], command: str) -> str:
 @pytest.mark.conformance
 def test_strangers_between_machines_are_refused_and_told_while_the_run_ends_right(run: Run) -> None:
     """No secret, a wrong one, random bytes, pickles, torch's own client, and a flood of silent connections."""
-    run.start_two()
-    run.wait_for("ready0", "ready1")
+    run.start_by_secret(run.file)
+    run.start_by_secret(run.file)
+    run.wait_for_file("ready0", "ready1")
     place = ("127.0.0.1", run.port)
     made = run.directory / "made by a stranger"
     generator = random.Random(3)
@@ -167,7 +139,7 @@ def test_strangers_between_machines_are_refused_and_told_while_the_run_ends_righ
     assert not _torchs_client(place, "store.list_keys(), store.set('a', '1')")
     flood = [socket.create_connection(place) for _ in range(300)]
     tunnel.knock(place, run.key.encode(), 5.0)  # who knows the secret gets in all the same
-    outs, said = run.end()
+    outs, said = run.go()
     for one in flood:
         one.close()
     assert outs == ["sum 4\n", "sum 4\n"]
@@ -291,8 +263,8 @@ def test_a_system_that_does_not_tell_whose_a_connection_is_is_said_once(
 @pytest.mark.skipif(not store.can_tell_owner(), reason="this system does not tell whose a connection is")
 def test_another_user_of_this_machine_can_neither_list_nor_write(run: Run) -> None:
     """`paceline run` on one machine: this user's processes alone get to its store."""
-    run.start("--nproc", "2", "--tee", "all")
-    run.wait_for("ready0", "ready1")
+    run.start("--nproc", "2", "--tee", "all", "script.py")
+    run.wait_for_file("ready0", "ready1")
     host, port = (run.directory / "ready0").read_text().split()
     code = (
         "import encodings.idna, os, socket, struct, sys\n"
@@ -310,22 +282,16 @@ def test_another_user_of_this_machine_can_neither_list_nor_write(run: Run) -> No
     same = code.replace(f"os.setgid({OTHER_USER}); os.setuid({OTHER_USER})\n", "")
     ours = subprocess.run([sys.executable, "-c", same], capture_output=True, text=True, timeout=60, check=True)
     assert ours.stdout != "b''\n"  # a program of this user's, as under torchrun
-    outs, said = run.end()
+    outs, said = run.go()
     assert sorted(outs[0].splitlines()) == ["[rank 1] sum 4", "sum 4"]
     assert f"paceline: refused a connection from 127.0.0.1: it is a process of user {OTHER_USER}" in said
 
 
 def test_a_wrong_secret_is_told_with_the_remedy(run: Run) -> None:
-    run.start("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{run.port}", "--rdzv-secret-file", run.file)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            tunnel.knock(("127.0.0.1", run.port), run.key.encode(), 5.0)
-            break
-        except OSError:
-            time.sleep(0.1)
+    run.start_by_secret(run.file, "1:2")
+    run.wait_until_listening()
     wrong = run.write("wrong", secret.make_secret())
-    second = run.start("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{run.port}", "--rdzv-secret-file", wrong)
+    second = run.start_by_secret(wrong, "1:2")
     _, said = second.communicate(timeout=DEADLINE_SECONDS)
     assert second.returncode == 2
     assert f"the launcher there does not accept the secret in {wrong}" in said
