@@ -341,10 +341,10 @@ def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
 
     def poll(asked: bool, machines_come: bool = False) -> None:
         told.append(machines_come)
-        agent._peers.was_asked = lambda: asked
+        agent._peers.count = lambda what: int(asked)
 
     agent._interrupts = SimpleNamespace(check=lambda: None, asked=None)
-    agent._peers = SimpleNamespace(poll=lambda: None, was_asked=lambda: False)
+    agent._peers = SimpleNamespace(poll=lambda: None, count=lambda what: 0)
     agent._endings, agent._ranks = {}, range(1)
     agent._processes, agent._plan = SimpleNamespace(pids=[0]), SimpleNamespace(monitor_seconds=0.0)
     agent._output, agent._stop_request = SimpleNamespace(show=lambda: None), SimpleNamespace(poll=poll)

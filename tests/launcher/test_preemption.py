@@ -266,22 +266,16 @@ def test_a_script_that_restores_nothing_is_told_and_goes_on_until_the_time_is_up
 
 
 class FakePeers:
-    count = 0  # of all
+    stops = 0  # of all
 
-    def add_stop(self) -> int:
-        FakePeers.count += 1
-        return FakePeers.count
-
-    def count_stops(self) -> int:
-        return FakePeers.count
-
-    def add_asked(self) -> None:
-        """Another matter: whether a signal has come."""
+    def count(self, what: str, more: int = 0) -> int:
+        FakePeers.stops += more if what == "stops" else 0  # "asked", whether a signal has come, is another matter
+        return FakePeers.stops
 
 
 def test_rank_0_decides_when_all_launchers_have_told_their_ranks(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("paceline.launcher.stop_request.POLL_SECONDS", 0.0)
-    FakePeers.count = 0
+    FakePeers.stops = 0
     requests = [StopRequest(str(tmp_path / f"{n}"), FakePeers(), n, 3) for n in range(3)]  # type: ignore[arg-type]
 
     def phases() -> list[int]:
@@ -299,6 +293,7 @@ def test_rank_0_decides_when_all_launchers_have_told_their_ranks(tmp_path: Path,
     assert phases() == [LOOK, LOOK, LOOK]
     requests[0].poll(asked=False)
     assert phases() == [DECIDE, LOOK, LOOK]
+    FakePeers.stops = 0
     alone = StopRequest(str(tmp_path / "0"), FakePeers(), 0, 1)  # type: ignore[arg-type]
     assert phases()[0] == 0
     alone.poll(asked=True)

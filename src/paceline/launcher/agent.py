@@ -442,7 +442,7 @@ class Agent(SimpleElasticAgent):
         """Has a signal asked the run to stop, here or on another machine?"""
         if self._interrupts.asked is not None and self._stop_request is not None:
             self._stop_request.poll(asked=True)  # it may have come since the last look, and the others are to know
-        return bool(self._peers.was_asked())
+        return int(self._peers.count("asked")) > 0
 
     def _assign_worker_ranks(self, store: Any, *rest: Any) -> Any:
         """torch leaves in the store how many ranks each machine had in the round before. Now they may be others."""

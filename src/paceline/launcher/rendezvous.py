@@ -212,7 +212,7 @@ class MachinesRendezvous:
         elif self._nodes.local_addr is not None:
             listener = listen(self._nodes.local_addr, 0)
             address, port = listener.getsockname()[:2]
-            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+            options: Any = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
             self._workers = TCPStore(address, port, **options)
         else:
             self._workers = TCPStore(host, 0, is_master=True, wait_for_workers=False)
