@@ -85,28 +85,21 @@ def check_outer_world(environ: Mapping[str, str], nodes: Nodes) -> None:
 
 def check_port(host: str, port: int, option: str) -> None:
     """Raises LaunchError where this machine cannot listen on `port` of `host`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:  # not our address: torch says more
-                return
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:  # else it is not our address: torch says more
+            why = str(error.strerror).partition(" (while")[0]  # that it was in binding
             raise LaunchError(
-                f"{option} {port}: this machine cannot listen on port {port} ({error.strerror}). End what uses it "
+                f"{option} {port}: this machine cannot listen on port {port} ({why}). End what uses it "
                 f"(`ss -ltnp | grep {port}` names it), or choose another port, on all machines alike."
             ) from None
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on one address only. port 0: any that is free."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen(1024)
-    return listener
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=1024)
 
 
 def is_local(host: str) -> bool:
