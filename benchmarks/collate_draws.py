@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.strategies.batch_plan import Part, Request
-from paceline.train.collating import Collator, Streams
-from paceline.train.noise import Noise, NoiseMode
-from paceline.train.randomness import seed_all
+from paceline.data.batch_plan import Part, Request
+from paceline.data.collating import Collator, Streams
+from paceline.data.noise import Noise, NoiseMode
+from paceline.data.randomness import seed_all
 
 EXAMPLES, TOKENS, VOCABULARY = 32, 128, 30000
 

@@ -33,7 +33,8 @@ TOOLS = (
 )
 TESTS = (
     "tests/test_torch_private.py", "tests/test_public_api.py", "tests/test_config.py", "tests/comm", "tests/strategies",
-    "tests/train", "tests/fit", "tests/monitor", "tests/launcher",
+    "tests/data", "tests/step", "tests/norm", "tests/state", "tests/metrics",
+    "tests/fit", "tests/monitor", "tests/launcher",
 )  # fmt: skip
 LEFT_OUT = (  # they measure the memory and the time of one build of torch
     "tests/strategies/test_fsdp.py::test_memory_per_rank_is_that_of_the_formula",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import psutil
 
-GRACE_SECONDS = 2.0  # for what is already ending
+GRACE_SECONDS = 20.0  # for what is already ending
 ENVIRONMENT_OF_LIBRARIES = {
     "PYTEST_CURRENT_TEST",  # pytest's own
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn's import

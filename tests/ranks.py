@@ -5,10 +5,10 @@
 calls `tests.comm.checks.run_all()` in each of 3 processes inside a gloo process group, and returns what each returned
 (as JSON), in rank order.
 
-Starting costs seconds, most of them torch's import. So `paceline run` starts a team once for each number of ranks, and
-the team stays until the tests end; for each call every rank forks a process (tests/rank.py). What a target does to its
-process ends with that process, as if it had been launched alone.
-`run_script` does the same for a script that plain python is to run.
+Starting costs seconds, most of them torch's import. So one process imports torch (tests/rank.py), and forks one for
+each rank of each call, with the environment of that rank: `paceline run` starts a team once for each number of ranks
+(tests/idle_rank.py), whose launcher stays until the tests end. What a target does to its process ends with that
+process, as if it had been launched alone. `run_script` does the same for a script that plain python is to run.
 
 Tests marked `ranks` (tests/ranks_marker.py) come to the ranks through a `Session`: every rank forks one process, which
 then runs one test after the other.
@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -32,11 +33,12 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-START_SECONDS = 90.0  # for a team on a busy machine
-MOST_TEAMS = 3  # a rank holds some 200 MB
+START_SECONDS = 300.0  # for a team on a busy machine
+MOST_TEAMS = 4  # a launcher holds some 200 MB
 FOLLOW_SECONDS = 3.0  # how much longer a rank may go on when another has failed: it may have a story of its own
 GROUP_SECONDS = 1800.0  # that a collective of a session may take; a test has a deadline of its own
-END_SECONDS = 10.0  # after a deadline, for the ranks to end their processes and to say so
+LOOK_SECONDS = 0.2  # from one look whether the launcher lives to the next
+END_SECONDS = 20.0  # after a deadline, for the ranks to end their processes and to say so
 
 
 def run_ranks(size: int, target: str, *arguments: str, deadline: float = 60.0) -> list[Any]:
@@ -58,8 +60,8 @@ def run_script(path: Path, deadline: float = 60.0) -> None:
 
 def _team(size: int) -> Team:
     team = _teams.pop(size, None)
-    if team is not None and team.process.poll() is not None:
-        team.close()  # it has died
+    if team is not None and team.ended():
+        team.close()
         team = None
     if team is None:
         if len(_teams) == MOST_TEAMS:
@@ -69,46 +71,110 @@ def _team(size: int) -> Team:
     return team
 
 
+class Forker:
+    """The process that has imported torch, and forks those of all ranks. It ends when this process closes its input, or
+    dies."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        os.mkfifo(self.folder / "input")
+        self._input = os.open(self.folder / "input", os.O_RDWR)  # to write; for both, since then opening does not wait
+        command = [sys.executable, str(ROOT / "tests" / "rank.py"), str(self.folder)]
+        self.process = _start(command, self.folder, dict(os.environ))
+
+    def begin(self, job: dict[str, Any]) -> None:
+        os.write(self._input, (json.dumps(job) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._input)
+        _end(self.process)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _start(command: list[str], folder: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    environ = {**environ, "OMP_NUM_THREADS": "1"}
+    with open(folder / "output", "wb") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that is to end by itself; else end it."""
+    for signum in (None, signal.SIGTERM, signal.SIGKILL):
+        if signum is not None:
+            process.send_signal(signum)  # a launcher ends its ranks; killed, the kernel does
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+            return
+
+
+def _forker() -> Forker:
+    if _forkers and _forkers[0].process.poll() is not None:
+        _forkers.pop().close()  # it has died
+    if not _forkers:
+        _forkers.append(Forker())
+    return _forkers[0]
+
+
 class Team:
-    """Ranks that wait for what to run; of size 0, one process without a launcher. They see the end of their input when
-    this process closes it, or dies, and end."""
+    """A launcher and its ranks, of whose environment are the processes that run something; of size 0, the environment
+    alone. They end when this process closes FOLDER/stay, or dies."""
 
     def __init__(self, size: int) -> None:
         self.size, self.jobs = max(size, 1), 0
         self.session: Session | None = None  # that these ranks are in
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.environ = dict(os.environ)
-        self._inputs = []
-        for rank in range(self.size):
-            path = self.folder / f"input.{rank}"
-            os.mkfifo(path)
-            self._inputs.append(os.open(path, os.O_RDWR))  # to write; for both, since then opening does not wait
-        launcher = ["-m", "paceline", "run", "--nproc", str(size)] if size else []
-        with open(self.folder / "output", "wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(ROOT / "tests" / "rank.py"), str(self.folder)],
-                cwd=ROOT,
-                env={**self.environ, "OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
+        for name in ("stay", "bell"):
+            os.mkfifo(self.folder / name)
+        # bell: rung by a rank that has written a file
+        self._stay, self._bell = os.open(self.folder / "stay", os.O_RDWR), os.open(self.folder / "bell", os.O_RDWR)
+        self._forker = _forker()  # which imports torch meanwhile
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self._of_ranks = [{**self.environ, "OMP_NUM_THREADS": "1"}]
+        if size:
+            ranks = [str(ROOT / "tests" / "idle_rank.py"), str(self.folder)]
+            command = [sys.executable, "-m", "paceline", "run", "--nproc", str(size), *ranks]
+            self.launcher = _start(command, self.folder, self.environ)
+            self._of_ranks = self._environments()
+
+    def _environments(self) -> list[dict[str, str]]:
+        """What the launcher has given to each rank."""
+        files, latest = [self.folder / f"environ.{rank}" for rank in range(self.size)], time.monotonic() + START_SECONDS
+        while not all(file.exists() for file in files):
+            if self.ended() or time.monotonic() > latest:
+                told = _text(self.folder / "output")
+                self.close()
+                raise AssertionError(f"the launcher does not start its ranks\n{told}")
+            time.sleep(0.02)
+        return [_read(file) for file in files]
+
+    def ended(self) -> bool:
+        """Whether the launcher or who forks has ended: then no process of the ranks is left, or will be."""
+        return any(one is not None and one.poll() is not None for one in (self.launcher, self._forker.process))
 
     def begin(self, what: dict[str, Any], job: Path) -> None:
-        """Have every rank fork a process for this job. The ranks do one job at a time, so a session ends before it."""
+        """Have a process forked of each rank for this job. The ranks do one at a time, so a session ends before it."""
         if self.session is not None:
             self.session.end()
         changed = {name: value for name, value in os.environ.items() if self.environ.get(name) != value}
-        changed |= dict.fromkeys(self.environ.keys() - os.environ.keys())
-        line = json.dumps({**what, "folder": str(job), "environ": changed}) + "\n"
-        for input in self._inputs:
-            os.write(input, line.encode())
+        gone = self.environ.keys() - os.environ.keys()
+        environs = [
+            {name: value for name, value in {**own, **changed}.items() if name not in gone} for own in self._of_ranks
+        ]
+        self._forker.begin({**what, "folder": str(job), "environs": environs})
 
     def folder_of_next_job(self) -> Path:
         job = self.folder / str(self.jobs)
         self.jobs += 1
         job.mkdir()
         return job
+
+    def await_news(self) -> None:
+        """Return when a rank has written a file, or after a moment."""
+        if select.select([self._bell], [], [], LOOK_SECONDS)[0]:
+            os.read(self._bell, 4096)
 
     def run(self, what: dict[str, Any], deadline: float) -> list[Any]:
         """What the ranks wrote as their results. `what`: the target and its arguments, or a script (tests/rank.py)."""
@@ -117,11 +183,11 @@ class Team:
         latest = time.monotonic() + deadline + START_SECONDS + END_SECONDS
         ends = [job / f"{rank}.end" for rank in range(self.size)]
         while not all(end.exists() for end in ends):
-            if self.process.poll() is not None or time.monotonic() > latest:
+            if self.ended() or time.monotonic() > latest:
                 story = self._story(job)
                 self.close()
                 raise AssertionError(f"{what['target']}: the team ended\n{story}")
-            time.sleep(0.01)
+            self.await_news()
         results = [_read(job / f"{rank}.json") for rank in range(self.size)]
         if any(end.read_text() for end in ends):
             raise AssertionError(f"{what['target']}\n{self._story(job)}")
@@ -139,18 +205,15 @@ class Team:
 
     def close(self) -> None:
         """End the ranks, and forget what they left."""
+        if self._stay < 0:
+            return
         if self.session is not None:
             self.session.end()
-        for input in self._inputs:
-            with contextlib.suppress(OSError):
-                os.close(input)
-        self._inputs.clear()
-        for signum in (None, signal.SIGTERM, signal.SIGKILL):
-            if signum is not None:
-                self.process.send_signal(signum)  # to the launcher, which ends the ranks; killed, the kernel does
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_SECONDS)
-                break
+        os.close(self._stay)
+        os.close(self._bell)
+        self._stay = -1
+        if self.launcher is not None:
+            _end(self.launcher)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -233,7 +296,7 @@ class Session:
         assert self._team is not None
         waiting, failed = list(range(self.size)), False
         while waiting:
-            time.sleep(0.003)
+            self._team.await_news()
             for rank in list(waiting):
                 ended = (self._job / f"{rank}.end").exists()
                 answer = _read(self._job / f"{rank}.{name}")
@@ -241,7 +304,7 @@ class Session:
                     waiting.remove(rank)
                     if not failed and "skipped" not in answer:
                         failed, latest = True, min(latest, time.monotonic() + FOLLOW_SECONDS)
-            if waiting and (time.monotonic() > latest or self._team.process.poll() is not None):
+            if waiting and (time.monotonic() > latest or self._team.ended()):
                 return True
         return False
 
@@ -249,7 +312,7 @@ class Session:
         """What each rank did, once none of them is left."""
         assert self._team is not None
         self._kill()
-        if self._team.process.poll() is not None:
+        if self._team.ended():
             why = "the launcher had ended"
         elif late and not any("error" in answer for answer in answers):
             why = "not done at the deadline"
@@ -268,7 +331,7 @@ class Session:
         causes = [answer["error"].strip().splitlines()[-1] for answer in answers if "error" in answer]
         lines[0] = f"{causes[0]} ({what})" if causes else what  # what pytest's summary has room for
         lines += ["--- output", _decoded(self._printed()[start:])]
-        if self._team.process.poll() is not None:
+        if self._team.ended():
             lines.append(_text(self._team.folder / "output")[-2000:])
         self._forget()
         return AssertionError("\n".join(lines))
@@ -286,9 +349,9 @@ class Session:
         latest = time.monotonic() + END_SECONDS
         ends = [self._job / f"{rank}.end" for rank in range(self.size)]
         while not all(end.exists() for end in ends):
-            if time.monotonic() > latest or self._team is None or self._team.process.poll() is not None:
+            if time.monotonic() > latest or self._team is None or self._team.ended():
                 return False
-            time.sleep(0.003)
+            self._team.await_news()
         return True
 
     def _forget(self) -> None:
@@ -302,6 +365,7 @@ class Session:
 
 
 _teams: dict[int, Team] = {}
+_forkers: list[Forker] = []  # one at most
 
 
 @atexit.register
@@ -310,6 +374,8 @@ def end_teams() -> None:
     while _teams:
         _, team = _teams.popitem()
         team.close()
+    while _forkers:
+        _forkers.pop().close()
 
 
 def children() -> list[psutil.Process]:
@@ -321,10 +387,11 @@ def children() -> list[psutil.Process]:
 def processes_of_teams() -> set[int]:
     """What conftest.py is not to take for left behind."""
     found = set()
-    for team in _teams.values():
+    for started in (*(team.launcher for team in _teams.values()), *(forker.process for forker in _forkers)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            launcher = psutil.Process(team.process.pid)
-            found |= {launcher.pid, *(child.pid for child in launcher.children(recursive=True))}
+            if started is not None:
+                process = psutil.Process(started.pid)
+                found |= {process.pid, *(child.pid for child in process.children(recursive=True))}
     return found
 
 

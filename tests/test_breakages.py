@@ -30,63 +30,63 @@ class Breakage(NamedTuple):
 
 BREAKAGES = {
     "halved gradient": Breakage(
-        "train/gradients.py",
+        "step/gradients.py",
         "request.examples / request.mean_over",
         "request.examples / request.mean_over / 2",
         "a-sgd-whole-closure-w1",
     ),
     "an empty shard counted as one example": Breakage(
-        "strategies/batch_plan.py",
+        "data/batch_plan.py",
         "        total, shards = len(batch), self.shards\n",
         "        total, shards = max(len(batch), self.shards), self.shards\n",
         "e-small_bn-sgd-whole-closure-w3",
     ),
     "an example in two shards": Breakage(
-        "strategies/batch_plan.py",
+        "data/batch_plan.py",
         "_integers(batch[low:high])",
         "_integers(batch[max(low - 1, 0) : high])",
         "a-sgd-whole and w2",
     ),
     "batch norm by shard where global is asked for": Breakage(
-        "train/normalisation.py", "            batchnorm.convert(model)\n", "            pass\n", "a-sgd-whole and w2"
+        "norm/normalisation.py", "            batchnorm.convert(model)\n", "            pass\n", "a-sgd-whole and w2"
     ),
-    "biased running variance": Breakage("train/batchnorm.py", "var * (once / (once - 1))", "var", "a-sgd-whole and w2"),
+    "biased running variance": Breakage("norm/batchnorm.py", "var * (once / (once - 1))", "var", "a-sgd-whole and w2"),
     "every epoch in the order of the first": Breakage(
-        "train/randomness.py", "tag(name), epoch))", "tag(name), 0))", "a-sgd-whole-closure-w1"
+        "data/randomness.py", "tag(name), epoch))", "tag(name), 0))", "a-sgd-whole-closure-w1"
     ),
     "momentum lost at resume": Breakage(
-        "strategies/replicated.py",
+        "strategies/kit/named_parameters.py",
         'optimizer.load_state_dict({"state": state, "param_groups": groups})',
         'optimizer.load_state_dict({"state": {}, "param_groups": groups})',
         "f-other-sgd-whole-closure-w3",
     ),
     "resumed one step too early": Breakage(
-        "train/loader.py", "self.current.step + int(self.stepped)", "self.current.step", "f-other-sgd-whole-closure-w3"
+        "data/loader.py", "self.current.step + int(self.stepped)", "self.current.step", "f-other-sgd-whole-closure-w3"
     ),
     "last micro-batch not reduced": Breakage(
-        "strategies/ddp.py", "        if not work.final:\n", "        if True:\n", "g-sgd-micro2 and w2"
+        "strategies/replicated/ddp.py", "        if not work.final:\n", "        if True:\n", "g-sgd-micro2 and w2"
     ),
     "tokens counted on this process only": Breakage(
-        "train/gradients.py",
+        "step/gradients.py",
         "collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)",
         "self._vector(keys)",
         "b-mlm-sgd-whole-loop-w2",
     ),
     "clipping forgotten": Breakage(
-        "train/step.py", "if norm is not None and max_grad_norm is not None:", "if False:", "b-mlm-sgd-whole-loop-w2"
+        "step/step.py", "if norm is not None and max_grad_norm is not None:", "if False:", "b-mlm-sgd-whole-loop-w2"
     ),
     "schedule not moved": Breakage(
-        "train/step.py", "            self.guards.allow(scheduler.step)\n", "            pass\n", "a-sgd and w1"
+        "step/step.py", "            self.guards.allow(scheduler.step)\n", "            pass\n", "a-sgd and w1"
     ),
     "the same noise on every shard": Breakage(
-        "train/collating.py", "request.step, shard, micro)", "request.step)", "yield", "tests/train/test_loader.py"
+        "data/collating.py", "request.step, shard, micro)", "request.step)", "yield", "tests/data/test_loader.py"
     ),
     "the same masks on every shard": Breakage(
-        "train/collating.py",
+        "data/collating.py",
         "np.asarray(part.indices, dtype=np.int64))",
         "np.arange(len(part.indices)))",
         "draws_the_same_however",
-        "tests/train/test_collating.py",
+        "tests/data/test_collating.py",
     ),
     "shards added in the order in which they came": Breakage(
         "comm/tree_sums.py",
@@ -112,7 +112,7 @@ BREAKAGES = {
         "tests/reproducible/test_reproducible.py",
     ),
     "running statistics that go on from shard to shard": Breakage(
-        "train/normalisation.py",
+        "norm/normalisation.py",
         "            buffer.copy_(start)\n",
         "            pass\n",
         "one_hash_on_three or processes_of_their_own",
@@ -126,14 +126,14 @@ BREAKAGES = {
         "tests/strategies/test_shared.py",
     ),
     "what all processes do to their weights is lost": Breakage(
-        "strategies/shared.py",
+        "strategies/replicated/shared.py",
         "        self._follow()  # (3)\n",
         "        self._arena.meetings.wait()\n",
         "does_to_weights",
         "tests/strategies/test_shared.py",
     ),
     "tracked objects not put back": Breakage(
-        "train/state.py",
+        "state/state.py",
         '            self.tracked[name].load_state_dict(self._waiting["tracked"].pop(name))\n',
         "            pass\n",
         "f-exact-sgd-whole-loop-w2",

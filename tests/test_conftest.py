@@ -12,7 +12,7 @@ import pytest
 
 LEAKS = {
     "environment variable": "os.environ['PACELINE_LEAK'] = '1'",
-    "thread": "threading.Thread(target=time.sleep, args=(6,), name='leaky', daemon=True).start()",
+    "thread": "threading.Thread(target=time.sleep, args=(100,), name='leaky', daemon=True).start()",
     "child process": "subprocess.Popen(['sleep', '60'])",
     "listening port": "KEPT.append(socket.create_server(('127.0.0.1', 0)))",
     "signal handler": "signal.signal(signal.SIGTERM, lambda *_: None)",

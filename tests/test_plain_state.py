@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 from paceline import plain_state
 from paceline.errors import CheckpointError
 from paceline.plain_state import Unreadable, decode, decode_saved, encode, read
-from paceline.train.snapshot import on_host
+from paceline.state.snapshot import on_host
 
 Point = collections.namedtuple("Point", "x y")
 NAN_WITH_PAYLOAD = struct.unpack("<d", bytes.fromhex("efbeadde0000f87f"))[0]

@@ -64,10 +64,10 @@ def test_a_wait_for_other_processes_is_told(
     host: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()
-    monkeypatch.setattr(process_group, "HINT_SECONDS", 0.1)
+    monkeypatch.setattr(process_group, "HINT_SECONDS", 0.01)
     world = World(1, 2, 0, 1, 1, 2, "slurm", host, port)
     with pytest.raises(RuntimeError):  # torch's, at its time limit
-        process_group.Rendezvous(world, None, timeout_seconds=2.0).gather("word", 1)
+        process_group.Rendezvous(world, None, timeout_seconds=3.0).gather("word", 1)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("paceline: waiting for")]
     assert lines
     assert f"MASTER_ADDR={host}, MASTER_PORT={port}" in lines[0]
@@ -77,10 +77,10 @@ def test_a_wait_for_other_processes_is_told(
 def test_rank_0_tells_that_it_waits_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(process_group, "HINT_SECONDS", 0.1)
+    monkeypatch.setattr(process_group, "HINT_SECONDS", 0.01)
     world = World(0, 3, 0, 1, 0, 3, "slurm", "127.0.0.1", free_port())
     with pytest.raises(RuntimeError):
-        process_group.Rendezvous(world, None, timeout_seconds=1.0).gather("word", 1)
+        process_group.Rendezvous(world, None, timeout_seconds=3.0).gather("word", 1)
     assert "rank 0 of 3, listens at MASTER_ADDR=127.0.0.1" in capfd.readouterr().err
 
 

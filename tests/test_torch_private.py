@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.data import DataLoader, RandomSampler
 
 import paceline
 from paceline.errors import TorchVersionError
@@ -39,12 +37,6 @@ def test_a_missing_name_is_an_error_with_version_and_remedy(lacking: str) -> Non
         exec(lacking)
     for part in (f"torch {torch.__version__}", "strategy so", "_Absent", f'pip install "torch~={support.NEWEST}.0"'):
         assert part in str(told.value)
-
-
-def test_required_attributes_may_be_declared_or_there() -> None:
-    support.require("layers", nn.Module, "_parameters", "_call_impl")
-    with pytest.raises(TorchVersionError, match=r"torch\.nn\.modules\.linear\.Linear has no '_absent'"):
-        support.require("layers", nn.Linear, "weight", "_absent")
 
 
 def test_the_core_imports_nothing_that_torch_has_not() -> None:
@@ -62,46 +54,6 @@ def test_the_oldest_version_is_what_the_package_asks_for() -> None:
 
 
 # ------------------------------------------------------------ tensors
-
-
-def test_versions_count_writes() -> None:
-    x, grad = torch.zeros(2), None
-    assert (core.version_of(x), core.version_within(grad), core.version_within(x)) == (0, -1, 0)
-    x.add_(1)
-    x[0] = 3
-    assert core.version_of(x) == core.version_within(x) == 2
-
-
-def test_many_tensors_at_once() -> None:
-    a, b = [torch.tensor([3.0, 4.0]), torch.tensor(2.0)], [torch.tensor([1.0, 1.0]), torch.tensor(1.0)]
-    core.foreach_add_(a, b, alpha=2.0)
-    assert [t.tolist() for t in a] == [[5.0, 6.0], 4.0]
-    core.foreach_mul_(a, 2.0)
-    core.foreach_div_(a, 4.0)
-    assert [t.tolist() for t in a] == [[2.5, 3.0], 2.0]
-    core.foreach_copy_(a, b)
-    assert [t.tolist() for t in a] == [[1.0, 1.0], 1.0]
-    core.foreach_mul_(a, torch.tensor(3.0))
-    assert [t.tolist() for t in a] == [[3.0, 3.0], 3.0]
-    norms = core.foreach_norm([torch.tensor([3.0, 4.0], dtype=torch.bfloat16)], 2, dtype=torch.float64)
-    assert [(n.item(), n.dtype) for n in norms] == [(5.0, torch.float64)]
-
-
-@pytest.mark.parametrize(("bad", "flagged"), [(1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)])
-def test_what_is_not_finite_is_flagged_and_the_rest_is_scaled(bad: float, flagged: float) -> None:
-    gradients, flag = [torch.tensor([2.0, 4.0]), torch.tensor([bad])], torch.zeros(1)
-    core.unscale_and_flag_(gradients, flag, torch.tensor(0.5))
-    assert (flag.item(), gradients[0].tolist()) == (flagged, [1.0, 2.0])
-
-
-def test_flat_tensors_and_their_parts() -> None:
-    tensors = [torch.arange(6.0).reshape(2, 3), torch.empty(0, 2), torch.tensor(7.0)]
-    flat = core.flatten_dense(tensors)
-    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
-    parts = core.unflatten_dense(flat, tensors)
-    assert all(torch.equal(part, tensor) for part, tensor in zip(parts, tensors, strict=True))
-    parts[0].zero_()
-    assert flat[:6].eq(0).all(), "parts are views"
 
 
 def test_how_many_hold_a_tensor() -> None:
@@ -166,21 +118,6 @@ def test_no_function_mode_is_asked_where_all_are_off() -> None:
     assert core.current_function_mode() is None
 
 
-def test_nested_arguments() -> None:
-    nested = ({"a": [torch.ones(1), 2]}, 3)
-    leaves, tree = core.tree_flatten(nested)
-    assert leaves[1:] == [2, 3]
-    assert core.tree_unflatten([1, 2, 3], tree) == ({"a": [1, 2]}, 3)
-    assert core.tree_map_only(int, str, ([1, 2.0],)) == (["1", 2.0],)
-
-
-def test_fake_tensors_find_the_form_of_a_result() -> None:
-    with core.FakeTensorMode(allow_non_fake_inputs=True):
-        found = nn.functional.linear(torch.empty(5, 3), torch.empty(7, 3))
-    assert isinstance(found, core.FakeTensor)
-    assert tuple(found.shape) == (5, 7)
-
-
 def test_hooks_of_tensors() -> None:
     p = nn.Parameter(torch.ones(1))
     assert [getattr(p, name) for name in core.TENSOR_HOOKS] == [None, None]
@@ -216,17 +153,6 @@ def test_nodes_are_numbered_as_they_are_made() -> None:
     assert core.node_number(y.grad_fn) == first < between == core.node_number(z.grad_fn)
 
 
-def test_sequences_are_packed_by_functions_that_can_be_replaced() -> None:
-    called = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (core.PACK, core.UNPACK):
-            own = getattr(core.SEQUENCES, name)
-            patch.setattr(core.SEQUENCES, name, lambda *args, own=own, name=name: called.append(name) or own(*args))
-        packed = pack_padded_sequence(torch.ones(2, 3, 4), torch.tensor([3, 1]), batch_first=True)
-        assert pad_packed_sequence(packed)[0].shape == (3, 2, 4)
-    assert called == [core.PACK, core.UNPACK]
-
-
 def test_a_node_knows_the_shape_of_its_outputs() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     parts = (x * 2).split([1, 2], 1)
@@ -236,20 +162,6 @@ def test_a_node_knows_the_shape_of_its_outputs() -> None:
     assert core.saved_factor_shape((x * torch.ones(3)).grad_fn) == (3,)
     assert core.saved_factor_shape((x / 2).grad_fn) == ()
     assert core.saved_factor_shape(x.exp().grad_fn) is None
-
-
-def test_a_profiler_is_seen() -> None:
-    assert not core.profiling()
-    with torch.profiler.profile():
-        assert core.profiling()
-    assert not core.profiling()
-
-
-def test_transforms_are_seen() -> None:
-    found = []
-    assert not core.transforms_active()
-    torch.func.vmap(lambda x: found.append(core.transforms_active()) or x)(torch.ones(2))
-    assert found == [True]
 
 
 def test_operators_tell_name_arguments_and_kind() -> None:
@@ -269,50 +181,7 @@ def test_operators_tell_name_arguments_and_kind() -> None:
     assert core.is_composite(torch.ops.aten.dropout.default)
 
 
-def test_functions_that_are_not_pythons_say_so() -> None:
-    assert torch.conv2d.__module__ is None or nn.functional.conv2d.__module__.startswith(("torch", core.BUILTIN_MODULE))
-    assert nn.functional.gelu.__module__.startswith(core.BUILTIN_MODULE)
-
-
 # ------------------------------------------------------------ modules and optimizers
-
-
-def test_bases_of_layers() -> None:
-    assert issubclass(nn.BatchNorm2d, core.BatchNormBase)
-    assert issubclass(nn.SyncBatchNorm, core.BatchNormBase)
-    assert issubclass(nn.InstanceNorm1d, core.InstanceNormBase)
-    assert issubclass(nn.InstanceNorm1d, core.NormBase)
-    assert issubclass(nn.BatchNorm2d, core.NormBase)
-    assert issubclass(nn.Dropout2d, core.DropoutBase)
-    assert not issubclass(nn.LayerNorm, core.NormBase)
-
-
-def test_a_modules_own_dictionaries() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
-    norm, linear = module
-    norm.register_buffer("passing", torch.ones(1), persistent=False)
-    assert core.children_of(module) == {"0": norm, "1": linear}
-    assert core.parameters_of(linear) == {"weight": linear.weight, "bias": None}
-    assert set(core.buffers_of(norm)) == {"running_mean", "running_var", "num_batches_tracked", "passing"}
-    assert core.unsaved_buffers(norm) == {"passing"}
-    new = nn.Parameter(torch.ones(2, 2))
-    core.parameters_of(linear)["weight"] = new
-    assert linear.weight is new
-    core.replace_parameters(linear, {"weight": torch.full((2, 2), 2.0), "bias": None})
-    assert linear(torch.ones(2)).tolist() == [4.0, 4.0]
-    assert getattr(module.state_dict(), core.METADATA)["0"]["version"] == 2
-
-
-def test_hooks_of_modules() -> None:
-    module = nn.Linear(1, 1)
-    assert not any(getattr(module, name) for name in core.MODULE_HOOKS)
-    hook = module.register_forward_pre_hook(lambda m, args: None)
-    module.register_forward_hook(lambda m, args, output: None)
-    module.register_full_backward_hook(lambda m, given, made: None)
-    module.register_full_backward_pre_hook(lambda m, made: None)
-    assert [len(getattr(module, name)) for name in core.MODULE_HOOKS] == [1, 1, 1, 1]
-    assert list(core.forward_pre_hooks(module)) == [hook.id]
-    assert len(core.backward_hooks(module)) == 1
 
 
 def test_calls_of_one_module_can_be_caught() -> None:
@@ -323,21 +192,6 @@ def test_calls_of_one_module_can_be_caught() -> None:
     assert core.compiled_call(module) is not None
     assert module(torch.ones(1)).item() == 6.0, "neither forward nor hooks run"
     assert core.plain_call(module)(torch.ones(1)).item() == 0.0, "forward and hooks run"
-
-
-def test_what_a_convolution_computes_with_another_bias() -> None:
-    x = torch.randn(2, 3, 6, 6)
-    for layer in (nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")):
-        other = torch.randn(4)
-        found = core.conv_forward(layer)(x, layer.weight, other)
-        assert torch.allclose(found, layer(x) - layer.bias[:, None, None] + other[:, None, None], atol=1e-6)
-    transposed = nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1)
-    shape = transposed.stride, transposed.padding, transposed.kernel_size, 2, transposed.dilation
-    assert tuple(core.output_padding(transposed)(x, None, *shape)) == (1, 1)
-
-
-def test_dimensions_of_one_example() -> None:
-    assert [core.unbatched_dims(norm) for norm in (nn.InstanceNorm1d(2), nn.InstanceNorm3d(2))] == [2, 4]
 
 
 def test_what_torch_compile_wraps() -> None:
@@ -354,28 +208,6 @@ def test_what_torch_compile_wraps() -> None:
     core.compile_module(other)
     assert core.compiled_call(other) is not None
     assert torch.equal(model(torch.ones(1)), core.plain_call(model)(torch.ones(1)))
-
-
-def test_hooks_of_optimizers() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    register = [
-        optimizer.register_step_pre_hook, optimizer.register_step_post_hook,
-        optimizer.register_state_dict_pre_hook, optimizer.register_state_dict_post_hook,
-        optimizer.register_load_state_dict_pre_hook, optimizer.register_load_state_dict_post_hook,
-    ]  # fmt: skip
-    for name, put in zip(core.OPTIMIZER_HOOKS, register, strict=True):
-        assert len(getattr(optimizer, name)) == 0
-        put(lambda *_: None)
-        assert len(getattr(optimizer, name)) == 1, name
-    assert (len(core.step_pre_hooks(optimizer)), len(core.step_post_hooks(optimizer))) == (1, 1)
-
-
-def test_a_schedule_takes_a_marked_optimizer_for_stepped(recwarn: pytest.WarningsRecorder) -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    core.mark_stepped(optimizer)
-    schedule.step()
-    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
 # ------------------------------------------------------------ processes
@@ -488,15 +320,6 @@ def test_torchs_rendezvous_is_led_to_the_launchers_door(monkeypatch: pytest.Monk
     for method in ("env://", "tcp://n0:77", "tcp://n0:78"):
         next(theirs.rendezvous(method, 0, 1))
     assert made == [("127.0.0.1", 88), ("127.0.0.1", 88), ("n0", 78)]
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)
@@ -654,15 +477,6 @@ def test_dtensors_placements_rules_and_random_numbers() -> None:
     assert asked == [(op, 0.25) for op in private.ATTENTION]
 
 
-def test_an_argument_of_a_schedule_that_is_not_cut() -> None:
-    from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-
-    from paceline.torch_private.schedules import NOT_CUT
-
-    args, _ = split_args_kwargs_into_chunks((torch.zeros(0, 3),), {}, 1, (NOT_CUT,), {})
-    assert [tuple(x.shape) for (x,) in args] == [(0, 3)]
-
-
 # ------------------------------------------------------------ what the doctor watches
 
 
@@ -677,68 +491,6 @@ def test_ddp_and_fsdp_have_the_methods_that_the_doctor_stands_around() -> None:
     exporting = [name for name in observed.FSDP_EXPORTS if getattr(sys.modules.get(name), "fully_shard", None)]
     assert "torch.distributed.fsdp" in exporting
     assert all(sys.modules[name].fully_shard is function for name in exporting)
-
-
-def test_ddp_measures_itself_and_groups_are_found() -> None:
-    with one_process():
-        ddp = DistributedDataParallel(nn.Linear(1, 1))
-        assert observed.measured_by_ddp(ddp)["world_size"] == 1
-        world = dist.group.WORLD
-        assert world is not None
-        for given in (world, world.group_name, [0]):
-            assert observed.group_of(given, "").size() == 1
-        assert callable(observed.FUNCTIONAL_COLLECTIVES.all_reduce)
-        del ddp, world
-
-
-def test_is_root_is_an_answer_of_any_state() -> None:
-    assert not observed.is_root(object())
-
-
-def test_data_loaders() -> None:
-    loader = DataLoader(range(4), batch_size=2)  # type: ignore[arg-type]
-    assert observed.persistent_iterator(loader) is None
-    iterator = iter(loader)
-    assert isinstance(iterator, observed.LoaderIterator)
-    assert observed.dataset_of(iterator) == range(4)
-    assert getattr(iterator, observed.NEXT_INDEX)() == [0, 1]
-    assert callable(getattr(observed.LOADER_WORKERS, observed.WORKER_MAIN))
-    assert not observed.has_number_of_samples(RandomSampler(range(4)))
-    assert observed.has_number_of_samples(RandomSampler(range(4), num_samples=2))
-
-
-def test_what_nodes_have_kept() -> None:
-    x, target = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, -100])
-    mean = nn.functional.cross_entropy(x, target, weight=torch.tensor([1.0, 2.0, 4.0]))
-    assert observed.saved(mean.grad_fn, "reduction") == 1
-    assert observed.saved(mean.grad_fn, "total_weight").item() == 7.0
-    assert torch.equal(observed.saved(mean.grad_fn, "target"), target)
-    assert observed.saved((mean / 3).grad_fn, "other").item() == 3.0
-    assert observed.saved((2 * mean).grad_fn, "other", observed.saved((2 * mean).grad_fn, "self")) is not None
-    assert tuple(observed.saved(x.sum().grad_fn, "self_sym_sizes")) == (4, 3)
-    assert observed.saved(mean.grad_fn, "nothing", 5) == 5
-
-
-def test_loss_scales() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    p = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    assert observed.scale_of(scaler) is None
-    scaler.scale(p.sum()).backward()
-    assert observed.scale_of(scaler) == 8.0
-    assert not observed.unscaled(scaler, {id(optimizer)})
-    scaler.unscale_(optimizer)
-    assert observed.unscaled(scaler, {id(optimizer)})
-    assert not observed.unscaled(scaler, {None})
-    assert observed.scale_of(torch.amp.GradScaler("cpu", enabled=False)) is None
-
-
-def test_sequences_of_schedules() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[7])
-    assert observed.parts_of_schedule(sequence) == (parts, 7)
-    assert observed.parts_of_schedule(parts[0]) == ([], 0)
 
 
 # ------------------------------------------------------------ methods of torch's that our classes override
@@ -770,15 +522,6 @@ def test_our_classes_override_no_other_private_method_of_torchs() -> None:
             over = {name for name in private - known if any(name in vars(base) for base in torchs)}
             assert not over, f"{cls}: {over}"
     assert checked > 10
-
-
-def test_a_feeding_layer_pickles_as_torchs_own() -> None:
-    """copyreg's private function, which is Python's: it makes objects of a class without calling it."""
-    from paceline.train import biases
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    biases.convert(model)
-    assert type(pickle.loads(pickle.dumps(model))[0]) is nn.Linear
 
 
 # ------------------------------------------------------------ the flight recorder
@@ -842,25 +585,6 @@ def test_the_calls_of_nccl_and_those_of_gloo_have_numbers_of_their_own(monkeypat
         assert [str(call) for call in of_nccl.ended] == ["_all_gather_base of float16 [8]"]
         assert of_gloo.under_way is None
         assert [call.numbered for call in of_gloo.ended] == ["call 1, barrier"]
-
-
-def test_calls_that_are_not_the_same_on_two_ranks() -> None:
-    call = flight_recorder.Call
-    first = call(7, "all_reduce", "float32 [4]", False)
-    assert first.matches(call(7, "all_reduce", "float32 [4]", False))
-    assert not first.matches(call(7, "all_reduce", "float32 [5]", False))
-    assert not first.matches(call(7, "broadcast", "float32 [4]", False))
-    assert first.matches(call(8, "broadcast", "float32 [4]", False))
-    # only the root of a gather has a list, and its ranks may have rows of their own
-    assert call(7, "all_to_all", "float32 [4]", False).matches(call(7, "all_to_all", "float32 [9]", False))
-    assert call(7, "send 0->1", "float32 [4]", True).matches(call(7, "recv 0<-1", "float32 [4]", True))
-
-
-def test_of_many_tensors_three_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {name: [1] for name in ("Float", "Double", "Half", "Long", "Novel")}
-    call = entry(0, "gloo:coalesced", 1, retired=False, **given)
-    (group,) = recorded(monkeypatch, _dump_fr_trace_json=[call])
-    assert str(group.under_way) == "coalesced of float32 [1], float64 [1], float16 [1] and 2 more"
 
 
 def test_a_recorder_that_tells_otherwise_ends_no_thread(tmp_path: Path) -> None:

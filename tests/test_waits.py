@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 PAGE = (ROOT / "docs/architecture.md").read_text()
-PARTS = ("train", "comm", "strategies", "monitor")
+PARTS = ("data", "step", "norm", "state", "metrics", "comm", "strategies", "monitor", "fitting/memory_trial.py")
 METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 
 ON_THE_HOST = {
@@ -30,8 +30,8 @@ ON_THE_HOST = {
     "Neighbours._rows": "takes tensors on the CPU alone",
     "PeriodicAveraging.average": "counts that an optimizer keeps as numbers; it made the tensor",
     "PeriodicAveraging.setup": "its own method, which averages weights",
-    "Stepper.synchronize": "the strategy's method, which averages weights",
-    "Stepper.on_yield": "the stepper's method, which averages weights",
+    "Updates.synchronize": "the strategy's method, which averages weights",
+    "BatchPlan._requests": "indices in an array of NumPy's",
     "AveragedWeights.in_model": "the strategy's method, which averages weights",
     "AveragedWeights.write": "the strategy's method, which averages weights",
     "TreeSums.gradients": "which gradients there are, which it made",
@@ -61,6 +61,7 @@ def reads(node: ast.AST, within: str = "") -> Iterator[str]:
 def places() -> list[tuple[str, Path]]:
     """(function, file) for each function that reads a tensor."""
     files = [path for part in PARTS for path in (SOURCE / part).rglob("*.py")]
+    files.append(SOURCE / "fitting" / "memory_trial.py")
     return [(name, path) for path in files for name in set(reads(ast.parse(path.read_text())))]
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from benchmarks.gpu.check import Place, Steps, check
 from torch import Tensor, nn
 
-from paceline.train.zero_rows import ZERO_ROWS
+from paceline.data.zero_rows import ZERO_ROWS
 
 Case = tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]
 """(a module, the inputs of a batch of so many rows)."""
@@ -263,7 +263,7 @@ def batches_of_no_rows(place: Place) -> Steps:
 
 REFUSED = frozenset(("InstanceNorm2d", "rfft", "ctc_loss", "packed GRU", "PixelShuffle"))
 """The functions that torch refuses over no rows, most on CPUs too. Where a model uses one, a shard without examples
-ends in an error that names it (`paceline.train.messages.empty_message`)."""
+ends in an error that names it (`paceline.step.messages.empty_message`)."""
 
 
 def _told(module: nn.Module, inputs: Callable[[int], tuple[Tensor, ...]], place: Place, dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.train.loader import Loader
+from paceline.data.loader import Loader
 
 
 @torch.no_grad()

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from paceline.launching import launch
     from paceline.run import Run
     from paceline.session import start
-    from paceline.train.learning_rate import scale_lr, warmup
-    from paceline.train.loss import Total
+    from paceline.step.learning_rate import scale_lr, warmup
+    from paceline.step.loss import Total
     from paceline.world import World
 
     __version__: str
@@ -76,7 +76,7 @@ _HOME = {
     "PerEpoch": "paceline.fitting.fit_plan",
     "Profiler": "paceline.fitting.profiler",
     "Run": "paceline.run",
-    "Total": "paceline.train.loss",
+    "Total": "paceline.step.loss",
     "World": "paceline.world",
     "evaluate": "paceline.fitting.evaluate",
     "find_micro_batch": "paceline.fitting.micro_batch_finder",
@@ -84,11 +84,11 @@ _HOME = {
     "launch": "paceline.launching",
     "lr_find": "paceline.fitting.lr_finder",
     "predict": "paceline.fitting.evaluate",
-    "scale_lr": "paceline.train.learning_rate",
+    "scale_lr": "paceline.step.learning_rate",
     "start": "paceline.session",
     "strategy": "paceline.config",
     "summary": "paceline.fitting.model_summary",
-    "warmup": "paceline.train.learning_rate",
+    "warmup": "paceline.step.learning_rate",
 }
 
 

@@ -21,10 +21,10 @@ from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
 from paceline.run import Run
+from paceline.step.excepthook import explain_uncaught
 from paceline.strategies import alone
 from paceline.strategies import on_cpu as on_cpu_of
 from paceline.timeline.worker.tracer import Tracer
-from paceline.train.excepthook import explain_uncaught
 from paceline.trials.spec import TrialSpec
 from paceline.verify.worker.recorder import Recorder
 from paceline.world import World
@@ -146,11 +146,13 @@ def start(
         settings = replace(settings, strategy=strategy)
         if line:
             print(f"paceline: {line}", file=sys.stderr)
-    run = Run(world, settings, where)
+    run = Run(world, settings, where, trial=spec is not None)
     if spec is not None:
-        (Probe if spec.reference is None else Recorder)(run, spec)
+        tool = Probe if spec.reference is None else Recorder
+        run.observe(lambda run, parts: tool(run, parts, spec))
     if settings.trace is not None:
-        Tracer(run, settings.trace)
+        path = settings.trace
+        run.observe(lambda run, parts: Tracer(run, parts, path))
     _open.append(run)
     return run
 

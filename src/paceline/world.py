@@ -46,16 +46,16 @@ FAILING = ".failing"
 DONE = ".done"  # after LEFT: all exit functions of Python's have run too
 BEAT = ".beat"  # how many batches the rank has taken: eight bytes, little-endian, written in place
 TRACE = ".trace"  # the file to which the rank's run is traced: an absolute path
-KEEPS = ".keeps"  # the rank would hand its state on if another died (train/newest_state.py); WRITING: it does so now
+KEEPS = ".keeps"  # the rank would hand its state on if another died (state/newest_state.py); WRITING: it does so now
 SAVES = ".saves"  # asked to stop, the rank would save a checkpoint, from which the script goes on when started again
 CLOSED = ".closed"  # in place of SAVES: the run has ended, well or not, and soon the rank does
 WRITES = ".writes"  # a thread of the rank writes a checkpoint, of the step that is the content
 SAVED = ".saved"  # the rank was asked to stop, has saved a checkpoint and ended; its path, and how to go on from it
-# A file of one byte, which the ranks of a machine read and its launcher writes (train/preemption.py).
+# A file of one byte, which the ranks of a machine read and its launcher writes (state/preemption.py).
 STOP_FILE = "PACELINE_STOP_FILE"
 # A folder of a machine in which its ranks leave their state for the next start, when another has died.
 HANDOVER = "PACELINE_HANDOVER"
-# A folder in the memory of this machine, for the checkpoints of train/memory_checkpoints.py; and the steps from one to
+# A folder in the memory of this machine, for the checkpoints of state/memory_checkpoints.py; and the steps from one to
 # the next. Both are set, or none.
 MEMORY, MEMORY_EVERY = "PACELINE_MEMORY", "PACELINE_MEMORY_EVERY"
 # Set where the launcher may start the ranks again: after a failure, or with machines that come.

@@ -14,8 +14,7 @@ A machine is here a launcher with its ranks; the machines meet on loopback. It h
   of their norm,
 - no process, no folder for temporary files and nothing in /dev/shm is left.
 
-Beside it the same kills of the same job as people write it for torchrun (by_hand.py), and for torchft
-(by_hand_torchft.py), where that is installed: `--ways` names these.
+Beside it the same kills of the same job as people write it for torchrun (by_hand.py): `--ways` names it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +40,7 @@ import psutil
 import torch
 from benchmarks.gpu.__main__ import machine
 from safetensors.torch import load_file
-from tests.chaos.job import EPOCHS, EXAMPLES, STEP_SECONDS, STEPS
-from tests.chaos.replicas import Replicas, uses_lost, uses_of_examples
+from tests.chaos.job import STEP_SECONDS, STEPS
 from tests.ports import free_port
 
 from paceline.world import MEMORY as MEMORY_FOLDER
@@ -76,12 +73,7 @@ WAYS: dict[str, tuple[str, bool, bool]] = {
 Of KEPT and MEMORY ranks alone are killed, one at a time, and the launcher starts them again: who lives hands on, or the
 memory holds a checkpoint of every second step, and the disk none."""
 TORCHRUN = "torchrun, DDP, torch.save"
-TORCHFT = "torchft, DDP"
-TORCHFT_WAITS = "torchft, DDP, waiting for all"
-OF_TORCHFT = (TORCHFT, TORCHFT_WAITS)
-OTHERS = (TORCHRUN, *OF_TORCHFT)
-"""What paceline is compared with. Of OF_TORCHFT ranks are killed as of KEPT. Under TORCHFT those that live go on alone,
-under TORCHFT_WAITS they wait until the one that was killed is back."""
+"""What paceline is compared with."""
 
 
 @dataclass
@@ -89,7 +81,7 @@ class Case:
     """What became of one training.
 
     Attributes:
-        way: of WAYS, or of OTHERS.
+        way: of WAYS, or TORCHRUN.
         number: the seed of its draws.
         kills: what was killed: "rank", "ranks", "launcher"; of MACHINES "rank", "machine", "keeper", the last being the
             machine whose launcher keeps the rendezvous.
@@ -97,7 +89,6 @@ class Case:
         seconds: of all starts.
         wrong: what was not as it must be; empty: nothing.
         lost: of KEPT and MEMORY, at each start after the first, the steps that a rank had made and that it makes again.
-        uses: of OF_TORCHFT, how many uses of an example are missing, and how many are too many.
     """
 
     way: str
@@ -107,7 +98,6 @@ class Case:
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
-    uses: list[int] = field(default_factory=list)
 
 
 class Folder:
@@ -326,42 +316,6 @@ def on_machines(folder: Folder, case: Case, draw: random.Random) -> str:
     return out
 
 
-def least_of(way: str, count: int) -> int:
-    """How many replicas of `count` a step takes, under one of OF_TORCHFT."""
-    return count if way == TORCHFT_WAITS else 1
-
-
-def on_torchft(folder: Folder, case: Case, draw: random.Random, undisturbed: Undisturbed) -> None:
-    """A training of OF_TORCHFT, of which replicas are killed one at a time, and what is wrong with it."""
-    count = draw.choice([2, 4])
-    theirs = undisturbed.of_replicas(case.way, count)
-    case.processes.append(count)
-    replicas = Replicas(folder.path, folder.start, count, least_of(case.way, count))
-    for number in range(MOST_KILLS):
-        if number and draw.random() > 0.6:
-            break
-        wait, victim, began = draw.random() * STEPS * STEP_SECONDS, draw.randrange(count), time.monotonic()
-        while not (folder.path / "began").exists() and time.monotonic() < began + DEADLINE_SECONDS:
-            time.sleep(0.02)
-        time.sleep(wait)
-        if list(folder.path.glob("end-*")):
-            break
-        replicas.kill(victim)
-        case.kills.append("rank")
-        (folder.path / "began").unlink(missing_ok=True)  # who lives makes it anew
-    end = replicas.wait(DEADLINE_SECONDS)
-    folder.end_all()
-    if end is None:
-        case.wrong.append("start 1 hung")
-        return
-    uses = uses_of_examples(folder.path)
-    case.uses = list(uses)
-    if any(uses):
-        case.wrong.append(f"of {EXAMPLES * EPOCHS} uses of an example {uses.missing} missing, {uses.extra} too many")
-    if gap := difference(load_file(end), theirs):
-        case.wrong.append(gap)
-
-
 def wait_and_choose(folder: Folder, machines: Machines, what: str, draw: random.Random) -> subprocess.Popen[str] | None:
     """The launcher of the machine that is to go, or one of whose ranks is to, at a random moment of the training; None:
     it has ended."""
@@ -419,25 +373,11 @@ class Undisturbed:
                 self._known[way, processes] = found, load_file(weights) if weights.exists() else {}
         return self._known[way, processes]
 
-    def of_replicas(self, way: str, count: int) -> dict[str, torch.Tensor]:
-        """The weights of a training of OF_TORCHFT."""
-        if (way, count) not in self._known:
-            with tempfile.TemporaryDirectory() as path:
-                folder = Folder(Path(path), "undisturbed", False)
-                replicas = Replicas(folder.path, folder.start, count, least_of(way, count))
-                end = replicas.wait(DEADLINE_SECONDS)
-                folder.end_all()
-                assert end is not None, f"{way} on {count} processes does not train"
-                uses = uses_of_examples(folder.path)
-                assert not any(uses), f"{way} on {count} processes, which nobody disturbed: {uses}"
-                self._known[way, count] = {}, load_file(end)
-        return self._known[way, count][1]
-
 
 def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = False) -> Case:
     case, draw = Case(way, number), random.Random(number)
-    varies = way not in OTHERS and WAYS[way][1]
-    sizes = [1, 2, 4] if way not in OTHERS and WAYS[way][2] else [1, 2, 3, 4]
+    varies = way != TORCHRUN and WAYS[way][1]
+    sizes = [1, 2, 4] if way != TORCHRUN and WAYS[way][2] else [1, 2, 3, 4]
     if way.startswith("fsdp"):  # it needs two
         sizes.remove(1)
     first = draw.choice([2, 4] if way == TORCHRUN else [size for size in sizes if size > 1])
@@ -445,9 +385,6 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
     began = time.monotonic()
     folder = Folder(path, f"{way}-{number}", shown)
     try:
-        if way in OF_TORCHFT:
-            on_torchft(folder, case, draw, undisturbed)
-            return case
         out = on_machines(folder, case, draw) if way == MACHINES else None
         for attempt in range(MOST_KILLS + 1 if way != MACHINES else 0):
             processes = draw.choice(sizes) if varies and attempt else first
@@ -516,9 +453,11 @@ def save(path: Path, cases: list[dict[str, Any]], command: str) -> None:
 
 
 def counts(cases: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Of each way: trainings, kills, those that had to be started again, and those that ended as if undisturbed."""
+    """Of each way: trainings, kills, those that had to be started again, and those that ended as if undisturbed.
+
+    Ways that only the results have, such as torchft, come last."""
     found: dict[str, dict[str, int]] = {}
-    for way in [*WAYS, *OTHERS]:
+    for way in dict.fromkeys([*WAYS, TORCHRUN, *(case["way"] for case in cases)]):
         own = [case for case in cases if case["way"] == way]
         found[way] = {
             "trainings": len(own),
@@ -541,7 +480,7 @@ def table(cases: list[dict[str, Any]]) -> str:
         killed = ", ".join(f"{kills[kind]} of {NAMED.get(kind, kind)}" for kind in sorted(kills))
         hung = sum(any("hung" in text for text in case["wrong"]) for case in own)
         left = sum(any("is left" in text for text in case["wrong"]) for case in own)
-        looked = str(left) if way not in OTHERS else "not looked at"
+        looked = str(left) if way in WAYS else "not looked at"
         begun = f"| {way} | {count['trainings']} | {count['kills']}: {killed} | {count['again']} | {count['good']} |"
         rows.append(f"{begun} {hung} | {looked} |")
     return "\n".join(rows)
@@ -561,20 +500,11 @@ def steps_made_again(cases: list[dict[str, Any]], way: str = KEPT) -> str:
     )
 
 
-def can_run(ways: list[str]) -> list[str]:
-    """The ways without those whose package is not installed, which it tells."""
-    left_out = [way for way in ways if way in OF_TORCHFT and find_spec("torchft") is None]
-    if left_out:
-        names = " and ".join(f'"{way}"' for way in left_out)
-        print(f"{names} left out: torchft is not installed. pip install torchft-nightly", file=sys.stderr)
-    return [way for way in ways if way not in left_out]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=30, help="how many, dealt out over the ways in turn")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *OTHERS], default=[*WAYS], metavar="WAY")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, TORCHRUN], default=[*WAYS], metavar="WAY")
     parser.add_argument("--case", metavar="WAY-NUMBER", help="this case alone, with what its processes say")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the results are added here")
     parser.add_argument("--page", action="store_true", help="run nothing; print the table of the results")
@@ -584,19 +514,14 @@ def main() -> int:
     if options.page:
         cases = load(options.json)
         print(table(cases), steps_made_again(cases), steps_made_again(cases, MEMORY), sep="\n\n")
-        print("", *(f"{way}: {uses_lost(cases, way)}\n" for way in OF_TORCHFT), sep="\n")
         return 0
     undisturbed = Undisturbed()
     if options.case:
         way, _, number = options.case.rpartition("-")
-        if not can_run([way]):
-            return 2
         case = run_case(way, int(number), undisturbed, shown=True)
         print(json.dumps(asdict(case), indent=1))
         return int(bool(case.wrong))
-    ways = can_run(options.ways)
-    if not ways:
-        return 2
+    ways = options.ways
     cases, bad = load(options.json), 0
     done = {(case["way"], case["number"]) for case in cases}
     for index in range(options.cases):
@@ -604,7 +529,7 @@ def main() -> int:
         if (way, number) in done:
             continue
         case = run_case(way, number, undisturbed)
-        bad += bool(case.wrong) and way not in OTHERS
+        bad += bool(case.wrong) and way != TORCHRUN
         cases.append(asdict(case))
         save(options.json, cases, f"python -m tests.chaos --cases {options.cases} --seed {options.seed}")
         word = "; ".join(case.wrong) or "as if undisturbed"

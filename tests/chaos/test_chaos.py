@@ -12,20 +12,15 @@ from safetensors.torch import save_file
 from tests.chaos import __main__ as chaos
 from tests.chaos.__main__ import (
     KEPT,
-    OF_TORCHFT,
-    TORCHFT,
     TORCHRUN,
     WAYS,
     Case,
     Undisturbed,
-    can_run,
     judge,
     steps_lost,
     steps_made_again,
     table,
 )
-from tests.chaos.job import EPOCHS, EXAMPLES, GLOBAL_BATCH, STEPS
-from tests.chaos.replicas import uses_lost, uses_of_examples
 
 
 class Known(Undisturbed):
@@ -80,72 +75,7 @@ def test_steps_that_are_made_again_are_counted(tmp_path: Path) -> None:
     )
 
 
-def ledgers() -> list[list[list[Any]]]:
-    """Of two replicas of torchft that nobody disturbed: each uses its half of the examples once in each epoch."""
-    half = GLOBAL_BATCH // 2
-    ledger: list[list[list[Any]]] = [[], []]
-    for step in range(STEPS):
-        first = step * GLOBAL_BATCH % EXAMPLES
-        for replica in range(2):
-            numbers = list(range(first + replica * half, first + (replica + 1) * half))
-            ledger[replica] += [["offers", 1, step, numbers], ["commits", 1, step]]
-    return ledger
-
-
-def write(path: Path, ledger: list[list[list[Any]]]) -> Path:
-    for replica, entries in enumerate(ledger):
-        (path / f"ledger-{replica}").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return path
-
-
-def test_the_uses_of_examples_are_counted_by_what_was_committed(tmp_path: Path) -> None:
-    assert uses_of_examples(write(tmp_path, ledgers())) == (0, 0)
-    # A replica is killed after its gradients were taken and before it could note that: the other has committed them.
-    cut = ledgers()
-    cut[1].pop()
-    assert uses_of_examples(write(tmp_path, cut)) == (0, 0)
-    # Nobody commits the last step, and the one that lives makes it again in the next quorum, with other examples.
-    for entries in cut:
-        entries[:] = [entry for entry in entries if entry[2] < STEPS - 1 or entry[0] == "offers"]
-    cut[0] += [["offers", 2, STEPS - 1, [0, 1, 2, 3]], ["commits", 2, STEPS - 1]]
-    assert uses_of_examples(write(tmp_path, cut)) == (GLOBAL_BATCH, 4)
-
-
-def test_a_step_of_torchft_made_again_from_a_checkpoint_counts_once(tmp_path: Path) -> None:
-    again = ledgers()
-    again[0] += [["offers", 2, STEPS - 1, list(range(EXAMPLES - GLOBAL_BATCH, EXAMPLES))], ["commits", 2, STEPS - 1]]
-    assert uses_of_examples(write(tmp_path, again)) == (0, 0)
-
-
-def test_what_torchft_lost_is_told_of_trainings_in_which_something_was_killed() -> None:
-    hit = [{"way": TORCHFT, "kills": ["rank"], "uses": uses} for uses in ([0, 0], [150, 2], [8, 4])]
-    spared: list[dict[str, Any]] = [
-        {"way": TORCHFT, "kills": [], "uses": [0, 0]},
-        {"way": TORCHFT, "kills": ["rank"], "uses": []},  # it hung
-        {"way": TORCHRUN, "kills": ["rank"]},
-    ]
-    assert uses_lost([*hit, *spared], TORCHFT) == (
-        f"Of 3 such trainings 1 used each example {EPOCHS} times. Of {EXAMPLES * EPOCHS} uses 0 to 150 were missing, 8 "
-        "in the median, and 0 to 4 were too many, 2 in the median."
-    )
-
-
-def test_without_torchft_its_rows_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(chaos, "find_spec", lambda name: None)
-    assert can_run(["ddp", TORCHFT]) == ["ddp"]
-    assert capsys.readouterr().err == f'"{TORCHFT}" left out: torchft is not installed. pip install torchft-nightly\n'
-    assert can_run([*OF_TORCHFT]) == []
-    monkeypatch.setattr(chaos, "find_spec", lambda name: object())
-    assert can_run(["ddp", *OF_TORCHFT]) == ["ddp", *OF_TORCHFT]
-
-
 def test_the_table_of_the_docs_is_that_of_the_results() -> None:
     page = (chaos.ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     assert steps_made_again(json.loads(chaos.RESULTS.read_text())["cases"]) in page, "run python -m tests.chaos --page"
     assert table(json.loads(chaos.RESULTS.read_text())["cases"]) in page, "run python -m tests.chaos --page"
-    for way in OF_TORCHFT:
-        assert uses_lost(json.loads(chaos.RESULTS.read_text())["cases"], way) in page, (
-            "run python -m tests.chaos --page"
-        )

@@ -17,7 +17,7 @@ import paceline
 from paceline.comm import mesh, neighbours, replicas, transport
 from paceline.comm.mesh import ALONE, Mesh, forget
 from paceline.comm.replicas import OneReplica, ProcessReplicas
-from paceline.train.batchnorm import convert
+from paceline.norm.batchnorm import convert
 
 
 @contextlib.contextmanager

@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ from tests.corpus.truth import SECOND, fault_lines, fault_of, scripts
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
 DEADLINE = {"verify": 240, "doctor": 90}  # seconds for one run
+OF_AN_ANSWER = (
+    "code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes",
+)  # fmt: skip
+OF_A_FINDING = ("cause", "changes_model", "kind", "file", "line", "beside", "title", "evidence")
 Result = dict[str, Any]
 
 
@@ -61,8 +67,50 @@ def run_verify(script: Path) -> Result:
             document = decide(Forked(options, PROCESSES, folder, int)).document()
         except PacelineError as error:
             return {"code": 2, "text": f"{type(error).__name__}: {error}", "cause": None}
-    keep = ("code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes")
-    return {key: plain(document[key]) for key in keep if document.get(key) is not None}
+    return {key: plain(document[key]) for key in OF_AN_ANSWER if document.get(key) is not None}
+
+
+def run_doctor(script: Path) -> Result:
+    """The findings, from a run in forked processes. For scripts whose collectives match: nobody ends one that hangs."""
+    from tests.ranks import run_ranks
+
+    from paceline.doctor.doctor_command import diagnose
+
+    with tempfile.TemporaryDirectory() as folder:
+        failed = run_ranks(PROCESSES, "tests.corpus.measure:watched", str(script), folder, deadline=DEADLINE["doctor"])
+        _, found = diagnose(folder, PROCESSES)
+    findings = [{key: finding.as_json().get(key) for key in OF_A_FINDING} for finding in found]
+    return {"findings": findings, "failed": next(filter(None, failed), None)}
+
+
+def watched(script: str, folder: str) -> str | None:
+    """On one rank: run the script under doctor's recorders. Returns the traceback with which it failed."""
+    import torch.distributed as dist
+
+    from paceline.comm import process_group
+    from paceline.doctor.recorders import install
+    from paceline.launcher.worker import run_script
+
+    process_group.leave()  # the script makes a group of its own, in the launcher's store, beside those of other scripts
+    original, rank, size = dist.init_process_group, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def init_process_group(backend: str | None = None, **options: object) -> None:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        original(backend, store=dist.PrefixStore(script, store), rank=rank, world_size=size)
+
+    for module in (dist, dist.distributed_c10d):
+        module.init_process_group = init_process_group  # type: ignore[attr-defined]
+    os.chdir(folder)
+    log = install({"directory": folder, "steps": None}, "script", script)
+    failed = None
+    try:
+        run_script(script, [])
+    except SystemExit:
+        pass
+    except Exception:
+        failed = traceback.format_exc()
+    log.finish()
+    return failed
 
 
 def plain(value: Any) -> Any:
@@ -80,10 +128,8 @@ def run_command(tool: str, script: Path) -> Result:
             raise RuntimeError(f"{script.stem}: paceline {tool} wrote nothing: {done.stderr[-2000:]}")
         document = json.loads(out.read_text())
     if tool == "verify":
-        keep = ("code", "text", "cause", "step", "quantity", "parameter", "file", "line", "source", "beside", "notes")
-        return {key: document[key] for key in keep if document.get(key) is not None}
-    keep = ("cause", "changes_model", "kind", "file", "line", "beside", "title", "evidence")
-    findings = [{key: finding.get(key) for key in keep} for finding in document["findings"]]
+        return {key: document[key] for key in OF_AN_ANSWER if document.get(key) is not None}
+    findings = [{key: finding.get(key) for key in OF_A_FINDING} for finding in document["findings"]]
     return {"code": document["exit_code"], "not_watched": document["not_watched"], "findings": findings}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.corpus.measure import judged, parts, table
-from tests.corpus.truth import OK_SECOND, SECOND, TRUTHS, Fault, fault_lines, fault_of, scripts
+from tests.corpus.measure import judged, parts, run_doctor, run_verify, script_of, table
+from tests.corpus.truth import CORE, OK_SECOND, SECOND, TRUTHS, Fault, fault_lines, fault_of, scripts
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [pytest.param(script, id=f"{tool}/{script.stem}") for tool in TRUTHS for script in scripts(tool)]
@@ -17,6 +18,31 @@ RESULTS = {
     for tool in TRUTHS
     for kind in ("blind", "second", "now")
 }
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CORE["verify"])
+def test_verify_is_right_about_the_core(name: str) -> None:
+    judged_right("verify", name, run_verify(script_of("verify", name)))
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CORE["doctor"])
+def test_doctor_is_right_about_the_core(name: str) -> None:
+    found = run_doctor(script_of("doctor", name))
+    assert found["failed"] is None, found["failed"]
+    judged_right("doctor", name, found)
+
+
+def judged_right(tool: str, name: str, result: dict[str, Any]) -> None:
+    """The fault is found, with the right cause, at a marked line; a healthy script is not accused."""
+    verdict = judged(tool, name, result)
+    if verdict["fault"]:
+        assert (verdict["found"], verdict["cause"], verdict["line"]) == (True, True, True), result
+    else:
+        assert (verdict["accused"], verdict["unclear"]) == (False, False), result
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -563,6 +563,55 @@ OK_SECOND = {
 TRUTHS = {"verify": VERIFY | VERIFY_SECOND, "doctor": DOCTOR | DOCTOR_SECOND}
 SECOND = {"verify": VERIFY_SECOND.keys() | OK_SECOND["verify"], "doctor": DOCTOR_SECOND.keys() | OK_SECOND["doctor"]}
 
+# What `make conformance PART=ci` runs: each kind of fault once or twice, and healthy scripts that look suspicious. They
+# are quick, need no library, and were judged right when all were measured.
+CORE = {
+    "verify": [
+        "accumulation_divided_by_hand",
+        "barlow_twins_local",
+        "detr_num_boxes",
+        "dino_center_local",
+        "ema_on_main_fed_back",
+        "handwriting_lstm",
+        "loss_weight_by_rank",
+        "mae_lr_by_images",
+        "masked_lm_padding",
+        "moco_queue_local",
+        "pretrained_on_main_after_prepare",
+        "stream_sharded_twice",
+        "sum_over_global_batch",
+        "time_seed",
+        "weight_decay_by_world",
+        "ok_advantage_global",
+        "ok_ctc_stream",
+        "ok_weighted_sampler_rank_seed",
+    ],
+    "doctor": [
+        "accumulation_not_divided",
+        "allreduce_sum_not_divided",
+        "buffers_not_broadcast",
+        "clip_before_allreduce",
+        "clip_before_unscale",
+        "ddp_no_sampler",
+        "ddp_no_set_epoch",
+        "eval_mode_left_on_main",
+        "fsdp2_optimizer_before_shard",
+        "iterable_workers_repeat",
+        "local_metric_printed",
+        "module_bypass",
+        "no_sync_always",
+        "padded_eval_summed",
+        "ppo_multigpu_actor",
+        "resume_on_main_only",
+        "scheduler_on_main_only",
+        "token_mean_of_means",
+        "unfrozen_after_wrap",
+        "zero_grad_per_micro",
+        "ok_fsdp2_accumulation",
+        "ok_local_sgd",
+    ],
+}
+
 
 def scripts(tool: str) -> list[Path]:
     """All scripts for a tool ("verify" or "doctor"), faulty and healthy."""

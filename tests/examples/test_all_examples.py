@@ -12,7 +12,6 @@ import pytest
 from tests.examples.jobs import EXAMPLES
 
 ELSEWHERE = {"detect.py"}  # a job for it is there, and is left out where the script is not
-FIGURES = {"test accuracy": "test accuracy 0.5000", "held-out loss, nats": "step 150: held-out loss 2.2500"}
 
 
 @pytest.fixture
@@ -58,18 +57,6 @@ def test_every_job_names_a_script(examples: Any) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_a_row_has_both_figures_and_verifys_word(
-    examples: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, jobs = run(examples, monkeypatch, tmp_path, Processes({}), "--only", "digits", "ddp_after")
-    assert status == 0
-    assert jobs["digits"]["figures"] == [0.5, 0.5]
-    assert jobs["digits"]["losses"] == [[2.0, 1.5], [2.0, 1.5]]
-    assert jobs["digits"]["verify"] == "the same"
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["digits", "test", "accuracy", "0.5", "0.5", "the", "same"] in lines
-
-
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -87,19 +74,3 @@ def test_a_job_that_fails_does_not_stop_the_others(
     assert said in jobs["digits"]["failed"]
     assert jobs["ddp_after"]["verify"] == "the same"
     assert not jobs["ddp_after"]["failed"]
-
-
-def test_missing_data_and_libraries_are_said_and_other_rows_kept(
-    examples: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run(examples, monkeypatch, tmp_path, Processes({}), "--only", "digits")
-    monkeypatch.setenv("TEXT", str(tmp_path / "nowhere.txt"))
-    monkeypatch.setenv("WIKITEXT", str(tmp_path))
-    monkeypatch.setattr(examples.importlib.util, "find_spec", lambda name: None)
-    processes = Processes({})
-    status, jobs = run(examples, monkeypatch, tmp_path, processes, "--only", "nanogpt", "bert_mlm")
-    assert status == 0
-    assert processes.commands == []
-    assert jobs["nanogpt"]["left_out"] == f"no data at {tmp_path / 'nowhere.txt'}: make examples TEXT=PATH"
-    assert jobs["bert_mlm"]["left_out"].startswith("pip install transformers")
-    assert jobs["digits"]["figures"] == [0.5, 0.5]

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests.examples import data, jobs
 from tests.examples.test_examples import BOUND, distance
@@ -72,14 +71,3 @@ def test_without_the_gather_it_is_another_model_and_verify_says_why(folder: Path
     assert code == 1, said
     assert re.search(r"At \S*contrastive\.py:\d+: alike = ", said), said
     assert "run.gather(features)" in said, said
-
-
-def test_frechet_is_the_distance_of_two_normal_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of independent pixels: |m1 - m2|^2 and the squared differences of their standard deviations."""
-    monkeypatch.syspath_prepend(jobs.EXAMPLES)
-    from gan import frechet
-
-    draw = torch.Generator().manual_seed(0)
-    one, other = (torch.randn(20000, 1, 2, 2, generator=draw, dtype=torch.float64) for _ in range(2))
-    assert frechet(one, one) == pytest.approx(0, abs=1e-9)
-    assert frechet(one, 3 * other + 1) == pytest.approx(4 * (1 + (3 - 1) ** 2), rel=0.02)

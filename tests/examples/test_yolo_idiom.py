@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,11 +37,6 @@ def of_targets(model: nn.Module, batch: Batch) -> Tensor:
     images, targets, paths = batch
     assert len(images) == len(paths)
     return (model(images)[targets[:, 0].long()] - targets[:, 2:]).square().sum(1)
-
-
-def times_images(model: nn.Module, batch: Batch) -> Tensor:
-    losses = of_targets(model, batch)
-    return losses.sum() / max(len(losses), 1) * len(batch[0])
 
 
 def mean_of_shard(model: nn.Module, batch: Batch) -> Tensor:
@@ -80,25 +74,3 @@ def test_a_total_over_targets_is_the_same_on_any_number_of_shards() -> None:
         torch.testing.assert_close(gradient(total, shards), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient(mean_of_shard, 1), whole, rtol=1e-12, atol=1e-12)
     assert (gradient(mean_of_shard, 2) - whole).abs().max() > 1e-3 * whole.abs().max()
-
-
-def test_a_mean_times_the_images_of_a_shard_shrinks_with_the_shards() -> None:
-    """Paceline takes what a closure returns as a mean over the shard's images. With one shard it is n times the mean
-    over targets; with n shards the mean, over images, of each image's mean over its targets."""
-    whole = gradient(times_images, 1)
-    torch.testing.assert_close(whole, len(COUNTS) * gradient(total, 1), rtol=1e-12, atol=1e-12)
-    run = gradient(times_images, len(COUNTS))
-    by_hand = torch.stack([gradient_of_one(number) for number in range(len(COUNTS))]).mean(0)
-    torch.testing.assert_close(run, by_hand, rtol=1e-12, atol=1e-12)
-    assert run.norm() == pytest.approx(float(whole.norm()) / len(COUNTS), rel=0.5)
-
-
-def gradient_of_one(number: int) -> Tensor:
-    """In plain PyTorch: of an image's mean over its targets."""
-    weight = torch.sin(torch.arange(20)).view(4, 5).double().requires_grad_()
-    bias = torch.sin(torch.arange(4) + 1).double()
-    images, targets, _ = collate([Images()[number]])
-    losses = ((images @ weight.T + bias)[targets[:, 0].long()] - targets[:, 2:]).square().sum(1)
-    (losses.sum() / max(len(losses), 1)).backward()
-    assert weight.grad is not None
-    return weight.grad

@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 from paceline.cli import main
-from paceline.train import checkpoint
-from paceline.train.atomic import write_whole
+from paceline.state import checkpoint
+from paceline.state.atomic import write_whole
 
 
 def check(*paths: Path) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from paceline.cli import main
 from paceline.errors import ExportError, SettingError
 from paceline.export import onnx_program
 from paceline.export.user_model import own_inputs, random_inputs
-from paceline.train import atomic, checkpoint
+from paceline.state import atomic, checkpoint
 
 HERE = "tests.export.a_model"
 

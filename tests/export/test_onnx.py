@@ -14,7 +14,7 @@ import paceline
 from paceline.cli import main
 from paceline.errors import ExportError
 from paceline.export import export_command, onnx_check
-from paceline.train import checkpoint
+from paceline.state import checkpoint
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(300)]
 for package in ("onnx", "onnxscript", "onnxruntime"):

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.train.randomness import permutation
+from paceline.data.randomness import permutation
 
 N, BATCH, EPOCHS = 22, 5, 3  # the last global batch has 2 examples: an empty shard on 3 processes
 G = torch.Generator().manual_seed(7)

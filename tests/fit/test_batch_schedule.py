@@ -12,8 +12,8 @@ from tests.fit.test_fit_on_ranks import Stop, directory
 from torch import nn
 
 import paceline
+from paceline.data.randomness import permutation
 from paceline.errors import SettingError
-from paceline.train.randomness import permutation
 
 pytestmark = pytest.mark.timeout(240)
 SCHEDULE = {0: 5, 1: 8, 3: 22}

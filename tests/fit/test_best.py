@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import SettingError, UsageError
-from paceline.train.checkpoint import ranking
+from paceline.state.checkpoint import ranking
 
 pytestmark = pytest.mark.timeout(240)
 SCORES = [0.5, 0.7, 0.2, 0.6, 0.2, math.nan, 0.4, 0.9]

@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset
 import paceline
 from paceline import session
 from paceline.errors import ModelError, SettingError, UsageError
+from paceline.fitting.memory_trial import is_out_of_memory
 from paceline.fitting.micro_batch_finder import MicroBatch, MicroBatches, search
-from paceline.train.memory_trial import is_out_of_memory
 
 pytestmark = pytest.mark.timeout(240)
 WANT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes. Error code 12 (Cannot allocate)"

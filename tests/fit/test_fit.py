@@ -231,7 +231,7 @@ def test_a_checkpoint_directory_beside_a_best_model_is_one_to_restore(tmp_path: 
 def test_a_step_of_fit_waits_no_more_than_a_step_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for the device reads a number from a tensor: counted from the first step of an epoch to its last, as
     on a device whose tensors are not read at once."""
-    monkeypatch.setattr("paceline.train.weighted_sum.readable", lambda tensor: False)
+    monkeypatch.setattr("paceline.metrics.weighted_sum.readable", lambda tensor: False)
     reads: list[int] = []
     for name in ("item", "tolist", "__float__", "__bool__"):
         own = getattr(Tensor, name)

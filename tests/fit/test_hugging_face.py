@@ -34,10 +34,10 @@ from transformers import (
 )
 
 import paceline
+from paceline.data.randomness import permutation
 from paceline.errors import SettingError, UsageError
 from paceline.fitting import model_loss
 from paceline.fitting.model_loss import ModelLoss
-from paceline.train.randomness import permutation
 
 pytestmark = [pytest.mark.conformance, pytest.mark.timeout(240)]
 N, BATCH, EPOCHS = 14, 6, 2

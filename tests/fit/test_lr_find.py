@@ -14,9 +14,9 @@ from tests.fit.problem import BATCH, TRAIN, N, X, Y, equal, loss_fn, near, net, 
 from torch import nn
 
 import paceline
+from paceline.data.randomness import permutation
 from paceline.errors import SettingError, UsageError
 from paceline.fitting.lr_finder import LearningRates
-from paceline.train.randomness import permutation
 
 pytestmark = pytest.mark.timeout(240)
 STEPS, LOW, HIGH = 40, 1e-4, 30.0

@@ -30,9 +30,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
+from paceline.data.randomness import permutation
 from paceline.errors import SettingError
-from paceline.train.folder_lock import FILE
-from paceline.train.randomness import permutation
+from paceline.state.folder_lock import FILE
 
 pytestmark = pytest.mark.timeout(240)
 STEPS = 5  # of an epoch

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 import paceline
 from paceline.comm import collectives
 from paceline.errors import CheckpointError, SettingError, UsageError
-from paceline.train import predict_files
+from paceline.metrics import predict_files
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Any]]:

@@ -17,8 +17,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 
 import paceline
 from paceline.comm import collectives
+from paceline.data.randomness import permutation
 from paceline.errors import SettingError
-from paceline.train.randomness import permutation
 
 pytestmark = pytest.mark.timeout(240)
 EPOCHS = 4
@@ -269,7 +269,7 @@ class Alike(paceline.Callback):
 @pytest.mark.parametrize("kind", ["EMA", "SWA"])
 @pytest.mark.parametrize("strategy", ["local_sgd:every=3", "diloco:every=3"])
 def test_independent_replicas_have_the_mean_of_their_averages(strategy: str, kind: str) -> None:
-    """Which tests/train/test_ema.py compares with that of one model. Each shard has several examples: batch norm cannot
+    """Which tests/state/test_ema.py compares with that of one model. Each shard has several examples: batch norm cannot
     train on one."""
     alike = Alike()
     model, history, _ = fitted(kind, strategy=strategy, global_batch=11, callbacks=[alike])

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import paceline
-from paceline.strategies.batch_plan import one_shard
-from paceline.train.draws import ExampleDraws
-from paceline.train.loader import Loader
-from paceline.train.made_batches import RowCollate, RowDataset, Rows
-from paceline.train.sources import LoaderArguments, make_source
+from paceline.data.batch_plan import one_shard
+from paceline.data.draws import ExampleDraws
+from paceline.data.loader import Loader
+from paceline.data.made_batches import RowCollate, RowDataset, Rows
+from paceline.data.sources import LoaderArguments, make_source
 
 SEED, CLOSE = 5, 1e-8
 
@@ -162,46 +162,6 @@ def reinforce(micro_batch: int | None = None, strategy: str | None = None) -> fl
         return distance(policy, original)
 
 
-# --- pytorch/examples: regression of a polynomial, drawn on the fly, until it fits
-
-
-def regression(micro_batch: int | None = None, strategy: str | None = None) -> float:
-    with started(strategy=strategy) as run:
-        target, offset = torch.randn(4, 1, dtype=torch.float64) * 5, torch.randn(1, dtype=torch.float64) * 5
-
-        def get_batch(rows: Rows) -> tuple[Tensor, Tensor]:
-            random = torch.randn(len(rows), dtype=torch.float64)
-            x = torch.stack([random**i for i in range(1, 5)], 1)
-            return x, x.mm(target) + offset[0]
-
-        fc = nn.Linear(4, 1).double()
-        original = copy.deepcopy(fc)
-        steps = 0
-        for x, y in whole(get_batch, 32, None):
-            original.zero_grad()
-            loss = F.smooth_l1_loss(original(x), y)
-            loss.backward()
-            for param in original.parameters():
-                param.data.add_(-0.1 * param.grad)  # type: ignore[operator]
-            steps += 1
-            if loss.item() < 4.5 or steps == 20:
-                break
-
-        fc, optimizer = run.prepare(fc, torch.optim.SGD(fc.parameters(), lr=0.1))
-        loader = run.batches(get_batch, global_batch=32, micro_batch=micro_batch)
-        seen, count = 0.0, 0
-        for x, y in loader:
-            loss = F.smooth_l1_loss(fc(x), y)
-            run.backward(loss)
-            seen, count = seen + float(loss.detach()) * len(x), count + len(x)
-            if run.step(optimizer):
-                if run.ratio(seen, count) < 4.5 or run.steps == 20:
-                    break
-                seen, count = 0.0, 0
-        assert run.steps == steps
-        return distance(fc, original)
-
-
 # --- word_language_model: a text in columns, a hidden state that goes on from batch to batch
 
 
@@ -312,7 +272,6 @@ def vae(micro_batch: int | None = None, strategy: str | None = None) -> float:
 JOBS: dict[str, Callable[..., float]] = {
     "nanogpt": nanogpt,
     "reinforce": reinforce,
-    "regression": regression,
     "word_language_model": word_language_model,
     "vae": vae,
 }

@@ -99,14 +99,6 @@ def next_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return paceline.Total(total, (labels != -100).sum())
 
 
-def next_tokens_by_the_model(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """The model's own loss, which transformers computes in 32 bits."""
-    labels = batch["labels"]
-    loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
-    count = (labels[:, 1:] != -100).sum()
-    return paceline.Total(loss * count, count)
-
-
 def by_logits(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     """The loss outside of the model, from `.logits` of the object that it returns."""
     labels = batch["labels"]
@@ -126,7 +118,6 @@ JOBS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module, Any], Any]]
     "bert_classifier": (bert_classifier, sentence_class),
     "albert": (albert, masked_tokens),
     "gpt2": (gpt2, next_tokens),
-    "gpt2_loss": (gpt2, next_tokens_by_the_model),
 }
 
 
@@ -213,25 +204,6 @@ def trained(job: str, strategy: str, optimizer: str, micro: str, form: str, fact
 
 def all_trained(jobs: str, strategy: str, optimizer: str, micro: str, form: str, factor: str = "1") -> dict[str, float]:
     return {job: trained(job, strategy, optimizer, micro, form, factor) for job in jobs.split()}
-
-
-def all_losses(jobs: str, strategy: str) -> dict[str, list[list[float]]]:
-    """For each job the losses of two runs with dropout, and of one without."""
-    return {job: [losses(job, strategy, dropout) for dropout in (0.3, 0.3, 0.0)] for job in jobs.split()}
-
-
-def losses(job: str, strategy: str, dropout: float) -> list[float]:
-    """The loss at each step."""
-    build, loss_fn = JOBS[job]
-    found: list[float] = []
-    with started(strategy=strategy) as run:
-        model, own = run.prepare(*make(build, True, dropout=dropout))
-        loader = run.loader(Sentences(), global_batch=BATCH, micro_batch=4)
-        for _ in run.epochs(EPOCHS):
-            for batch in loader:
-                found.append(float(run.forward_backward(loss_fn, model, batch)))
-                run.step(own)
-    return found
 
 
 def all_saved(jobs: str, strategy: str, folder: str) -> None:

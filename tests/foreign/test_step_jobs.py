@@ -6,19 +6,6 @@ import pytest
 from tests.foreign import step_jobs as jobs
 
 
-@pytest.mark.ranks(2, full=(1, 3))
-def test_lbfgs_of_the_time_sequence_example_is_its_plain_original() -> None:
-    jobs.compare(jobs.time_sequence, jobs.plain_time_sequence, 1e-8)
-
-
-@pytest.mark.ranks(1, 2, full=3)
-def test_a_sum_over_the_batch_of_the_vae_example_is_its_plain_original() -> None:
-    jobs.compare(jobs.vae, jobs.plain_vae, 1e-11)
-    jobs.compare(lambda run: jobs.vae(run, micro=1), jobs.plain_vae, 1e-11)
-    jobs.compare(lambda run: jobs.vae(run, closure=True), jobs.plain_vae, 1e-11)
-    jobs.compare(lambda run: jobs.vae(run, micro=2, closure=True), jobs.plain_vae, 1e-11)
-
-
 @pytest.mark.ranks(1, 2, full=3)
 def test_a_lazy_penalty_of_stylegan_is_its_plain_original() -> None:
     jobs.compare(jobs.stylegan, jobs.plain_stylegan, 1e-10)

@@ -13,7 +13,7 @@ import torch
 from tests.ranks import ROOT
 from torch import nn
 
-from paceline.train.randomness import permutation
+from paceline.data.randomness import permutation
 
 DEADLINE_SECONDS = 100.0  # for what takes fifteen on an idle machine
 N, BATCH, EPOCHS = 30, 7, 4  # five batches in an epoch, the last of 2 examples: of three ranks one has none

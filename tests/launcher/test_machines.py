@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousTimeoutError
 
+from paceline.data.randomness import permutation
 from paceline.errors import LaunchError
 from paceline.launcher import agent as agent_module
 from paceline.launcher import rendezvous, supervise
@@ -28,7 +29,6 @@ from paceline.launcher.nodes import Nodes, read_nodes
 from paceline.launcher.plan import Plan
 from paceline.launcher.secret import write_secret
 from paceline.launcher.tunnel import open_keeper
-from paceline.train.randomness import permutation
 from paceline.world import CLOSED, SAVED, SAVES, take_back, tell_launcher
 
 SCRIPT = """

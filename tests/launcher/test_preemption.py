@@ -29,7 +29,7 @@ from paceline.launcher import interrupts as interrupt_module
 from paceline.launcher import run
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.stop_request import StopRequest
-from paceline.train.preemption import Preemption
+from paceline.state.preemption import Preemption
 from paceline.world import CLOSED, DECIDE, END, LOOK, RESUMABLE, SAVED, SAVES, Preempted, told
 
 # The job of these tests. A file `hold` keeps it in place: after a step, or in the middle of a save.
@@ -465,7 +465,7 @@ def test_sigterm_to_a_rank_is_passed_on_once_it_can_save(tmp_path: Path, monkeyp
     monkeypatch.setenv("PACELINE_NOTICE", "1")
     monkeypatch.setenv("PACELINE_LAUNCHER_PID", str(os.getpid()))
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr("paceline.train.preemption.os.kill", lambda *which: sent.append(which))
+    monkeypatch.setattr("paceline.state.preemption.os.kill", lambda *which: sent.append(which))
     first = Here(tmp_path, 0, restores=False)
     assert told(f"{tmp_path}/error", SAVES) is None
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save yet
@@ -530,7 +530,7 @@ for batch in loader:
     if run.steps == 1 and how == "only saves":
         run.save("checkpoints")
     if how == "evaluates":
-        paceline.train.preemption.NOTICE_SECONDS = 0.2
+        paceline.state.preemption.NOTICE_SECONDS = 0.2
     if run.steps == 2 and run.main:
         Path("held").touch()
         time.sleep(300 if how == "evaluates" else 0)

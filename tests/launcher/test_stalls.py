@@ -22,9 +22,9 @@ from paceline.launcher.endings import stopped_in_words
 from paceline.launcher.process_state import ProcessState
 from paceline.launcher.stacks import StackSample
 from paceline.launcher.stalls import STALLED, Stalls, in_vain
+from paceline.step.call_check import COMPARED
+from paceline.step.heartbeat import Heartbeat
 from paceline.torch_private.flight_recorder import Call, GroupCalls
-from paceline.train.call_check import COMPARED
-from paceline.train.heartbeat import Heartbeat
 from paceline.world import BEAT, ERROR_FILE, read_beat
 
 LIMIT = 2.0
@@ -168,7 +168,7 @@ def test_a_worker_of_a_data_loader(place: Path, capfd: pytest.CaptureFixture[str
     """The user's own line in it, and not that of the loader."""
     slow = LOADER.replace("time.sleep(300)", "os.kill(os.getpid(), signal.SIGSTOP)") if stop else LOADER
     code = f"""{HEAD}{slow}
-import paceline, paceline.session, paceline.strategies.ddp
+import paceline, paceline.session, paceline.strategies.replicated.ddp
 meet()
 run = paceline.start(device="cpu", progress="off", strategy="ddp:reducer=native")
 net = torch.nn.Linear(2, 1)
@@ -223,7 +223,7 @@ dist.all_reduce(total)
 def test_a_rank_that_waits_in_every_step_is_not_accused(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is found at the same line each time; its count of batches says that it moves."""
     code = f"""{HEAD}
-import paceline, paceline.session, paceline.strategies.ddp
+import paceline, paceline.session, paceline.strategies.replicated.ddp
 meet()
 run = paceline.start(device="cpu", progress="off", strategy="ddp:reducer=native")
 net = torch.nn.Linear(2, 1)
@@ -358,7 +358,7 @@ def test_the_rank_that_left_is_blamed_and_not_its_victim(
 def test_a_rank_that_left_a_sum_in_shared_memory(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where ddp adds in memory that the processes share."""
     code = f"""{HEAD}
-import paceline, paceline.session, paceline.strategies.ddp
+import paceline, paceline.session, paceline.strategies.replicated.ddp
 meet()
 run = paceline.start(device="cpu", progress="off")
 net = torch.nn.Linear(2, 1)
@@ -412,7 +412,7 @@ def test_a_call_on_one_rank_ends_the_run_where_calls_are_not_compared_any_more(
     monkeypatch.setattr(stalls, "DEADLOCK_SECONDS", LIMIT)
     monkeypatch.setattr(stalls, "POLL_SECONDS", 0.5)
     script = f"""{HEAD}
-import paceline, paceline.session, paceline.strategies.ddp
+import paceline, paceline.session, paceline.strategies.replicated.ddp
 meet()
 run = paceline.start(device="cpu", progress="off", strategy="ddp")
 net = torch.nn.Linear(64, 64)
@@ -595,7 +595,7 @@ def test_ranks_that_all_wait_are_given_time_where_that_proves_nothing(tmp_path: 
 def test_a_sum_on_one_rank_only(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where calls are not compared any more gloo aborts one rank: both calls and lines are said."""
     code = f"""{HEAD}
-import paceline, paceline.session, paceline.strategies.ddp
+import paceline, paceline.session, paceline.strategies.replicated.ddp
 meet()
 run = paceline.start(device="cpu", progress="off", strategy="ddp:reducer=native")
 net = torch.nn.Linear(64, 64)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.train import call_check
+from paceline.step import call_check
 
 N, BATCH, EPOCHS = 22, 5, 3  # the last global batch has 2 examples: an empty shard on 3 processes
 G = torch.Generator().manual_seed(7)

@@ -26,12 +26,12 @@ from tests.strategies.checks import started
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, SettingError
-from paceline.strategies import tensor_plan
-from paceline.strategies.absent import Absent, absent, form
 from paceline.strategies.base import Term
-from paceline.strategies.outputs import holds, mapped
-from paceline.strategies.pipeline_calls import Calls, check_names, form_of, places_of
-from paceline.strategies.tensor_layers import Thirds, is_transposed_linear
+from paceline.strategies.kit.outputs import holds, mapped
+from paceline.strategies.pipeline.absent import Absent, absent, form
+from paceline.strategies.pipeline.pipeline_calls import Calls, check_names, form_of, places_of
+from paceline.strategies.tensor import tensor_plan
+from paceline.strategies.tensor.tensor_layers import Thirds, is_transposed_linear
 
 
 @pytest.mark.full

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, UsageError
-from paceline.strategies import dtensor_context, pipeline_cut, tensor_plan
 from paceline.strategies.base import Term
-from paceline.strategies.pipeline_loss import ModelStub, terms_from
+from paceline.strategies.kit import dtensor_context
+from paceline.strategies.pipeline import pipeline_cut
+from paceline.strategies.pipeline.pipeline_loss import ModelStub, terms_from
+from paceline.strategies.tensor import tensor_plan
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])

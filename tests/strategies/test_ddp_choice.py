@@ -24,8 +24,8 @@ from paceline.comm.direct import Direct
 from paceline.comm.endpoints import ProcessEndpoint
 from paceline.comm.link_cost import LinkCost
 from paceline.errors import SettingError
-from paceline.strategies import ddp_buckets, ddp_hook
-from paceline.strategies.ddp_buckets import MB, WHOLE
+from paceline.strategies.replicated import ddp_buckets, ddp_hook
+from paceline.strategies.replicated.ddp_buckets import MB, WHOLE
 
 MBIT = 8e-6  # seconds a byte at 1 Mbit/s
 

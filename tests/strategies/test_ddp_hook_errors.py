@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.strategies.ddp_hook import Reduction
+from paceline.strategies.replicated.ddp_hook import Reduction
 from paceline.world import World
 
 LOST = "connection closed by peer: rank 1 of the processes on this machine has gone"

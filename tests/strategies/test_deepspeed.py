@@ -15,8 +15,8 @@ import torch
 from paceline.config import StrategySpec, parse_strategy
 from paceline.errors import SettingError
 from paceline.strategies import check, make
-from paceline.strategies.deepspeed_build import warn_of_left_locks
-from paceline.strategies.deepspeed_config import merged
+from paceline.strategies.deepspeed.deepspeed_build import warn_of_left_locks
+from paceline.strategies.deepspeed.deepspeed_config import merged
 from paceline.world import World
 
 TWO = World(0, 2, 0, 2, 0, 1, "start()")

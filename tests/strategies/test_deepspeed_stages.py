@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.comm import collectives
 from paceline.errors import ModelError, NonFiniteError, PacelineError, UnusedParameterError, UsageError
-from paceline.strategies import deepspeed_config
+from paceline.strategies.deepspeed import deepspeed_config
 
 # On a CPU DeepSpeed compiles an extension at its first use, hence the deadline.
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]

@@ -9,7 +9,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.strategies.fsdp_memory import PARAMETERS
 
-from paceline.strategies.fsdp_wrapping import layers_of
+from paceline.strategies.sharded.fsdp_wrapping import layers_of
 
 # Bytes per parameter in fp32 with Adam, of n replicas: after an update; and with the gradients of a whole batch there.
 # Stage 1's gradients lie in its buckets, which stay; stage 2's parameters are in slices while nothing is computed.

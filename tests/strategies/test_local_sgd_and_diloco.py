@@ -965,7 +965,7 @@ def test_checkpoints_go_to_ddp_and_come_from_it() -> None:
                 run.restore(where)
                 assert run.steps == 7
                 found = _tensors(run._strategy.state_dict())
-            from paceline.train import checkpoint
+            from paceline.state import checkpoint
 
             saved = checkpoint.read(checkpoint.find(where).path)[1]
             for name, tensor in _tensors([saved["model_0"]], ".models").items():

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.comm.tree_sums import ranges
+from paceline.data.randomness import mix, tag
 from paceline.errors import ModelError, SettingError, UsageError
-from paceline.strategies.local_devices import devices_of
-from paceline.train.randomness import mix, tag
+from paceline.strategies.replicated.local_devices import devices_of
 
 ONE = "data_parallel:devices=cpu,cpu,cpu"
 STRATEGIES = [ONE, "mirrored:devices=cpu,cpu,cpu,reduction=ring", "central_storage:devices=cpu,cpu"]

@@ -23,15 +23,15 @@ import paceline
 from paceline.comm import sockets, wire
 from paceline.comm.sockets import Gone, Line, Listening, new_keys
 from paceline.config import parse_strategy
+from paceline.data.batch_plan import cut
+from paceline.data.randomness import permutation
 from paceline.errors import SettingError, WorldError, in_words, only_tells_of_a_lost_peer
 from paceline.strategies import make
-from paceline.strategies.batch_plan import cut
 from paceline.strategies.servers.remote_parameters import setting_of
 from paceline.strategies.servers.served_parameters import ServedParameters
 from paceline.strategies.servers.serving import Serving
 from paceline.strategies.servers.work_queue import PassQueue
 from paceline.strategies.servers.worker_links import Chunks, Links
-from paceline.train.randomness import permutation
 from paceline.world import World
 
 SCRIPT = Path(__file__).parent / "server_script.py"

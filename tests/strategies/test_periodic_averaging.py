@@ -10,7 +10,7 @@ import paceline
 from paceline.config import parse_strategy
 from paceline.errors import SettingError
 from paceline.strategies import make
-from paceline.strategies.periodic_averaging import split
+from paceline.strategies.periodic.periodic_averaging import split
 from paceline.world import World
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.strategies.replica_set import ReplicaSet
-from paceline.train.randomness import seed_all
+from paceline.data.randomness import seed_all
+from paceline.strategies.replicated.replica_set import ReplicaSet
 
 pytestmark = pytest.mark.timeout(60)
 

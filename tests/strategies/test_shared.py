@@ -31,7 +31,7 @@ from paceline.config import parse_strategy
 from paceline.errors import ModelError, NonFiniteError, SettingError, UsageError
 from paceline.run import Run
 from paceline.strategies import make
-from paceline.strategies.slice_updates import ELEMENTWISE
+from paceline.strategies.replicated.slice_updates import ELEMENTWISE
 from paceline.world import World
 
 pytestmark = pytest.mark.timeout(200)

@@ -10,8 +10,8 @@ import torch
 from tests.verify.prepared import Prepared
 
 from paceline.monitor.window import Window
+from paceline.step.loss import local_loss, term_losses
 from paceline.strategies.base import Term
-from paceline.train.loss import local_loss, term_losses
 from paceline.verify.answer import DIFFERENT, SAME, Answer
 from paceline.verify.decision import decide
 

@@ -1,21 +1,18 @@
-"""Launches cases, many to a launch, and compares what they end with.
+"""Runs cases, many in the same processes, and compares what they end with.
 
-A launch costs seconds and a case one, so all cases of one number of processes share a launch. A case with several
-`worlds` is run part by part, each part in the next launch that has the right number of processes.
+All cases of one number of processes run in the same ones (tests/ranks.py), one after the other. A case with several
+`worlds` is run part by part, each part in the next processes that are of the right number.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from tests.ranks import run_ranks
 from torch import Tensor
 
 from . import strategies
@@ -23,8 +20,7 @@ from .common import Case, Result
 from .matrix import module
 from .record import Step, merge
 
-WORKER = Path(__file__).with_name("worker.py")
-LAUNCH_SECONDS = 600
+LAUNCH_SECONDS = 1200
 
 
 @dataclass
@@ -56,11 +52,15 @@ def run_cases(cases: list[Case], folder: Path) -> dict[str, Outcome]:
 
 
 def launch_until_done(world: int, items: list[tuple[Case, int]], folder: Path) -> None:
-    """Launches; if the launch ends early, launches again for what comes after the case that ended it."""
+    """Runs them; if the processes end early, takes new ones for what comes after the case that ended them."""
     while items:
         plan = folder / f"plan.{world}.pt"
         torch.save([(part_name(case, part), case, case.worlds[part]) for case, part in items], plan)
-        log = launch(world, [str(WORKER), str(plan), str(folder / "results")])
+        log = ""
+        try:
+            run_ranks(world, "walkthrough.worker:main", str(plan), str(folder / "results"), deadline=LAUNCH_SECONDS)
+        except AssertionError as error:  # with what every rank did, and its last output
+            log = str(error)
         left = []
         for case, part in items:
             at = folder / "results" / part_name(case, part)
@@ -75,24 +75,6 @@ def launch_until_done(world: int, items: list[tuple[Case, int]], folder: Path) -
                 torch.save(f"the launch failed.\n{log[-8000:]}", at / "result.0")
             return
         items = left
-
-
-def launch(world: int, command: list[str]) -> str:
-    """Runs a script on `world` processes and returns what was printed. Leaves no process behind."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", "run", "--nproc", str(world), *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
-    try:
-        return process.communicate(timeout=LAUNCH_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()[0] + f"\nkilled after {LAUNCH_SECONDS} s"
 
 
 def processes(case: Case, part: int) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from paceline.errors import printable
-from paceline.train import checkpoint
-from paceline.train.plain_files import compare_checksums
+from paceline.state import checkpoint
+from paceline.state.plain_files import compare_checksums
 
 
 def check(paths: Sequence[str], say: Callable[[str], None] = click.echo) -> int:

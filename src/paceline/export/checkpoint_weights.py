@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CheckpointError, ExportError, SettingError, suggest
+from paceline.state import checkpoint
 from paceline.torch_private.core import METADATA
-from paceline.train import checkpoint
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _MODEL = "model_"  # parts of a checkpoint that hold models begin so; a number follows, in the order of run.prepare

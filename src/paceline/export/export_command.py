@@ -21,9 +21,9 @@ from torch import nn
 from paceline.errors import ExportError, SettingError, printable
 from paceline.export import onnx_check, onnx_program, user_model
 from paceline.export.checkpoint_weights import DTYPES, Weights, in_dtype, listed, read_weights
-from paceline.train import checkpoint
-from paceline.train.atomic import explained, write_whole
-from paceline.train.checkpoint import CANNOT_EXPORT
+from paceline.state import checkpoint
+from paceline.state.atomic import explained, write_whole
+from paceline.state.checkpoint import CANNOT_EXPORT
 
 ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".onnx": "onnx"}
 """What --to is where the file's name says it."""

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from paceline import session
+from paceline.data.loader import Loader
 from paceline.errors import SettingError, UsageError
 from paceline.fitting.metric_target import Target, check_target, predictions_and_target
 from paceline.fitting.model_loss import ModelLoss, used_columns
+from paceline.metrics.metrics import Average, evaluating, reduce_averages
 from paceline.run import Run
-from paceline.train.averaged_weights import weights_of
-from paceline.train.loader import Loader
-from paceline.train.loss import Total, terms_of
-from paceline.train.metrics import Average, evaluating, reduce_averages
+from paceline.state.averaged_weights import weights_of
+from paceline.step.loss import Total, terms_of
 
 LossFn = Callable[[Any, Any], Any]
 Metrics = Mapping[str, Any]

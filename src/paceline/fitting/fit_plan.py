@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from paceline.data.sources import check_limit
 from paceline.errors import SettingError, suggest
 from paceline.fitting.best import Best
 from paceline.fitting.history import Checkpoints
-from paceline.train.sources import check_limit
 
 Limit = int | float | None
 """How many global batches are used: so many (an int), this part of all of them (a float), or all (None)."""

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.comm import collectives
+from paceline.data.loader import Loader
 from paceline.errors import SettingError
 from paceline.fitting.fit_plan import Plan
 from paceline.fitting.history import History
+from paceline.metrics.metrics import Average, reduce_averages
 from paceline.run import Run
-from paceline.train.loader import Loader
-from paceline.train.loss import parts_of
-from paceline.train.metrics import Average, reduce_averages
+from paceline.step.loss import parts_of
 
 
 class Fitting:

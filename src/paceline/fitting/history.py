@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import SettingError
-from paceline.train.checkpoint import Scored, ranking
+from paceline.state.checkpoint import Scored, ranking
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import notebook, session
+from paceline.data.loader import Loader
+from paceline.data.sources import DATALOADER_OPTIONS, OWN_ARGUMENTS
 from paceline.errors import SettingError, suggest
 from paceline.fitting.best import Best
 from paceline.fitting.callbacks import Callback
@@ -27,9 +29,7 @@ from paceline.fitting.history import Checkpoints, History
 from paceline.fitting.metric_target import Target, check_target
 from paceline.fitting.model_loss import ModelLoss, used_columns
 from paceline.run import Run
-from paceline.train.loader import Loader
-from paceline.train.messages import wrong_closure
-from paceline.train.sources import DATALOADER_OPTIONS, OWN_ARGUMENTS
+from paceline.step.messages import wrong_closure
 
 
 def fit(

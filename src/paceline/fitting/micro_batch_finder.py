@@ -1,7 +1,7 @@
 """find_micro_batch: the largest micro-batch that fits into memory, at a global batch that stays what it is.
 
 1. Copy model and optimizer together, and start a run, in which the processes can agree.
-2. Each process tries a size by itself, without a collective operation (train/memory_trial.py), and catches its error.
+2. Each process tries a size by itself, without a collective operation (fitting/memory_trial.py), and catches its error.
 3. All processes tell each other what came of it. A size fits if it fits on all of them. So they try the same sizes:
    first each about twice the one before, then, between the last that fitted and the first that did not, the middle.
 4. Close the run, and put the random generators back.
@@ -22,10 +22,10 @@ from paceline import session
 from paceline.comm import collectives, generators, mesh
 from paceline.errors import ModelError, SettingError, UsageError
 from paceline.fitting.evaluate import LossFn
+from paceline.fitting.memory_trial import Examples, MemoryTrial, Outcome
 from paceline.fitting.model_loss import ModelLoss, used_columns
 from paceline.run import Run
-from paceline.train.memory_trial import Examples, MemoryTrial, Outcome
-from paceline.train.preparable import needs_closure
+from paceline.step.preparable import needs_closure
 
 _AS_FAST = 0.95  # of the highest speed: less of it is not worth more memory
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

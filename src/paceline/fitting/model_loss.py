@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError, warn
-from paceline.train.loss import Total
-from paceline.train.predict import LABELS
+from paceline.metrics.predict import LABELS
+from paceline.step.loss import Total
 
 IGNORED = -100
 """The label that a loss leaves out, in PyTorch and in Hugging Face's collators."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.comm import generators
 from paceline.errors import SettingError, UsageError
-from paceline.train.metrics import evaluating
+from paceline.metrics.metrics import evaluating
 
 
 @dataclass

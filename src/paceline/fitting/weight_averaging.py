@@ -15,8 +15,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from paceline.errors import SettingError
 from paceline.fitting.callbacks import Callback
-from paceline.train.averaged_weights import AveragedWeights, check_decay
-from paceline.train.normalisation import batch_norms
+from paceline.norm.normalisation import batch_norms
+from paceline.run import parts_of
+from paceline.state.averaged_weights import AveragedWeights, check_decay
 
 if TYPE_CHECKING:
     from paceline.fitting.fit_state import Fitting
@@ -36,7 +37,8 @@ class _Averaging(Callback):
         return self._weights
 
     def on_start(self, fit: Fitting) -> None:
-        self._weights = AveragedWeights(fit.model, fit.run._models.index(fit.model), fit.run._strategy, self._average)
+        parts = parts_of(fit.run)
+        self._weights = AveragedWeights(fit.model, parts.models.index(fit.model), parts.strategy, self._average)
         fit.run.track(**{f"{fit.loader.name} {type(self).__name__}": self})
 
     def before_save(self) -> None:
@@ -133,7 +135,7 @@ def update_batch_norm(fit: Fitting) -> None:
     finally:
         for norm, momentum in norms.items():
             norm.momentum = momentum
-    fit.run._normalisation.average_computed(norms)
+    parts_of(fit.run).normalisation.average_computed(norms)
 
 
 @contextmanager

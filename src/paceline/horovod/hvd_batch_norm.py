@@ -7,7 +7,7 @@ from torch import Tensor
 from paceline.comm.mesh import current
 from paceline.comm.replicas import ProcessReplicas
 from paceline.horovod import hvd_world
-from paceline.train.batchnorm import GlobalSyncBatchNorm
+from paceline.norm.batchnorm import GlobalSyncBatchNorm
 
 
 class SyncBatchNorm(GlobalSyncBatchNorm):

@@ -296,7 +296,7 @@ class Agent(SimpleElasticAgent):
 
     def _await_handover(self) -> None:
         """Let the ranks that live come to a collective, which tells them that one has died, and leave their state for
-        the next start (train/newest_state.py)."""
+        the next start (state/newest_state.py)."""
         began = time.monotonic()
         while True:
             ended = self._processes.exits()
@@ -506,7 +506,7 @@ class Agent(SimpleElasticAgent):
                 say(f"paceline: {line}\n")
 
     def _await_writes(self) -> None:
-        """Let ranks end the checkpoints that they write in the background (train/background_write.py)."""
+        """Let ranks end the checkpoints that they write in the background (state/background_write.py)."""
         began, before, first = time.monotonic(), len(self._interrupts.received), self._writes()
         said = False
         while any(self._writes().get(rank) == step for rank, step in first.items()):

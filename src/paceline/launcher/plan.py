@@ -40,7 +40,7 @@ class Plan:
         kind: what `script` is: "script", "module" or "function".
         nodes: which machines take part.
         max_restarts: how often all workers are started again after a failure.
-        memory_every: steps between two checkpoints in memory (train/memory_checkpoints.py); None: there are none.
+        memory_every: steps between two checkpoints in memory (state/memory_checkpoints.py); None: there are none.
         monitor_seconds: between two polls of the workers.
         output: the directory for what the ranks print; None: a temporary one.
         tee: ranks whose output is shown as well, each line marked; None: all.

@@ -58,7 +58,7 @@ class Error:
 
     @property
     def names_the_call(self) -> bool:
-        """Does it say in which call of Paceline's the other process was missed (train/call_check.py)?"""
+        """Does it say in which call of Paceline's the other process was missed (step/call_check.py)?"""
         return self.consequence and self.chain[0].startswith("UsageError: ")
 
 

@@ -8,7 +8,7 @@ that they wait in vain (`in_vain`).
 1. Every few seconds read the state of all ranks of this machine in /proc, and sample their stacks (stacks.py).
 2. Either a rank waits: its stack has not changed for the limit (--stall-timeout) and is in communication. Or a rank has
    been stopped for so long. Or no rank at all has moved. A rank that takes another batch moves, wherever it is found:
-   it counts its batches in a file (train/heartbeat.py). So does one that runs code in Python which is no wait.
+   it counts its batches in a file (step/heartbeat.py). So does one that runs code in Python which is no wait.
 3. Then say where all of them are, and in which collective call, by torch's flight recorder: of what is queued on a GPU
    the stack does not tell. Say it again after twice that time, four times, and so on while it lasts.
 

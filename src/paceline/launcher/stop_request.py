@@ -1,4 +1,4 @@
-"""A signal asks the run to save a checkpoint and end: the launchers' part. The ranks' part is train/preemption.py.
+"""A signal asks the run to save a checkpoint and end: the launchers' part. The ranks' part is state/preemption.py.
 
 1. The launcher that the signal reached writes LOOK into the file that the ranks of its machine have mapped, and counts
    itself in the store of the rendezvous. Every other launcher sees the count, and does the same.

@@ -17,9 +17,9 @@ from typing import IO, Any, Protocol
 import psutil
 import torch
 
+from paceline.data.loader import Loader
 from paceline.monitor.summary import Totals, amount, duration, number
 from paceline.monitor.window import means
-from paceline.train.loader import Loader
 
 BAR_SECONDS = 0.5
 LINE_SECONDS = 10.0

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from paceline.config import Settings
+from paceline.data.loader import Loader
+from paceline.step.step import Stepper
 from paceline.strategies import default
 from paceline.torch_private.core import BatchNormBase
-from paceline.train.loader import Loader
-from paceline.train.step import Stepper
 from paceline.world import World
 
 RATE_SECONDS = 10.0  # over which examples/s are counted

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.metrics.weighted_sum import WeightedSum
+from paceline.step.loss import LossRecord
 from paceline.strategies.base import Weight
-from paceline.train.loss import LossRecord
-from paceline.train.weighted_sum import WeightedSum
 
 # begins the keys of losses, before the number of the backward call and of a further term; no user's key begins so
 LOSS = "\0loss"

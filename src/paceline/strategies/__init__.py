@@ -26,8 +26,9 @@ import torch
 
 from paceline.comm.tree_sums import TreeSums
 from paceline.config import StrategySpec
+from paceline.data.batch_plan import Piece
 from paceline.errors import SettingError, suggest
-from paceline.strategies.base import Piece, Strategy, Term, Work
+from paceline.strategies.base import Strategy, Term, Work
 from paceline.world import World
 
 __all__ = ["STRATEGIES", "Piece", "Strategy", "Term", "Work", "alone", "check", "default", "make", "on_cpu"]
@@ -36,19 +37,19 @@ Factory = Callable[..., Strategy]
 
 STRATEGIES = {
     "single": "paceline.strategies.single:Single",
-    "ddp": "paceline.strategies.ddp:DDP",
-    "data_parallel": "paceline.strategies.data_parallel:DataParallel",
-    "shared": "paceline.strategies.shared:Shared",
-    "fsdp": "paceline.strategies.fsdp:fsdp",
-    "deepspeed": "paceline.strategies.deepspeed:DeepSpeed",
-    "mirrored": "paceline.strategies.mirrored:Mirrored",
-    "central_storage": "paceline.strategies.central_storage:CentralStorage",
-    "tensor": "paceline.strategies.tensor:TensorParallel",
-    "fsdp+tensor": "paceline.strategies.fsdp_tensor:FSDPTensor",
-    "pipeline": "paceline.strategies.pipeline:Pipeline",
-    "local_sgd": "paceline.strategies.local_sgd:LocalSGD",
-    "diloco": "paceline.strategies.diloco:DiLoCo",
-    "parameter_server": "paceline.strategies.parameter_server:ParameterServer",
+    "ddp": "paceline.strategies.replicated.ddp:DDP",
+    "data_parallel": "paceline.strategies.replicated.data_parallel:DataParallel",
+    "shared": "paceline.strategies.replicated.shared:Shared",
+    "fsdp": "paceline.strategies.sharded.fsdp:fsdp",
+    "deepspeed": "paceline.strategies.deepspeed.deepspeed:DeepSpeed",
+    "mirrored": "paceline.strategies.replicated.mirrored:Mirrored",
+    "central_storage": "paceline.strategies.replicated.central_storage:CentralStorage",
+    "tensor": "paceline.strategies.tensor.tensor:TensorParallel",
+    "fsdp+tensor": "paceline.strategies.sharded.fsdp_tensor:FSDPTensor",
+    "pipeline": "paceline.strategies.pipeline.pipeline:Pipeline",
+    "local_sgd": "paceline.strategies.periodic.local_sgd:LocalSGD",
+    "diloco": "paceline.strategies.periodic.diloco:DiLoCo",
+    "parameter_server": "paceline.strategies.servers.parameter_server:ParameterServer",
 }
 
 _ELSEWHERE = {  # what other tools call them
@@ -59,7 +60,7 @@ _ELSEWHERE = {  # what other tools call them
     **dict.fromkeys(("pp", "pipeline_parallel", "gpipe"), "pipeline"),
     **dict.fromkeys(("ps", "parameter_servers"), "parameter_server"),
 }
-_REPRODUCIBLE = "paceline.strategies.reproducible:Reproducible"
+_REPRODUCIBLE = "paceline.strategies.replicated.reproducible:Reproducible"
 _NO_OPTIONS = ("world", "device", "sums")  # arguments of factories
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number"}

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from paceline.comm.mesh import Mesh
+from paceline.data.batch_plan import ShardsInSequence, one_shard
 from paceline.errors import SettingError
 from paceline.strategies.base import Backward, LoopStrategy, backward_here
-from paceline.strategies.batch_plan import ShardsInSequence, one_shard
 from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.replicated import load_replicated, replicated_state
+from paceline.strategies.kit.named_parameters import load_replicated, replicated_state
 from paceline.world import World
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paceline.strategies.batch_plan import Chunk
+from paceline.data.batch_plan import Chunk
 
 
 @dataclass

@@ -12,8 +12,8 @@ from torch import Tensor
 from paceline.comm import wire
 from paceline.comm.sockets import Line
 from paceline.comm.waits import waits
+from paceline.data.batch_plan import Chunk, Queue
 from paceline.errors import WorldError
-from paceline.strategies.batch_plan import Chunk, Queue
 
 ANSWER_SECONDS = 1800.0
 """How long a worker waits for an answer, which may itself wait for other workers: as long as torch's process groups."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from paceline.strategies.batch_plan import Part, Request
-from paceline.train.agreement import digest_of_example
+from paceline.data.agreement import digest_of_example
+from paceline.data.batch_plan import Part, Request
 from paceline.verify.worker.rng_draws import generator_states
 
 _WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")

@@ -1,10 +1,8 @@
-"""Rounding moved on purpose, so that its size can be measured: weights by their last bit, losses by a factor in the
-backward.
-"""
+"""Weights moved by their last bit, so that the size of rounding can be measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +16,3 @@ def nudge_weights(models: Sequence[dict[str, Any]], parameters: Collection[str],
             if (f"{number}/{name}" if number else name) in parameters and value.dtype in (torch.float32, torch.float64):
                 up = torch.rand(value.shape, generator=draw, dtype=value.dtype) < 0.5
                 state[name] = torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype))
-
-
-class ScaledPrecision:
-    """The precision of a run, with losses times 0.75 in the backward: this moves the place at which numbers are
-    rounded.
-
-    whether: called each time, since a hook on a gradient need not be linear.
-    """
-
-    def __init__(self, precision: Any, whether: Callable[[], bool]) -> None:
-        self._precision, self._whether = precision, whether
-
-    @property
-    def loss_scale(self) -> float:
-        scale: float = self._precision.loss_scale
-        return scale * 0.75 if self._whether() else scale
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._precision, name)

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from paceline.comm import generators
-from paceline.train.noise import Noise
+from paceline.data.noise import Noise
 from paceline.verify.worker.record_files import digest
 
 

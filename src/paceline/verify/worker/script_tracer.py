@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.run import Run
+from paceline.run import RunParts
 from paceline.verify.worker.call_site import Place, call_site, owner_of_code
 from paceline.verify.worker.patches import Patches
 
@@ -65,8 +65,8 @@ class ScriptTracer:
         first: ops are recorded before the first step, and from this step on.
     """
 
-    def __init__(self, run: Run, path: str, first: int, patches: Patches) -> None:
-        self._run, self._path, self._first = run, path, first
+    def __init__(self, parts: RunParts, path: str, first: int, patches: Patches) -> None:
+        self._parts, self._path, self._first = parts, path, first
         self.events: list[dict[str, Any]] = []
         self._step, self._yield = -1, -1  # -1: before the first
         self._examples: int | None = None  # of this yield
@@ -206,7 +206,7 @@ class ScriptTracer:
         known: dict[int, str] | None = None
         for tensor in targets:
             address = tensor.untyped_storage().data_ptr()
-            known = _tensors_by_address(self._run) if known is None else known
+            known = _tensors_by_address(self._parts) if known is None else known
             target = known.get(address)
             if target is None and self._step >= 0 and self._event_of(tensor) is not None:
                 continue  # an op of this yield has made it
@@ -215,7 +215,7 @@ class ScriptTracer:
     def _name_of(self, tensor: Any) -> str | None:
         if not isinstance(tensor, Tensor) or tensor.is_meta:
             return None
-        return _tensors_by_address(self._run).get(tensor.untyped_storage().data_ptr())
+        return _tensors_by_address(self._parts).get(tensor.untyped_storage().data_ptr())
 
     def _record_alias(self, made: Tensor, of: Tensor) -> None:
         """A tensor that shares the memory of another was made by the same event."""
@@ -376,10 +376,10 @@ class ScriptTracer:
 
     def _read_states(self) -> dict[str, tuple[int, ...]]:
         """What the optimizers keep for each parameter, by identity: the keys, and the objects of the values."""
-        names = self._run._stepper.names
+        names = self._parts.names
         return {
             names[parameter]: tuple(id(one) for pair in state.items() for one in pair)
-            for optimizer in self._run._optimizers
+            for optimizer in self._parts.optimizers
             for parameter, state in optimizer.state.items()
             if parameter in names and state
         }
@@ -421,19 +421,19 @@ class _Mode(TorchFunctionMode):
         return out
 
 
-def _tensors_by_address(run: Run) -> dict[int, str]:
+def _tensors_by_address(parts: RunParts) -> dict[int, str]:
     """What lies at each address of memory: parameters, buffers, their gradients, and the optimizers' state."""
     found: dict[int, str] = {}
-    for number, model in enumerate(run._models):
+    for number, model in enumerate(parts.models):
         prefix = f"{number}/" if number else ""
         for name, buffer in model.named_buffers():
             found[_storage_address(buffer)] = f"buffers:{prefix}{name}"
         for name, parameter in model.named_parameters():
             found[_storage_address(parameter)] = f"weights:{prefix}{name}"
-            if not run._strategy.plan.bundled and (grad := parameter.grad) is not None:
+            if not parts.strategy.plan.bundled and (grad := parameter.grad) is not None:
                 found.setdefault(_storage_address(grad), f"gradient:{prefix}{name}")
-    names = run._stepper.names
-    for optimizer in run._optimizers:
+    names = parts.names
+    for optimizer in parts.optimizers:
         for own, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and own in names:

@@ -1,0 +1,1 @@
+"""Numbers and predictions over all processes: each example counts once."""

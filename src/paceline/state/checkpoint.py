@@ -1,0 +1,507 @@
+"""Checkpoints on disk. Whatever kills the writer, the last whole checkpoint is still there.
+
+    checkpoints/
+      step-00000042/         one checkpoint; never changed once it has this name
+        model.safetensors    the tensors of the part "model"
+        model.json           the rest of that part (plain_state.py)
+        ...                  the other parts
+        manifest.json        size and sha256 of every file, written last (manifest.py)
+      latest                 the name of the newest checkpoint, for people and other programs
+
+`write`, in phases:
+    1. Write each part's files into a scratch directory. A file is synced and hashed while the next ones are written.
+       Write the manifest.
+    2. Sync the scratch directory, rename it to its final name, sync the directory above. The checkpoint is now saved.
+    3. Replace the pointer `latest`. Remove checkpoints that are neither among the newest nor among the best.
+`find` trusts no name and no pointer: it returns the newest checkpoint whose hashes all fit, and reports the others.
+
+Only rank 0 calls this module. Several runs may write into one directory (folder_lock.py keeps them from it).
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline import plain_state
+from paceline.errors import CheckpointError, SettingError, suggest, warn
+from paceline.state import manifest as manifests
+from paceline.state.atomic import (
+    contents,
+    explained,
+    make_directory,
+    nearest,
+    remove_debris,
+    scratch,
+    sync,
+    write_whole,
+)
+from paceline.state.helper_threads import HelperThreads
+from paceline.state.manifest import DIRECTORY, Damage, Entry, Manifest
+from paceline.state.plain_files import hash_of, open_plain
+from paceline.state.snapshot import SnapshotBuffers, on_host
+
+POINTER = "latest"
+CANNOT_EXPORT = "The model could not be exported to"
+
+_saved_to: dict[str, tuple[int, int]] = {}  # path of a directory -> device and inode, when it was last saved to
+_SCORE = "score"  # in a manifest's meta
+_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """One part of a checkpoint as it is written to disk (plain_state.py)."""
+
+    document: plain_state.Json
+    tensors: Mapping[str, Tensor]  # those that the document names
+
+    @classmethod
+    def of(cls, state: Any, what: str = "the state") -> EncodedPart:
+        """Encode `state`. what: its name in errors ("tracked 'ema'"). Raises CheckpointError: see `encode`."""
+        return cls(*plain_state.encode(state, what))
+
+
+class WholeCheckpoint(NamedTuple):
+    """What `find` returns."""
+
+    path: Path
+    step: int
+    damage: list[str]  # of newer checkpoints: a line for each damaged file, with its hashes
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay in a directory when a further one is written."""
+
+    keep: int | None = None  # how many of the newest; None: all
+    keep_best: int = 0  # how many more by their score
+    score: float | None = None  # of the checkpoint that is being written; None: it takes no part in that
+    mode: str = "min"  # whether the smallest scores are best, or the largest ("max")
+
+    def __post_init__(self) -> None:
+        keep, best, score = self.keep, self.keep_best, self.score
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise SettingError(
+                f"run.save(keep={keep!r}): the number of checkpoints to leave, at least 1; None leaves all."
+            )
+        if isinstance(best, bool) or not isinstance(best, int) or best < 0:
+            raise SettingError(f"run.save(keep_best={best!r}): how many of the best checkpoints stay, 0 or more.")
+        if best and keep is None:
+            raise SettingError(f"run.save(keep_best={best}) without keep=, which leaves all checkpoints. Say keep=1.")
+        if score is not None and (isinstance(score, bool) or not isinstance(score, (int, float))):
+            raise SettingError(f"run.save(score={score!r}): a number is needed, such as scores['loss'].")
+        if self.mode not in ("min", "max"):
+            raise SettingError(f"run.save(mode={self.mode!r}) is not known. {suggest(str(self.mode), ('min', 'max'))}")
+
+
+class Scored(NamedTuple):
+    """A checkpoint that was written with a score."""
+
+    score: float
+    step: int
+    path: Path
+
+
+class _Candidate(NamedTuple):
+    """A directory that looks like a checkpoint."""
+
+    path: Path
+    manifest: Manifest | None  # None where there is none that can be trusted
+    damage: list[str]  # of the manifest
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sorts by time of writing. A checkpoint of unknown age counts as new, so that it is reported."""
+        match = DIRECTORY.fullmatch(self.path.name)
+        step, copy = (int(match[1]), int(match[2] or 1)) if match else (0, 1)
+        return (self.manifest.serial if self.manifest else 2**63, step, copy)
+
+
+def encode_parts(parts: Mapping[str, Any], buffers: SnapshotBuffers | None = None) -> dict[str, EncodedPart]:
+    """Encode every part that is not encoded already.
+
+    buffers: tensors are copied there, so that the originals may change while `write` runs in another thread, until the
+    buffers are used again. Without it the parts share the originals' memory.
+    """
+    encoded = {
+        name: part if isinstance(part, EncodedPart) else EncodedPart.of(part, f"checkpoint part {name!r}")
+        for name, part in parts.items()
+    }
+    if buffers is None:
+        return encoded
+    copies = buffers.copy({f"{name}/{key}": t for name, part in encoded.items() for key, t in part.tensors.items()})
+    return {
+        name: EncodedPart(part.document, {key: copies[f"{name}/{key}"] for key in part.tensors})
+        for name, part in encoded.items()
+    }
+
+
+def write(
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+    parts: Mapping[str, Any],
+    retention: Retention = Retention(),
+    meta: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a new checkpoint. Returns its directory, `directory`/step-00000042, once it is safely on the disk.
+
+    parts: name -> nested state (what state_dict() gives; see plain_state.py) or an EncodedPart. meta: nested state
+    without tensors. keep: how many checkpoints to leave, this one included; None leaves all. A second checkpoint of the
+    same step is put beside the first (step-00000042-2), and counts as the newer one.
+
+    Raises CheckpointError for state that has no plain form, and where files cannot be written (disk full, no
+    permission, not a directory). Older checkpoints and the pointer are then untouched. Of this checkpoint nothing is
+    left, or all of it where only the last sync failed. A failure in phase 3 is a warning.
+    """
+    assert step >= 0, step
+    root = Path(directory)
+    encoded = encode_parts(parts)
+    _check_names(encoded)
+    scored = {} if retention.score is None else {_SCORE: float(retention.score)}
+    document, tensors = plain_state.encode({**(meta or {}), **scored}, "checkpoint meta")
+    if tensors:
+        raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}: put it into a part.")
+    with explained("A checkpoint could not be saved to", root):
+        if root.exists() and not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, and a directory is needed")
+        if DIRECTORY.fullmatch(root.name):
+            raise FileExistsError(errno.EEXIST, "that is the name of one checkpoint; say the directory above it")
+        make_directory(root)
+        _notice_another(root)
+        remove_debris(root)
+        earlier = _checkpoints_in(root)
+        serial = 1 + max((one.manifest.serial for one in earlier if one.manifest), default=0)
+        with scratch(root, f"step-{step:08d}") as temporary:
+            built = temporary / "checkpoint"
+            built.mkdir()
+            _write_files(built, encoded, Manifest(step=step, serial=serial, meta=document, files={}))
+            final = _give_name(built, root, step, earlier)
+            sync(root)
+            with _only_warned(f"The checkpoint {final} is saved, but tidying up after it failed"):
+                _replace_pointer(root, final.name, temporary)
+                if retention.keep is not None:
+                    _prune(root, retention, final, temporary)
+    return final
+
+
+def find(directory: str | os.PathLike[str]) -> WholeCheckpoint:
+    """The newest whole checkpoint in `directory`, which may also be the path of a checkpoint itself.
+
+    Every file is read and its hash compared. A damaged checkpoint is reported, and the next older one is tried. Raises
+    CheckpointError where there is no checkpoint, where none is whole (with each damaged file and hash), and where the
+    newest has a format that only a newer Paceline knows.
+    """
+    root = Path(directory)
+    damage: list[str] = []
+    for _ in range(5):  # again, where another writer's `keep` has removed checkpoints meanwhile
+        candidates = _require_candidates(root)
+        damage, vanished = [], False
+        for one in sorted(candidates, key=lambda one: one.order, reverse=True):
+            try:
+                if one.manifest is None:
+                    raise Damage(*one.damage)
+                manifests.require_known(one.manifest, one.path)
+                manifests.verify(one.path, one.manifest)
+            except Damage as error:
+                vanished |= not one.path.exists()
+                damage += error.lines if one.path.exists() else []
+                continue
+            return WholeCheckpoint(one.path, one.manifest.step, damage)
+        if not vanished:
+            break
+    listed = "\n  ".join(damage)
+    raise CheckpointError(
+        f"{root} holds no whole checkpoint. Damaged or missing:\n  {listed}\n"
+        "Put these files back from a copy, or give a directory with a whole checkpoint, or start anew in an empty one."
+    )
+
+
+def examine(directory: str | os.PathLike[str]) -> dict[Path, list[str]]:
+    """Every checkpoint in `directory`, or the one that it is, newest first, with a line for each damaged file: none
+    where it is whole. Every file is read. Raises CheckpointError where there is no checkpoint."""
+    found: dict[Path, list[str]] = {}
+    for one in sorted(_require_candidates(Path(directory)), key=lambda one: one.order, reverse=True):
+        found[one.path] = one.damage
+        if one.manifest is not None:
+            try:
+                manifests.require_known(one.manifest, one.path)
+                manifests.verify(one.path, one.manifest)
+            except (Damage, CheckpointError) as error:
+                found[one.path] = str(error).splitlines()
+    return found
+
+
+def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint, whole or damaged. False for a missing directory too.
+
+    Raises CheckpointError where `directory` is a file or cannot be read.
+    """
+    root = Path(directory)
+    with explained("Checkpoints could not be looked for in", root):
+        return root.exists() and bool(_candidates(root))
+
+
+def read(path: str | os.PathLike[str], only: Collection[str] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(meta, parts) of one checkpoint directory, as `write` was given them, with tensors on the host.
+
+    only: the names of the parts that are wanted; None: all. Compares no hashes: `find` does. Tensors are copied out of
+    the file: torch aligns their memory, while that of a mapped file has another alignment, which can change the bits of
+    later results.
+    """
+    place = Path(path)
+    manifest = _manifest(place)
+    with explained("A checkpoint could not be read from", place):
+        parts = {name: _read_part(place, name, manifest) for name in part_names(place) if only is None or name in only}
+    return plain_state.decode_saved(manifest.meta, {}, f"{place / manifests.NAME}: its meta"), parts
+
+
+def part_names(path: str | os.PathLike[str]) -> list[str]:
+    """The names of the parts of one checkpoint directory, in the order in which `write` was given them."""
+    return [name.removesuffix(".json") for name in _manifest(Path(path)).files if name.endswith(".json")]
+
+
+def _manifest(place: Path) -> Manifest:
+    try:
+        manifest = manifests.load(place)
+    except Damage as error:
+        raise CheckpointError(f"{place} is no whole checkpoint: {error}. Use find() to get one that is.") from error
+    manifests.require_known(manifest, place)
+    return manifest
+
+
+def export(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Path:
+    """Write a plain safetensors file for `model.load_state_dict(safetensors.torch.load_file(path))`.
+
+    Tied weights are written under each of their names. An older file of this name is replaced by a whole one, or not at
+    all. Its checksum is put beside it, in FILE.sha256. Raises CheckpointError where the file cannot be written.
+    """
+    file = Path(path)
+    write_whole(file, lambda whole: save_tensors(whole, tensors, {"format": "pt"}), CANNOT_EXPORT, checksum=True)
+    return file
+
+
+def _notice_another(root: Path) -> None:
+    """Warn where this process has saved to `root` before, and that was another directory: it was removed, or the disk
+    on which it lay is not mounted any more, and what was saved is not there."""
+    found, key = root.stat(), os.path.abspath(root)
+    before = _saved_to.get(key)
+    _saved_to[key] = found.st_dev, found.st_ino
+    if before is None or before == _saved_to[key]:
+        return
+    why = (
+        "is on another file system than before: was its disk unmounted?"
+        if before[0] != found.st_dev
+        else "was removed, or replaced, and is another one now."
+    )
+    warn(
+        f"the checkpoint directory {root}, to which this run has saved before, {why} Earlier checkpoints are not in "
+        "it. This one is saved there all the same; put the directory back, and look where the next ones go."
+    )
+
+
+def _check_names(parts: Mapping[str, EncodedPart]) -> None:
+    seen = {manifests.NAME.removesuffix(".json")}
+    for name in parts:
+        if not _PART_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{name!r} cannot name a part of a checkpoint: use letters, digits, '_', '-' and '.'."
+            )
+        if name.casefold() in seen:  # one file, where the file system ignores case
+            raise CheckpointError(f"two parts of a checkpoint would be called {name!r}: give one another name.")
+        seen.add(name.casefold())
+
+
+def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manifest) -> None:
+    """Phase 1: write every file of the checkpoint, and the manifest."""
+    with HelperThreads(2, "paceline-save") as pool:
+        pending: dict[str, tuple[Future[str], Future[None]]] = {}
+
+        def seal(name: str) -> None:
+            pending[name] = pool.submit(hash_of, built / name), pool.submit(sync, built / name)
+
+        for name, part in parts.items():
+            if part.tensors:
+                save_tensors(built / f"{name}.safetensors", part.tensors, {"format": "pt", "part": name})
+                seal(f"{name}.safetensors")
+            (built / f"{name}.json").write_text(json.dumps(part.document, allow_nan=False), "utf-8")
+            seal(f"{name}.json")
+        for name, (digest, synced) in pending.items():
+            synced.result()
+            manifest.files[name] = Entry((built / name).stat().st_size, digest.result())
+    (built / manifests.NAME).write_bytes(manifest.dump())
+    sync(built / manifests.NAME)
+    sync(built)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write one safetensors file. Raises CheckpointError for tensors that such a file cannot hold."""
+    try:
+        save_file(on_host(tensors), path, metadata=metadata)
+    except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"safetensors cannot hold these tensors ({error}). Convert them before saving."
+        ) from error
+    # safetensors makes files that only their owner can read. The directory has the modes that the umask allows.
+    with suppress(PermissionError):  # a file system without modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def _give_name(built: Path, root: Path, step: int, earlier: list[_Candidate]) -> Path:
+    """Phase 2: rename the finished directory to a name that no other has."""
+    taken = [one.order[2] for one in earlier if one.order[1] == step]
+    for copy in itertools.count(1 + max(taken, default=0)):
+        final = root / (f"step-{step:08d}" if copy == 1 else f"step-{step:08d}-{copy}")
+        try:
+            os.rename(built, final)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        else:
+            return final
+    raise AssertionError("count() never ends")
+
+
+def _replace_pointer(root: Path, name: str, temporary: Path) -> None:
+    pointer = temporary / POINTER
+    pointer.write_text(f"{name}\n")
+    sync(pointer)
+    os.replace(pointer, root / POINTER)
+    sync(root)
+
+
+def ranking(directory: str | os.PathLike[str], mode: str = "min") -> list[Scored]:
+    """The checkpoints in a directory that have a score, best first; of several of one step the newest. A missing
+    directory has none."""
+    root = Path(directory)
+    return _ranked(_checkpoints_in(root) if root.is_dir() else [], mode)
+
+
+def _ranked(candidates: Iterable[_Candidate], mode: str) -> list[Scored]:
+    by_step: dict[int, Scored] = {}
+    for path, manifest, _ in sorted(candidates, key=lambda one: one.order):
+        score = None if manifest is None else _score_of(manifest)
+        if manifest is not None and score is not None:
+            by_step[manifest.step] = Scored(score, manifest.step, path)
+    sign = 1 if mode == "min" else -1
+    return sorted(by_step.values(), key=lambda one: (sign * one.score, one.step))  # of equal ones the first
+
+
+def _score_of(manifest: Manifest) -> float | None:
+    """None where it was written without one, or with one that is no number."""
+    with suppress(CheckpointError):  # in a directory may be manifests that somebody else has changed
+        meta = plain_state.decode_saved(manifest.meta, {}, "checkpoint meta")
+        score = meta.get(_SCORE) if isinstance(meta, dict) else None
+        return score if isinstance(score, (int, float)) and not math.isnan(score) else None
+    return None
+
+
+def _prune(root: Path, retention: Retention, written: Path, temporary: Path) -> None:
+    """Remove all but the newest checkpoints and the best ones. A directory without a manifest of ours is not ours to
+    remove."""
+    ours = [one for one in _checkpoints_in(root) if one.manifest and one.manifest.format == manifests.FORMAT]
+    best = {one.path for one in _ranked(ours, retention.mode)[: retention.keep_best]}
+    for path, manifest, _ in sorted(ours, key=lambda one: one.order, reverse=True)[retention.keep :]:
+        if path == written or path in best or path.is_symlink() or manifest is None:
+            continue
+        names = [*manifest.files, manifests.NAME]
+        with suppress(FileNotFoundError):  # another writer was faster
+            if set(os.listdir(path)) <= {*names}:
+                # Renamed before it is removed, so that no reader finds half a checkpoint.
+                os.rename(path, temporary / path.name)
+                shutil.rmtree(temporary / path.name)
+            else:  # files of somebody else are in it, and stay
+                for name in names:
+                    (path / name).unlink(missing_ok=True)
+
+
+def _checkpoints_in(root: Path) -> list[_Candidate]:
+    """Every directory in `root` that is named like a checkpoint and holds files of one, whole or not."""
+    places = [path for path in sorted(root.iterdir()) if DIRECTORY.fullmatch(path.name) and path.is_dir()]
+    return [one for one in map(_candidate, places) if one.manifest or _holds(one.path, ".json", ".safetensors")]
+
+
+def _candidates(root: Path) -> list[_Candidate]:
+    """The checkpoints in `root`, or `root` itself where it is one (also under another name, as a copy called best/)."""
+    itself = _candidate(root)
+    if DIRECTORY.fullmatch(root.name):
+        return [itself]
+    if inside := _checkpoints_in(root):
+        return inside
+    # Other programs write a manifest.json too.
+    return [itself] if itself.manifest or (_holds(root, manifests.NAME) and _holds(root, ".safetensors")) else []
+
+
+def _candidate(path: Path) -> _Candidate:
+    try:
+        return _Candidate(path, manifests.load(path), [])
+    except Damage as error:
+        return _Candidate(path, None, error.lines)
+
+
+def _holds(path: Path, *endings: str) -> bool:
+    with suppress(FileNotFoundError):  # it has just been removed
+        return any(name.endswith(endings) for name in os.listdir(path))
+    return False
+
+
+def _require_candidates(root: Path) -> list[_Candidate]:
+    with explained("Checkpoints could not be looked for in", root):
+        if not root.exists():
+            there = nearest(root)
+            raise CheckpointError(
+                f"{root} does not exist, so there is no checkpoint. {there} does, and holds: {contents(there)}. "
+                "Give the directory that run.save() was given."
+            )
+        if candidates := _candidates(root):
+            return candidates
+        raise CheckpointError(
+            f"{root} holds no checkpoint (a directory named like step-00000042). Found there: {contents(root)}. "
+            "Give the directory that run.save() was given, or one checkpoint in it."
+        )
+
+
+def _read_part(place: Path, name: str, manifest: Manifest) -> Any:
+    tensors: dict[str, Tensor] = {}
+    if f"{name}.safetensors" in manifest.files:
+        path = place / f"{name}.safetensors"
+        open_plain(path).close()
+        with _damaged(path, SafetensorError), safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    path = place / f"{name}.json"
+    with open_plain(path) as opened, _damaged(path, MemoryError):
+        return plain_state.read_saved(opened.read(), tensors, str(path))
+
+
+@contextmanager
+def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise these errors of a file's reader as a CheckpointError that names the file."""
+    try:
+        yield
+    except kinds as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint.") from error
+
+
+@contextmanager
+def _only_warned(what: str) -> Iterator[None]:
+    """Phase 3: the checkpoint is saved already, so an error is a warning."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"{what}: {error}.")  # the line of run.save()

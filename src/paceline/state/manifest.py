@@ -1,0 +1,169 @@
+"""manifest.json: the files that a whole checkpoint has. It is written last.
+
+    {
+      "format": 1,               the format of the checkpoint; a program refuses a number that it does not know
+      "step": 42,
+      "serial": 7,               one more than the largest in the directory when it was written: the order in time
+      "meta": {...},             a document of plain_state.py, without tensors
+      "files": {"model.json": {"size": 812, "sha256": "..."}, "model.safetensors": {...}, ...},
+      "sha256": "..."            of this file itself, with 64 zeros in this place
+    }
+
+`format`, `serial` and the file's own `sha256` will mean the same in every later format. A directory is no checkpoint
+without a manifest that fits its own hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.errors import CheckpointError
+from paceline.state.plain_files import open_plain, sha256_of, unreadable
+
+NAME = "manifest.json"
+FORMAT = 1
+DIRECTORY = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # a second save at the same step has the suffix -2, and so on
+
+_ZEROS = b"0" * 64
+_SHA256 = re.compile("[0-9a-f]{64}")
+_MOST_BYTES = 2**26  # of a manifest, which has some 130 for each file
+
+
+class Damage(Exception):
+    """A directory is not a whole checkpoint. lines: one for each damaged file, with its hash."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = list(lines)
+
+
+class Entry(NamedTuple):
+    """One file of a checkpoint."""
+
+    size: int  # in bytes
+    sha256: str  # in hexadecimal
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of one manifest.json (see above)."""
+
+    step: int
+    serial: int
+    meta: Any
+    files: dict[str, Entry]  # by file name
+    format: int = FORMAT
+
+    def dump(self) -> bytes:
+        """The bytes of the file, with its own hash."""
+        fields = {
+            "format": self.format,
+            "step": self.step,
+            "serial": self.serial,
+            "meta": self.meta,
+            "files": {name: entry._asdict() for name, entry in self.files.items()},
+            "sha256": _ZEROS.decode(),
+        }
+        blank = json.dumps(fields, indent=1).encode()
+        return _swap(blank, _ZEROS, hashlib.sha256(blank).hexdigest().encode())
+
+
+def load(directory: Path) -> Manifest:
+    """The manifest of one checkpoint directory. Raises Damage where there is none that can be trusted.
+
+    Of a manifest of an unknown format, only `format` and `serial` are read. `require_known` refuses it.
+    """
+    path = directory / NAME
+    try:
+        with open_plain(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise Damage(f"{path}: {unreadable(error)}") from error
+    if len(data) > _MOST_BYTES:
+        raise Damage(f"{path}: not a manifest (it has more than {_MOST_BYTES:,} bytes)")
+    try:
+        fields = json.loads(data)
+        claimed = fields["sha256"]
+        actual = hashlib.sha256(_swap(data, claimed.encode(), _ZEROS)).hexdigest()
+        if claimed == actual:
+            return _parse(fields)
+    except Exception as error:  # whatever bytes that nobody vouches for bring json or Python to raise
+        actual = hashlib.sha256(data).hexdigest()
+        raise Damage(f"{path}: not a manifest ({type(error).__name__}: {error}); its sha256 is {actual}") from error
+    raise Damage(f"{path}: expected sha256 {claimed}, found {actual}")
+
+
+def _parse(fields: Any) -> Manifest:
+    serial = _whole("serial", fields["serial"])
+    if fields["format"] != FORMAT:
+        return Manifest(step=0, serial=serial, meta=None, files={}, format=_whole("format", fields["format"]))
+    files = {name: Entry(**entry) for name, entry in fields["files"].items()}
+    if not files:
+        raise ValueError("it names no file")
+    for name, entry in files.items():
+        if Path(name).name != name or "\0" in name:
+            raise ValueError(f"{name!r} is not a plain file name")
+        if name == NAME or not name.endswith((".json", ".safetensors")):
+            raise ValueError(f"a checkpoint has no file called {name!r}")
+        _whole(f"the size of {name}", entry.size)
+        if f"{Path(name).stem}.json" not in files:
+            raise ValueError(f"it names {name}, and no {Path(name).stem}.json")
+        if not _SHA256.fullmatch(entry.sha256):
+            raise ValueError(f"the sha256 of {name} is {entry.sha256!r}")
+    return Manifest(step=_whole("step", fields["step"]), serial=serial, meta=fields["meta"], files=files)
+
+
+def _whole(what: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{what} is {str(value)[:40]}, and a whole number is needed")
+    return value
+
+
+def require_known(manifest: Manifest, directory: Path) -> None:
+    """Raises CheckpointError for a checkpoint whose format this version cannot read."""
+    if manifest.format != FORMAT:
+        raise CheckpointError(
+            f"{directory} has checkpoint format {manifest.format}; this version of Paceline reads format {FORMAT}. "
+            "Use the version that wrote it (`pip install -U paceline` where that is a newer one), or give another "
+            "checkpoint."
+        )
+
+
+def verify(directory: Path, manifest: Manifest) -> None:
+    """Read every file of a checkpoint (some 0.6 s a GiB). Raises Damage that names each file that has changed."""
+    with ThreadPoolExecutor(max_workers=4, thread_name_prefix="paceline-verify") as pool:
+        found = pool.map(lambda item: list(_examine(directory, *item)), manifest.files.items())
+        lines = [line for some in found for line in some]
+    if lines:
+        raise Damage(*lines)
+
+
+def _examine(directory: Path, name: str, entry: Entry) -> Iterator[str]:
+    path = directory / name
+    try:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            # One that is too long is not read: it may have no end.
+            actual = sha256_of(file) if size <= entry.size else ""
+    except OSError as error:
+        yield f"{path}: {unreadable(error)} (expected sha256 {entry.sha256})"
+        return
+    if actual != entry.sha256 or size != entry.size:
+        lengths = "" if size == entry.size else f"{size} bytes instead of {entry.size}; "
+        yield f"{path}: {lengths}expected sha256 {entry.sha256}" + (f", found {actual}" if actual else "")
+
+
+def _swap(data: bytes, old: bytes, new: bytes) -> bytes:
+    """`data` with the last `old` replaced: the manifest's own hash is at its end."""
+    head, found, tail = data.rpartition(old)
+    if not found:
+        raise ValueError("no hash of its own")
+    return head + new + tail

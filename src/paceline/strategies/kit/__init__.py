@@ -1,0 +1,1 @@
+"""Parts that several families of strategies share. A new strategy may need none of them."""

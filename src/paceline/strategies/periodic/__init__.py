@@ -1,0 +1,1 @@
+"""Replicas train independently, and their weights are averaged every few steps: local_sgd, diloco."""

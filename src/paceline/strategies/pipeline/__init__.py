@@ -1,0 +1,1 @@
+"""Every process holds some of the layers, and micro-batches flow through them."""

@@ -1,0 +1,241 @@
+"""The stages of a pipeline that is cut between calls of layers (`pipeline_calls.py`).
+
+All stages of a data shard have the same examples. So each makes the same records of them, without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm import collectives
+from paceline.comm.mesh import Mesh
+from paceline.comm.replicas import ProcessReplicas
+from paceline.data.batch_plan import Piece
+from paceline.errors import ModelError, PacelineError, UsageError
+from paceline.strategies.base import Term, Work
+from paceline.strategies.kit.named_parameters import send_models
+from paceline.strategies.pipeline.pipeline_calls import Calls, Cut, Record, form_of
+from paceline.strategies.pipeline.pipeline_cut import Units, boundaries
+from paceline.strategies.pipeline.pipeline_loss import Losses, Share, on_one_stage
+from paceline.strategies.pipeline.pipeline_schedule import Schedules
+from paceline.strategies.pipeline.stage_parameters import StageParameters
+
+MOST_RECORDS = 256
+"""Forms of examples that are remembered."""
+
+
+class UncutModel:
+    """A model whose cut the first micro-batch decides. units: those of torch.fx, where it found some."""
+
+    def __init__(self, model: nn.Module, units: Units | None) -> None:
+        self.model, self.units = model, units
+        self.sent = False
+
+    def send(self, device: torch.device) -> None:
+        """Moves the whole model to the device, with rank 0's weights: someone needs it before it is cut. Collective."""
+        if not self.sent:
+            send_models([self.model], device)
+            self.sent = True
+
+
+class CallStages:
+    """The stages, seen from one process."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, device: torch.device, schedules: Schedules, losses: Losses
+    ) -> None:
+        self._model, self._mesh, self._device = model, mesh, device
+        self._schedules, self._losses = schedules, losses
+        self._calls = Calls(model, device)
+        self._records: dict[Any, Record] = {}  # by the form of the examples, the mode and the backward call
+        self._used: list[set[Tensor]] = []  # of each stage, the parameters that it keeps
+        self._checked: dict[int, Record] = {}  # records whose stages use no others; by id
+        self._chosen: list[Cut] = []  # where stages 1, 2, ... begin, in the first record
+        self._stage = _Stage()
+
+    @property
+    def running(self) -> bool:
+        return self._calls.running
+
+    def close(self) -> None:
+        self._calls.release()
+
+    # --- the cut
+
+    def cut(self, work: Work, cut: str, by_cost: bool) -> list[nn.Module]:
+        """Chooses where the stages begin, by the first micro-batch. Returns for each stage a module of its parameters
+        and buffers. Raises ModelError or SettingError."""
+        piece = next((piece for piece in work.pieces if piece.count), work.pieces[0])
+        record = self._record(work, piece)
+        units = self._calls.units(record)
+        if not record.cuts:
+            raise ModelError(
+                f"strategy pipeline: the forward of {type(self._model).__name__} has no call of a layer before which a "
+                "single tensor is all that is needed later. Make it of blocks that are called one after the other, "
+                "each with what the one before returned, or use another strategy, such as ddp."
+            )
+        sizes = self._seconds(work, piece, record) if by_cost and not cut else self._calls.sizes(record)
+        where = boundaries(units, self._mesh.size("stage"), cut, sizes)
+        chosen = collectives.broadcast_object([record.cuts[start - 1].call for start in where[1:-1]])
+        by_call = {found.call: found for found in record.cuts}
+        if not by_call.keys() >= set(chosen):
+            raise ModelError(
+                "strategy pipeline: processes with other examples find other places for a cut. Let the model call its "
+                "layers alike for all examples, or use strategy='ddp'."
+            )
+        self._chosen = [by_call[call] for call in chosen]
+        parts = self._calls.holdings(record, self._chosen)
+        self._used = [set(part.parameters()) for part in parts]
+        self._used[0] |= {p for p in self._model.parameters() if not any(p in used for used in self._used)}
+        return parts
+
+    def _record(self, work: Work, piece: Piece) -> Record:
+        key = (form_of(piece.batch), self._model.training, torch.is_autocast_enabled(self._device.type), work.call)
+        if key not in self._records:
+            if len(self._records) >= MOST_RECORDS:
+                self._records.clear()
+                self._checked.clear()
+            with on_one_stage():
+                self._records[key] = self._calls.record(partial(work.compute, self._model, piece, self._device))
+        return self._records[key]
+
+    def _seconds(self, work: Work, piece: Piece, record: Record) -> list[float]:
+        """Seconds of each stretch's forward on rank 0, the least of a few trials, in evaluation mode."""
+        modes = {module: module.training for module in self._model.modules()}
+        trials = []
+        for _ in range(3 if self._mesh.rank == 0 else 0):
+            with torch.no_grad(), on_one_stage(), torch.random.fork_rng(devices=[]):
+                self._model.eval()
+                with self._calls.seconds(record.cuts) as told:
+                    work.compute(self._model, piece, self._device)
+                trials.append(told)
+        for module, was in modes.items():
+            module.training = was
+        sizes: list[float] = collectives.broadcast_object([min(times) for times in zip(*trials, strict=True)])
+        return sizes
+
+    # --- the step
+
+    def compute(self, work: Work, shares: Sequence[Share], key: int, parameters: StageParameters) -> list[list[Term]]:
+        """Forwards and backwards of the micro-batches. Returns their terms, on the last stage."""
+        mesh = self._mesh
+        groups = [list(group) for _, group in groupby(shares, key=lambda share: form_of(share[0].batch))]
+        records = [self._record(work, group[0][0]) for group in groups]
+        for record in records:
+            self._check(record)
+        parameters.free_others()
+        with self._calls.absent_parameters(records[0], parameters.used):
+            inverse = {}
+            if self._schedules.last:
+
+                def counted(number: int, piece: Piece) -> list[Term]:
+                    seed(key, self._device)
+                    compute = partial(work.compute, self._model, piece, self._device)
+                    with on_one_stage():
+                        terms: list[Term] = self._calls.zeros(records[number], compute)
+                    return terms
+
+                inverse = self._losses.inverse_counts(work, groups, counted)
+            terms: list[list[Term]] = []
+            with mesh.computing(ProcessReplicas(mesh.layers)):
+                for group, record in zip(groups, records, strict=True):
+                    for _, chosen in self._schedules.passes(group):
+                        terms += self._pass(work, chosen, record, key, inverse)
+        return terms
+
+    def _pass(
+        self, work: Work, group: Sequence[Share], record: Record, key: int, inverse: dict[int, Tensor]
+    ) -> list[list[Term]]:
+        """Runs micro-batches of one form through the stages. Returns their terms, on the last stage."""
+        part = self._mesh.coordinate("stage")
+        entry, exit = self._all_ends(record)[part : part + 2]
+        found: list[list[Term]] = []
+
+        def reseed() -> None:
+            # Each stage draws other numbers. Before it begins, the closure's own draws are the same on all stages.
+            seed(torch.default_generator.initial_seed() ^ part * 0x9E3779B97F4A7C15 % 2**63, self._device)
+
+        def run(received: Tensor, number: int) -> Tensor:
+            share = group[number]
+            seed(key, self._device)
+            compute = partial(work.compute, self._model, share[0], self._device)
+            with on_one_stage():
+                result = self._calls.stretch(record, entry and (entry, received), exit, reseed, compute)
+            if exit is not None:
+                output: Tensor = result
+                return output
+            found.append([term.detached() for term in result])
+            return self._losses.weighted(work.call, result, share, inverse).reshape(1)
+
+        self._stage.run = run
+        numbers = torch.arange(len(group))
+        forms = (_meta(entry, ((1,), torch.int64)), _meta(exit, ((1,), record.loss_dtype)))
+        try:
+            self._schedules.run(self._stage, forms, lambda: numbers, _sum_of_loss, len(group), number=numbers)
+        except RuntimeError as error:  # torch wraps what a stage's forward raises
+            if isinstance(error.__cause__, (PacelineError, TypeError, ValueError)):
+                raise error.__cause__ from None
+            raise
+        return found
+
+    def _check(self, record: Record) -> None:
+        """Raises UsageError, on all stages, where one of them would use a parameter that it does not keep."""
+        if id(record) in self._checked:
+            return
+        ends = self._all_ends(record)
+        for part, (start, end) in enumerate(pairwise(ends)):
+            lacking = self._calls.lacking(record, start, end, self._used[part])
+            if lacking:
+                raise UsageError(
+                    f"strategy pipeline: this call uses {', '.join(lacking[:3])} in stage {part}, which did not use it "
+                    "in the first call, by which the model was cut. Let every call use what the first one uses, or use "
+                    "strategy='ddp'."
+                )
+        self._checked[id(record)] = record
+
+    def _all_ends(self, record: Record) -> list[Cut | None]:
+        """The calls at which stages begin and end, for examples of this form; None for the begin of the closure and
+        for its end."""
+        by_call = {cut.call: cut for cut in record.cuts}
+        ends: list[Cut | None] = [None, *(by_call.get(cut.call) for cut in self._chosen), None]
+        missing = [cut.name for cut, found in zip(self._chosen, ends[1:-1], strict=True) if found is None]
+        if missing:
+            raise UsageError(
+                f"strategy pipeline: a stage begins with {missing[0]}, and for these examples this is no place where a "
+                "single tensor is all that is needed later, as it was for the first ones. Let the model call its "
+                "layers alike for all examples, or use strategy='ddp'."
+            )
+        return ends
+
+
+def _meta(cut: Cut | None, form: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
+    """A tensor on "meta" of what travels at a cut; of this form where there is no cut."""
+    shape, dtype = form if cut is None else (cut.shape, cut.dtype)
+    return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
+
+
+def _sum_of_loss(loss: Tensor, _: Tensor) -> Tensor:
+    return loss.sum()
+
+
+class _Stage(nn.Module):
+    """The module that torch's schedule calls."""
+
+    run: Callable[[Tensor, int], Tensor]  # (what was received, number of the micro-batch) -> what is sent
+
+    def forward(self, received: Tensor, number: Tensor) -> Tensor:
+        return self.run(received, int(number))
+
+
+def seed(key: int, device: torch.device) -> None:
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    elif device.type != "cpu":
+        torch.get_device_module(device).manual_seed(key)

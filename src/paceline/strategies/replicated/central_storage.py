@@ -1,0 +1,244 @@
+"""central_storage: parameters and optimizer state live on the CPU, and are computed with on one or more devices.
+
+Phase 1, forward and backward on every device, as data_parallel does it (replica_set.py): the gradients come together on
+  the first device, in the script's own model, where they can be clipped and looked at.
+Phase 2, step, in: gradients go to the CPU.
+Phase 3, step, update: the optimizer updates the masters there (replicated.py); its state is there too.
+Phase 4, step, out: masters go to the first device, whose model then evaluates with them; from there to the others when
+  the next global batch begins.
+
+Between devices, a step: gradients once to the CPU, weights once from it; and for each further device as data_parallel.
+Memory: per device parameters and gradients; on the CPU parameters, gradients and optimizer state, the first two pinned
+where the device is an accelerator, in flat pieces of about 25 MB that travel as one.
+Follows tf.distribute.experimental.CentralStorageStrategy, and with one device ZeRO-Offload's placement (Ren et al.
+2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"), without its overlap.
+
+A script may write to its model's weights between steps (an EMA swapped in, load_state_dict, p.data.clamp_()). The
+masters follow. A write that autograd counts changes the tensor's version; any other changes its norm, which the device
+computes when weights have come out and again when gradients go in. Norms travel with the gradients, for which the CPU
+waits anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.collectives import buckets
+from paceline.comm.devices import flatten, unflatten
+from paceline.comm.mesh import Mesh
+from paceline.data.batch_plan import one_shard
+from paceline.strategies.base import Backward, ClosureStrategy, LoopStrategy, Term, Work, backward_here
+from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.kit.named_parameters import in_place_of, load_replicated, replicated_state
+from paceline.strategies.kit.optimizer_hooks import carried, step_between_hooks
+from paceline.strategies.replicated.local_devices import check_devices, devices_of
+from paceline.strategies.replicated.replica_set import ReplicaSet, Stamp, norms_of, stamp_of
+from paceline.torch_private.core import foreach_copy_, version_of
+from paceline.world import World
+
+_HOST = torch.device("cpu")
+
+
+def check(size: int | None, *, devices: str) -> None:
+    """Raises SettingError for several processes, or for devices that cannot be."""
+    check_devices("central_storage", size, devices)
+
+
+class CentralStorage(LoopStrategy, ClosureStrategy):
+    """devices: such as "cuda:0" or "cuda:0,cuda:1"; all accelerators of this machine if not given."""
+
+    def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
+        check(world.size, devices=devices)
+        found = devices_of("central_storage", devices, device)
+        self.device = found[0]
+        self._replicas = ReplicaSet(found) if len(found) > 1 else None
+        self.mesh = Mesh(device, world.rank)
+        self.plan = one_shard(1, 0) if self._replicas is None else self._replicas.plan
+        self.store = GradientStore(replicas=() if self._replicas is None else self._replicas.copies)
+        self._masters: dict[Tensor, Tensor] = {}
+        self._buckets: list[_Bucket] = []
+
+    def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            if optimizer not in self.optimizers:
+                _state_of_masters(optimizer, self._masters)
+        self.models, self.optimizers = list(models), list(optimizers)
+        for model in models:
+            model.to(self.device)
+        if self._replicas is not None:
+            self._replicas.setup(models)
+        for optimizer in optimizers:
+            self._make_masters(optimizer)
+
+    def backward(self, work: Backward) -> None:
+        backward_here(work)
+
+    def forward_backward(self, work: Work) -> list[list[Term]]:
+        assert self._replicas is not None
+        self._replicas.follow(work.call)
+        return self._replicas.forward_backward(work, self._replicas.gather)
+
+    def finish(self) -> None:
+        if self._replicas is not None:
+            self._replicas.average_statistics()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._make_masters(optimizer)
+        step_between_hooks(optimizer, partial(self._update, optimizer))
+        if self._replicas is not None:
+            self._replicas.mark_stale(optimizer)
+
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        buckets_of_own = [bucket for bucket in self._buckets if any(p in own for p in bucket.parameters)]
+        try:
+            norms = [bucket.fetch(own) for bucket in buckets_of_own]
+            for bucket, now in zip(buckets_of_own, norms, strict=True):
+                bucket.follow(bucket.written(now))  # the first of these waits until everything has come to the CPU
+            with torch.enable_grad(), in_place_of(optimizer, self._masters):
+                optimizer.step(*args, **kwargs)
+        finally:
+            for p in own:
+                self._masters[p].grad = None
+        for bucket in buckets_of_own:
+            bucket.send()
+
+    @torch.no_grad()
+    def _make_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes masters for parameters that have none, and moves state of parameters to their masters."""
+        new = [p for group in optimizer.param_groups for p in group["params"] if p not in self._masters]
+        for positions in buckets(new):
+            bucket = _Bucket([new[i] for i in positions])
+            self._buckets.append(bucket)
+            self._masters.update(zip(bucket.parameters, bucket.masters, strict=True))
+        for p in [p for p, values in optimizer.state.items() if values and p in self._masters]:
+            master = self._masters[p]
+            optimizer.state[master] = _laid_out_as(carried(optimizer.state.pop(p), None, _HOST), master)
+
+    def state_dict(self) -> dict[str, Any]:
+        for optimizer in self.optimizers:
+            self._make_masters(optimizer)
+        return replicated_state(self.models, self.optimizers, self._masters)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_replicated(self.models, self.optimizers, state, self._masters)
+        for bucket in self._buckets:
+            bucket.follow(bucket.parameters)
+        if self._replicas is not None:
+            self._replicas.mark_stale()
+
+    def close(self) -> None:
+        """Optimizers get their state back, which stays on the CPU."""
+        for optimizer in self.optimizers:
+            for p, master in self._masters.items():
+                if master in optimizer.state:
+                    optimizer.state[p] = optimizer.state.pop(master)
+            for name in _STATE_METHODS:
+                vars(optimizer).pop(name, None)
+        if self._replicas is not None:
+            self._replicas.close()
+        self._masters, self._buckets = {}, []
+
+
+_STATE_METHODS = ("state_dict", "load_state_dict")
+
+
+def _state_of_masters(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
+    """Lets a script call these two itself: within them the optimizer has the masters, to which its state belongs."""
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with in_place_of(optimizer, masters):
+                return method(*args, **kwargs)
+
+        return call
+
+    for name in _STATE_METHODS:
+        setattr(optimizer, name, wrapped(getattr(optimizer, name)))
+
+
+def _laid_out_as(values: dict[str, Any], master: Tensor) -> dict[str, Any]:
+    """State for a master. Fused optimizers go through memory in its order, without looking at strides."""
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse:
+            values[key] = value.contiguous()
+    return values
+
+
+class _Bucket:
+    """Parameters of one dtype on one device, and their masters, flat on the CPU."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._device = parameters[0].device
+        options: Any = {"dtype": parameters[0].dtype, "pin_memory": self._device.type != "cpu"}
+        total = sum(p.numel() for p in parameters)
+        self._weights, self._gradients = torch.empty(total, **options), torch.empty(total, **options)
+        self.masters: list[Tensor] = [nn.Parameter(part) for part in unflatten(self._weights, parameters)]
+        for p, master in zip(parameters, self.masters, strict=True):
+            vars(master).update(vars(p))  # marks that optimizers look at
+        # When parameters and masters were last equal: stamps and norms of the parameters, versions of the masters.
+        self._stamps: dict[Tensor, Stamp] = {}
+        self._norms = torch.empty(0)
+        self._versions: list[int] = []
+        self._fetched: set[Tensor] = set()  # parameters whose gradients the last `fetch` has brought
+        self.follow(self.parameters)
+
+    def fetch(self, own: set[Tensor]) -> Tensor:
+        """Enqueues copies of these parameters' gradients to the CPU. Returns the norms of the weights, on the device.
+        Waits for sparse gradients only."""
+        parts = unflatten(self._gradients, self.parameters)
+        grads = [p.grad if p in own else None for p in self.parameters]
+        self._fetched = {p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
+        dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
+        if len(dense) == len(grads):
+            self._gradients.copy_(flatten(dense), non_blocking=True)
+        for master, part, grad in zip(self.masters, parts, grads, strict=True):
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                master.grad = grad.to(_HOST)
+                continue
+            if len(dense) < len(grads):
+                part.copy_(grad, non_blocking=True)
+            master.grad = part
+        return norms_of(self.parameters)
+
+    def written(self, norms: Tensor) -> list[Tensor]:
+        """The parameters to which the script has written since `send`."""
+        moved = (norms != self._norms).tolist()
+        return [p for p, other in zip(self.parameters, moved, strict=True) if other or stamp_of(p) != self._stamps[p]]
+
+    def follow(self, parameters: Sequence[Tensor]) -> None:
+        """Copies these parameters' values into their masters."""
+        chosen = set(parameters)
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            if p in chosen:
+                master.detach().copy_(p.detach())
+        self._versions = [version_of(master) for master in self.masters]
+        if chosen:
+            self._note()
+
+    def send(self) -> None:
+        """Copies updated masters into the parameters. Waits for nothing: the next update writes to masters only after
+        gradients have come in the same stream."""
+        parts = unflatten(self._weights.to(self._device, non_blocking=True), self.parameters)
+        moved = [version_of(master) != v for master, v in zip(self.masters, self._versions, strict=True)]
+        chosen = [
+            (p.detach(), part)
+            for p, part, other in zip(self.parameters, parts, moved, strict=True)
+            if other or p in self._fetched  # torch's fused updates are not counted as writes
+        ]
+        if chosen:
+            foreach_copy_([p for p, _ in chosen], [part for _, part in chosen])
+        self._note()
+
+    def _note(self) -> None:
+        self._stamps = {p: stamp_of(p) for p in self.parameters}
+        self._norms = norms_of(self.parameters)

@@ -1,0 +1,1 @@
+"""Every process holds a part of each layer."""
