@@ -25,7 +25,7 @@ ON_THE_HOST = {
     "_sum_numbers": "numbers of Python's",
     "scalar": "asks whether reading waits for no device",
     "is_transposed_linear": "a probe of three numbers, when a model is cut",
-    "NewestState._known_by": "of runs on CPUs alone (Run._newest_state)",
+    "NewestState._known_by": "of runs on CPUs alone (restarts.py)",
     "JsonLines.log_histogram": "counts and edges of NumPy's",
     "Neighbours._rows": "takes tensors on the CPU alone",
     "PeriodicAveraging.average": "counts that an optimizer keeps as numbers; it made the tensor",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +32,9 @@ from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.norm.normalisation import Normalisation
 from paceline.state.averaged_weights import ModelEMA, weights_of
-from paceline.state.checkpoint import Retention, WholeCheckpoint
+from paceline.state.checkpoint import Retention
 from paceline.state.hyperparameters import Hyperparameters, Whose, check_whose
-from paceline.state.memory_checkpoints import MemoryCheckpoints, asked_for
-from paceline.state.newest_state import NewestState
-from paceline.state.preemption import Preemption
+from paceline.state.restarts import Restarts
 from paceline.state.run_position import Epochs, RunPosition
 from paceline.state.state import State, fits, model_number
 from paceline.step import backends, deterministic
@@ -61,7 +58,7 @@ from paceline.step.step import Stepper
 from paceline.strategies import make
 from paceline.strategies.base import Strategy, Weight
 from paceline.strategies.kit.named_parameters import parameter_names
-from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
+from paceline.world import World
 
 YieldHook = Callable[[Loader], None]
 
@@ -85,7 +82,7 @@ class Run:
         world, device, settings, seed: of the run.
         latest: the loader that yielded last.
         calls: compares the calls in which all processes take part.
-        newest: what this process hands on to the next start of the run if another dies; None where nothing is.
+        restarts: what lets the run go on after it was stopped or has lost a rank.
         explanation: returns a better error than one of the user's forward; None where there is none.
         closed: has the run ended?
     """
@@ -134,9 +131,12 @@ class Run:
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
-        self._preemption = self._follow_launcher()
-        self.newest = self._newest_state()
-        self._memory = self._memory_checkpoints()
+        self.restarts = Restarts(
+            *(world, self._stepper, self._state, self._position, self._models, self._optimizers),
+            steps=lambda: self.steps,
+            save=self._save_last,
+            saving=self._saving,
+        )
         self._heartbeat = Heartbeat()
         self._observers: list[StepObserver] = []
         self._trial = trial
@@ -167,18 +167,6 @@ class Run:
         self._stepper.watch(self._observers)
         self._choose_hooks()
 
-    def _follow_launcher(self) -> Preemption | None:
-        """What looks after each step whether the launcher, or a signal to a process without one, asks the run to stop;
-        None: nothing does."""
-        path = os.environ.get(STOP_FILE)
-        alone = self.world.size == 1 and LAUNCHER_PID not in os.environ
-        if not path and not alone:
-            return None
-        own = self._strategy, self.device
-        with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full
-            return Preemption(path, *own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
-        return None
-
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
         this newer one from being tried."""
@@ -188,28 +176,6 @@ class Run:
             if self.main:
                 print(f"paceline: {error}", file=sys.stderr, flush=True)
         return self.save(directory)
-
-    def _newest_state(self) -> NewestState | None:
-        """None where the launcher does not start ranks again. And on accelerators: with NCCL, a rank that waits for one
-        that has died is ended by torch, without an exception."""
-        folder = os.environ.get(HANDOVER)
-        if not folder or self.device.type != "cpu":
-            return None
-        own = self._strategy, self._state, self._position, self._models, self._optimizers
-        return NewestState(folder, *own, ready=self._between_steps, steps=lambda: self.steps)
-
-    def _memory_checkpoints(self) -> MemoryCheckpoints | None:
-        """None where the launcher asks for none."""
-        every = asked_for(os.environ)
-        if every is None:
-            return None
-        own = self._strategy, self._state, self.world.node
-        return MemoryCheckpoints(every, *own, ready=self._between_steps, steps=lambda: self.steps)
-
-    def _between_steps(self) -> bool:
-        """Whether a checkpoint may be written now."""
-        loaders = self._state.loaders.values()
-        return all(one.current is None or one.stepped for one in loaders) and not self._stepper.ownership.incomplete
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -221,21 +187,6 @@ class Run:
         finally:
             for observer in self._observers:
                 observer.in_save(False)
-
-    def _after_batch(self) -> Iterator[YieldHook]:
-        """What is called when the script comes back for its next training batch."""
-        if self.newest is not None:
-            yield self.newest.after_batch
-        if self._memory is not None:
-            yield self._keep_in_memory
-        if self._preemption is not None:
-            yield self._preemption.after_batch
-
-    def _keep_in_memory(self, loader: Loader) -> None:
-        if self._memory is not None and self._memory.due(loader):
-            self._stepper.updates.prepare_save()
-            with self._saving():
-                self._memory.keep(self._position.counters())
 
     @property
     def main(self) -> bool:
@@ -320,8 +271,7 @@ class Run:
         self._strategy.setup(self._models, self._optimizers)
         if self.latest is not None and self._strategy.plan is not plan:
             raise ModelError(PREPARED_LATE)
-        if self.newest is not None:
-            self.newest.prepared()
+        self.restarts.prepared()
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
@@ -412,7 +362,7 @@ class Run:
         own = {key: given.pop(key) for key in OWN_ARGUMENTS & given.keys()}
         sources = make_sources(dataset, LoaderArguments(**own, options=given), size, seed=self.seed, plan=plan)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
-        hooks["on_body_end"] = tuple(self._after_batch())
+        hooks["on_body_end"] = self.restarts.after_batch
         loader = Loader(sources.pop(0), device=self.device, noise=self._noise, later=sources, **hooks)
         if train:
             self._state.add_loader(loader)
@@ -807,8 +757,7 @@ class Run:
             raise UsageError(SAVED_IN_MID_BATCH)
         with self._saving():
             path = self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
-        if self._preemption is not None:
-            self._preemption.saves(Path(directory).absolute())
+        self.restarts.saved(Path(directory))
         return path
 
     @by_all
@@ -836,23 +785,15 @@ class Run:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
         check_whose(hyperparameters)
         self._state.whose = hyperparameters
-        keepers = [one for one in (self.newest, self._memory) if one is not None]
-
-        def handed_on() -> WholeCheckpoint | None:
-            kept = [whole for keeper in keepers if (whole := keeper.find()) is not None]
-            return max(kept, key=lambda whole: whole.step, default=None)
-
-        found = self._state.restore(directory, missing_ok, handed_on if keepers else None)
-        if self._preemption is not None:
-            self._preemption.restores(Path(directory))
+        found = self._state.restore(directory, missing_ok, self.restarts.kept)
+        self.restarts.restored(Path(directory))
         if found is not None:
             with fits(directory):
                 self._position.load_counters(found)
             self._monitor.restored(self._state.restored_from, self.steps)
         self._restored = True
         self._choose_hooks()
-        for keeper in keepers:
-            keeper.begin()
+        self.restarts.begin()
         return found is not None
 
     @by_all
@@ -945,13 +886,8 @@ class Run:
         if self._noise is not None:
             self._noise.close()
         self._guards.close()
-        if self.newest is not None:
-            self.newest.close()
-        if self._memory is not None:
-            self._memory.close()
+        self.restarts.close()
         self._heartbeat.close()
-        if self._preemption is not None:
-            self._preemption.close()
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)

@@ -173,8 +173,8 @@ def _explain() -> None:
 
 def _hand_on(error: BaseException) -> None:
     """An uncaught error ends this process: what it has of the open run may help those that start it again."""
-    if _open and _open[-1].newest is not None:
-        _open[-1].newest.hand_on(error)
+    if _open:
+        _open[-1].restarts.hand_on(error)
 
 
 def current() -> Run | None:
