@@ -173,7 +173,7 @@ for epoch in run.epochs(200):
         if run.steps == 30:
             Path("under-way").touch()
             while run.world_size == 1 and not Path("come").exists(): time.sleep(0.01)
-        time.sleep(0.01)
+        time.sleep(0.2 if run.world_size == 1 and run.steps > 30 else 0)  # until the second machine has come
 run.export("model.safetensors")
 """
 

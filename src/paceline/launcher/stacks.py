@@ -17,14 +17,14 @@ from paceline.launcher import process_state, stack_thread
 from paceline.launcher.stack_thread import Frames
 from paceline.launcher.worker import LIBRARY, STANDARD_LIBRARY, crash_file, innermost_own
 
-_ANSWER_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0  # for those that do not: on a busy machine a rank may not run for a second
 _IDLE = 0.1  # of a core: a process that uses less waits
 MOST_WORKERS = 16  # of a DataLoader, that are asked
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _TRACEBACK_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 # Innermost frames of a rank that waits for others.
-_WAITS = re.compile(r"/torch/distributed/|/torch/cuda/|/paceline/(comm|strategies|train)/")
+_WAITS = re.compile(r"/torch/distributed/|/torch/cuda/|/paceline/(comm|data|strategies|step|norm|state|metrics)/")
 _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/comm/")
 # Innermost frames of a rank in native code of a backward, or of DistributedDataParallel's forward (where ranks agree on
 # buckets in the second step), which may wait or compute: the CPU time tells.
