@@ -16,6 +16,7 @@ METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 ON_THE_HOST = {
     "_distinct": "branches where the rows are on a CPU",
     "slice_examples.part_of_array": "the numbers that a collate function made",
+    "BatchPlan._requests": "indices in an array of NumPy's",
     "_integers": "indices in an array of NumPy's",
     "Streams.example_keys": "keys in an array of NumPy's",
     "_fill": "memory of the host, into which a message goes",

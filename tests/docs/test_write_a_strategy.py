@@ -17,8 +17,21 @@ from paceline.strategies import alone, check, make
 from paceline.world import World
 
 PAGE = (Path(__file__).parents[2] / "docs" / "strategies" / "write.md").read_text(encoding="utf-8")
-NAME = "my_package.plain_ddp:PlainDDP"
+NAME, LOUDLY = "my_package.plain_ddp:PlainDDP", "my_package.plain_ddp:Loud:word=summed,verbose=true"
 EXAMPLES, GLOBAL_BATCH, EPOCHS, SAVED = 23, 10, 2, 3  # the last global batch of an epoch has 3 examples
+
+LOUD = """
+
+class Loud(PlainDDP):
+    def __init__(self, world, device, *, word: str, verbose: bool = False):
+        super().__init__(world, device)
+        self.word, self.verbose = word, verbose
+
+    def backward(self, work):
+        super().backward(work)
+        if self.verbose and work.final:
+            print(self.word)
+"""  # with options
 
 SCRIPT = f"""
 import sys, torch, paceline
@@ -51,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
     """The script, its data, and the page's strategy."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "plain_ddp.py").write_text(code)
+    (tmp_path / "my_package" / "plain_ddp.py").write_text(code + LOUD)
     (tmp_path / "train.py").write_text(SCRIPT)
     torch.manual_seed(0)
     x, y = torch.randn(EXAMPLES, 5).double(), torch.randn(EXAMPLES, 1).double()
@@ -94,8 +107,8 @@ def assert_same(folder: Path) -> None:
 
 
 def test_two_processes_train_the_model_of_one_device(folder: Path) -> None:
-    printed = paceline(folder, "run", "--nproc", "2", "--strategy", f"{NAME}:verbose=true", "train.py")
-    assert printed.count("summed 0.weight") == 2 * 6, "two backward calls in each of the 6 steps"
+    printed = paceline(folder, "run", "--nproc", "2", "--strategy", LOUDLY, "train.py")
+    assert printed.count("summed") == 2 * 6, "two backward calls in each of the 6 steps"
     assert_same(folder)
 
 
@@ -117,8 +130,8 @@ def test_the_page_counts_its_concepts() -> None:
 
 
 def test_a_name_with_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = parse_strategy(f"{NAME}:verbose=true")
-    assert (spec.name, spec.options) == (NAME, {"verbose": "true"})
+    spec = parse_strategy(LOUDLY)
+    assert (spec.name, spec.options) == ("my_package.plain_ddp:Loud", {"word": "summed", "verbose": "true"})
     assert parse_strategy(str(spec)) == spec
     assert parse_strategy("ddp:codec=topk:ratio=0.1").name == "ddp"
     assert check(spec, 2) == 0, "the launcher need not find the module"
@@ -128,7 +141,7 @@ def test_a_name_with_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     made: object = make(spec, world, device)
     assert vars(made)["verbose"] is True
     for wrong, words in [
-        (f"{NAME}:verbos=true", "has no option 'verbos'"),
+        ("my_package.plain_ddp:Loud:verbos=true", "has no option 'verbos'. Did you mean 'verbose'"),
         ("my_package.plain_ddp:Plan", "has no attribute 'Plan'. MODULE:CLASS is needed"),
         ("my_package.nowhere:Plan", "No module named 'my_package.nowhere'"),
     ]:

@@ -10,6 +10,6 @@ threads.py, devices.py               between replicas of one process
 tree_sums.py, means.py, scalars.py, dtensor.py     kinds of sums and tensors
 generators.py, fork_safety.py, waits.py            random states; forks beside gloo; what waits for others
 
-Gloo tells a sender over the same connection that the other side is ready. That message queues behind what is being sent.
-So code here posts its receives before its sends.
+Gloo tells a sender over the same connection that the other side is ready. That message queues behind what is being
+sent. So code here posts its receives before its sends.
 """

@@ -1,8 +1,8 @@
 """Every replica holds the whole model: ddp, shared, data_parallel, mirrored, central_storage, and `reproducible`.
 
 ddp:
-- After a collective gloo's threads drop its tensors a moment later. If the interpreter ends then, the process aborts. So
-  reducers release the group when the run closes, and comm/process_group.py ends it at exit.
+- After a collective gloo's threads drop its tensors a moment later. If the interpreter ends then, the process aborts.
+  So reducers release the group when the run closes, and comm/process_group.py ends it at exit.
 
 shared:
 - Nothing is summed during the backward. Each process has one core, which the backward uses.
