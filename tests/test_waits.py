@@ -1,4 +1,4 @@
-"""The calls that wait for an accelerator are those that docs/architecture.md lists."""
+"""The calls that wait for an accelerator are those that docs/internals/waits.md lists."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
-PAGE = (ROOT / "docs/architecture.md").read_text()
+PAGE = (ROOT / "docs/internals/waits.md").read_text()
 PARTS = ("data", "step", "norm", "state", "metrics", "comm", "strategies", "monitor", "fitting/memory_trial.py")
 METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize"}
 
 ON_THE_HOST = {
     "_distinct": "branches where the rows are on a CPU",
     "slice_examples.part_of_array": "the numbers that a collate function made",
+    "BatchPlan._requests": "indices in an array of NumPy's",
     "_integers": "indices in an array of NumPy's",
     "Streams.example_keys": "keys in an array of NumPy's",
     "_fill": "memory of the host, into which a message goes",
@@ -31,7 +32,6 @@ ON_THE_HOST = {
     "PeriodicAveraging.average": "counts that an optimizer keeps as numbers; it made the tensor",
     "PeriodicAveraging.setup": "its own method, which averages weights",
     "Updates.synchronize": "the strategy's method, which averages weights",
-    "BatchPlan._requests": "indices in an array of NumPy's",
     "AveragedWeights.in_model": "the strategy's method, which averages weights",
     "AveragedWeights.write": "the strategy's method, which averages weights",
     "TreeSums.gradients": "which gradients there are, which it made",
@@ -70,14 +70,13 @@ def found() -> set[str]:
 
 
 def listed() -> set[str]:
-    section = PAGE[PAGE.index("### Where the host waits for an accelerator") :].split("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \|", section, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", PAGE.split("\n## ")[0], flags=re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
 
 
 def test_every_function_that_reads_a_tensor_is_listed_with_its_reason() -> None:
     unknown = found() - listed() - ON_THE_HOST.keys()
-    assert not unknown, f"say in docs/architecture.md when and why these wait for an accelerator: {sorted(unknown)}"
+    assert not unknown, f"say in docs/internals/waits.md when and why these wait for an accelerator: {sorted(unknown)}"
 
 
 def test_nothing_is_listed_that_does_not_wait() -> None:

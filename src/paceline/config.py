@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -52,6 +53,9 @@ class StrategySpec:
         return self.name + ":" + ",".join(f"{key}={value}" for key, value in self.options.items())
 
 
+_STRATEGY_NAME = re.compile(r"[\w.]+:[A-Z]\w*(?=:|$)|[^:]*")  # MODULE:CLASS, or what stands before the first colon
+
+
 def strategy(name: str, **options: Any) -> StrategySpec:
     """A strategy with options as Python values: `start(strategy=paceline.strategy("ddp", bucket_mb=50))`."""
     return StrategySpec(name, options)
@@ -59,7 +63,7 @@ def strategy(name: str, **options: Any) -> StrategySpec:
 
 def parse_strategy(text: str | StrategySpec) -> StrategySpec:
     """The strategy in `NAME` or `NAME:key=value,...`. A part without `=` continues the value before it
-    (devices=cpu,cpu).
+    (devices=cpu,cpu). NAME is a strategy of Paceline, or `MODULE:CLASS`: a class of the user's own.
 
     Raises SettingError where an option has no key.
     """
@@ -67,7 +71,8 @@ def parse_strategy(text: str | StrategySpec) -> StrategySpec:
         return text
     if not isinstance(text, str):
         raise SettingError(f'strategy={text!r}: a name is needed, such as "ddp" or "ddp:bucket_mb=50".')
-    name, _, rest = text.partition(":")
+    name = _STRATEGY_NAME.match(text)[0]  # type: ignore[index]  # it matches any text
+    rest = text[len(name) :].removeprefix(":")
     options: dict[str, str] = {}
     last = None
     for part in filter(None, rest.split(",")):

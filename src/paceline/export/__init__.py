@@ -5,4 +5,8 @@ user_model           for ONNX: the model's class and example inputs, from the us
 onnx_program         the model as an ONNX program, or why it cannot be one
 onnx_check           the file run by onnxruntime beside the model in PyTorch
 export_command       puts these together, writes the file whole, and says what is in it
+
+The traced batch has five examples: torch.export takes 0 and 1 for constants, and a number in the model's code should
+not match by chance. Differences are measured from the model as trained, also where --dtype rounds the file. The
+checksum is written last, and an older file's is removed first.
 """

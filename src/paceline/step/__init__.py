@@ -1,6 +1,12 @@
 """From a loss to an update: exact over micro-batches, several losses, loaders and optimizers.
 
-step.py drives it. yields.py: which yield a loss belongs to; gradients.py: the weight of a loss; loss.py: the kinds of
-losses; finite.py: gradients that are not finite; precision.py: autocast and the loss scale; call_check.py: do all
-processes make the same calls; messages.py: what is said to a script that does something else.
+step.py drives three objects: ownership.py (which yield does a loss belong to), accounts.py (its weight) and updates.py.
+
+yields.py, several_loaders.py         the yields of a loader; loops over several loaders
+loss.py, loss_parts.py, closure.py    kinds of losses; the parts of a loss; the user's closure
+tree_accounts.py, deterministic.py, environment_fingerprint.py   reproducible runs
+precision.py, finite.py               autocast and the loss scale; gradients that are not finite
+objective.py, learning_rate.py        optimizers that evaluate the loss themselves; larger batches
+guards.py, left_gradients.py, call_check.py, warm_up.py, preparable.py, messages.py   misuse, and what is said to it
+backends.py, heartbeat.py, excepthook.py, observer.py   torch's switches; the launcher; errors; tools that watch
 """

@@ -1,5 +1,8 @@
 """Strategies by name. A factory, which is a class or a function, makes each; its keyword arguments are the options.
 
+A strategy of the user's own is named `MODULE:CLASS` (docs/strategies/write.md). The processes import it, the launcher
+does not. It needs none of the functions below.
+
 Beside the factory a strategy's module has a function `check(size, *, option, ...)`, which the factory calls first. It
 raises SettingError for what cannot work with so many processes (None: not known), before any process starts.
 
@@ -94,8 +97,10 @@ def check(spec: StrategySpec | None, size: int | None, reproducible: int | None 
 
     Returns how many of the processes need no accelerator (`on_cpu`). Raises SettingError, as `make` would, for an
     unknown name or option, a value that an option cannot have, or a number of processes (None: not known) that the
-    strategy cannot work with.
+    strategy cannot work with. Of a strategy of the user's own nothing is checked: the launcher runs none of their code.
     """
+    if spec is not None and is_own(spec.name):
+        return 0
     if reproducible is not None:
         _check_reproducible(spec, size, reproducible)
     if spec is None:
@@ -124,7 +129,7 @@ def alone(
 def on_cpu(spec: StrategySpec | None, size: int | None) -> int:
     """How many processes, those of the last ranks, compute on the CPU whatever the device of the run is. size: how many
     processes there are (None: not known). One alone computes on the run's device."""
-    if spec is None or size == 1:
+    if spec is None or size == 1 or is_own(spec.name):
         return 0
     module, factory = _find(spec)
     count: Callable[..., int] | None = getattr(module, "on_cpu", None)
@@ -142,7 +147,19 @@ def _taken(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, A
     return {key: value for key, value in options.items() if key in inspect.signature(function).parameters}
 
 
+def is_own(name: str) -> bool:
+    """Whether this names a class of the user's own, `MODULE:CLASS`."""
+    return ":" in name
+
+
 def _find(spec: StrategySpec) -> tuple[ModuleType, Factory]:
+    if is_own(spec.name):
+        try:
+            return _load(spec.name)
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise SettingError(
+                f"strategy={spec.name!r}: {error}. MODULE:CLASS is needed, of a module that the script can import too."
+            ) from error
     if spec.name not in STRATEGIES:
         raise SettingError(_unknown(spec.name))
     return _load(STRATEGIES[spec.name])

@@ -69,10 +69,10 @@ def place_strategy(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tu
     """
     if spec.name == "single":
         return spec, 1, 0
-    module, _, name = STRATEGIES[spec.name].partition(":")
+    module, _, name = STRATEGIES.get(spec.name, spec.name).partition(":")
     try:
         options = inspect.signature(getattr(import_module(module), name)).parameters
-    except ImportError:  # it needs what is not installed: the trial's error says so
+    except (ImportError, AttributeError):  # not installed, or not there: the trial's error says so
         return spec, nproc, 0
     if "devices" in options:
         given = {"devices": ",".join(devices), **spec.options}

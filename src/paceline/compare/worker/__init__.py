@@ -1,6 +1,6 @@
 """What measures a run for `paceline compare`, in the processes of a trial.
 
-probe.py                  replaces some of a run's methods: times its steps, keeps it from writing, ends its script
+probe.py                  observes a run: times its steps, ends its script
 communication_profile.py  seconds in communication, from torch's profiler
 resources.py              peak memory, and bytes sent over the network
 """

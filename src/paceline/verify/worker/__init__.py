@@ -1,6 +1,6 @@
 """What records a run for `paceline verify`, in its processes.
 
-recorder.py          replaces some of a run's methods: makes each step start from a given state, keeps what it computes
+recorder.py          observes a run: makes each step start from a given state, keeps what it computes
 record_files.py      the files that a rank leaves: named tensors, whole states, the record of each step
 sketches.py          large tensors in few numbers, to be compared
 backward_watch.py    what happens to gradients between backward calls; tensors with gradients that are in no model
