@@ -176,47 +176,21 @@ def post_local_by_hand(hand: ByHand, warmup: int, every: int) -> nn.Module:
 
 
 def diloco_by_hand(
-    hand: ByHand, every: int, lr: float, mu: float, runs: Sequence[Sequence[str]], epochs: int = EPOCHS
+    hand: ByHand,
+    every: int,
+    runs: Sequence[Sequence[str]],
+    *,
+    lr: float = 0.7,
+    mu: float = 0.9,
+    delay: int = 0,
+    mix: float = 0.0,
+    looks: Sequence[int] = (),
 ) -> nn.Module:
-    """Algorithm 1 of DiLoCo; with several runs of parameters each at its own step of a round."""
+    """Algorithm 2 of Streaming DiLoCo, with tau = delay and alpha = mix; Algorithm 1 of DiLoCo where both are 0. A
+    sample counts in a mean by the part of its update that is left in the weights. At the steps `looks`, and at the end,
+    the replicas become their mean."""
     shared = {name: p.detach().clone() for name, p in hand.model.named_parameters()}
     outer = torch.optim.SGD(list(shared.values()), lr=lr, momentum=mu, nesterov=mu > 0)
-    seen = [[0.0] * len(hand.replicas) for _ in runs]
-    for step, shards in enumerate(hand.shards(epochs), start=1):
-        hand.local_step(shards)
-        for p, names in enumerate(runs):
-            for r, replica in enumerate(hand.replicas):
-                seen[p][r] += replica.seen
-            if (step - every * (p + 1) // len(runs)) % every:
-                continue
-            total = sum(seen[p])
-            for name in names:
-                moves = [shared[name] - replica.model.get_parameter(name).detach() for replica in hand.replicas]
-                shared[name].grad = sum(m * n / total for m, n in zip(moves, seen[p], strict=True))  # type: ignore[assignment]
-            outer.step()
-            outer.zero_grad()
-            with torch.no_grad():
-                for name in names:
-                    for replica in hand.replicas:
-                        replica.model.get_parameter(name).copy_(shared[name])
-            seen[p] = [0.0] * len(hand.replicas)
-        for replica in hand.replicas:
-            replica.seen = 0.0
-    for p, names in enumerate(runs):
-        if sum(seen[p]):
-            for replica, own in zip(hand.replicas, seen[p], strict=True):
-                replica.seen = own
-            hand.average(names)
-    return hand.model
-
-
-def streaming_by_hand(
-    hand: ByHand, every: int, delay: int, mix: float, runs: Sequence[Sequence[str]], looks: Sequence[int] = ()
-) -> nn.Module:
-    """Algorithm 2 of Streaming DiLoCo, with tau = delay and alpha = mix. A sample counts in a mean by the part of its
-    update that is left in the weights. At the steps `looks`, and at the end, the replicas become their mean."""
-    shared = {name: p.detach().clone() for name, p in hand.model.named_parameters()}
-    outer = torch.optim.SGD(list(shared.values()), lr=0.7, momentum=0.9, nesterov=True)
     seen = [[0.0] * len(hand.replicas) for _ in runs]
     on_the_way: list[dict[str, Tensor] | None] = [None] * len(runs)
 
@@ -233,7 +207,7 @@ def streaming_by_hand(
         hand.local_step(shards)
         for p in range(len(runs)):
             seen[p] = [s + replica.seen for s, replica in zip(seen[p], hand.replicas, strict=True)]
-        for receive in (True, False):
+        for receive in (True, False) if delay else (False, True):
             for p, names in enumerate(runs):
                 begun = step - every * (p + 1) // len(runs)
                 arrived = on_the_way[p]
@@ -263,6 +237,16 @@ def streaming_by_hand(
             look()
     look()
     return hand.model
+
+
+RUNS = {  # the parameters of each fragment
+    1: [["embed.weight", "trunk.0.weight", "trunk.0.bias", "trunk.3.weight", "trunk.3.bias", "head.weight",
+         "head.bias", "spare.weight", "spare.bias"]],
+    2: [["embed.weight", "trunk.0.weight", "trunk.0.bias"],
+        ["trunk.3.weight", "trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
+    3: [["embed.weight", "trunk.0.weight"], ["trunk.0.bias", "trunk.3.weight"],
+        ["trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
+}  # fmt: skip
 
 
 def train(
@@ -302,31 +286,16 @@ def one_everywhere(model: nn.Module) -> None:
 def test_local_sgd_that_averages_every_step_of_sgd_is_plain_pytorch() -> None:
     """Uneven shards, and an empty one on 3 processes, with micro-batches, in both forms."""
 
-    def plain(make: Make, loss_fn: Loss, optimizer: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
-        torch.manual_seed(0)
-        model = make().double()
-        own = optimizer(model.parameters())
-        for _ in range(EPOCHS):
-            for start in range(0, N, BATCH):
-                own.zero_grad()
-                loss_fn(model, [t[start : start + BATCH] for t in (X, TOKENS, Y)]).backward()
-                own.step()
-        return model
-
-    def by_count(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        total = counted_loss(model, batch)
-        return total.sum / total.count.clamp(min=1)
-
     for micro in (None, 1):
         trained = train(Net, sgd, both_heads, "local_sgd:every=1", closure=micro is None, micro=micro)
-        same(trained, plain(Net, both_heads, sgd))
-        same(train(layers, sgd, counted_loss, "local_sgd:every=1", micro=micro), plain(layers, by_count, sgd))
+        same(trained, plainly(Net, both_heads, sgd))
+        same(train(layers, sgd, counted_loss, "local_sgd:every=1", micro=micro), plainly(layers, counted_loss, sgd))
         # Momentum is linear in the gradients as well: with it averaged too, nothing is lost.
         same(train(Net, momentum, both_heads, "local_sgd:every=1,average_state=true", micro=micro),
-             plain(Net, both_heads, momentum))  # fmt: skip
-    assert difference(train(Net, momentum, both_heads, "local_sgd:every=1"), plain(Net, both_heads, momentum)) > 1e-6
+             plainly(Net, both_heads, momentum))  # fmt: skip
+    assert difference(train(Net, momentum, both_heads, "local_sgd:every=1"), plainly(Net, both_heads, momentum)) > 1e-6
     # A part of the model that one shard alone may reach, so that others have no gradient for it.
-    same(train(Net, plainest, by_data, "local_sgd:every=1,average_state=true"), plain(Net, by_data, plainest))
+    same(train(Net, plainest, by_data, "local_sgd:every=1,average_state=true"), plainly(Net, by_data, plainest))
 
 
 # --- by hand
@@ -368,11 +337,10 @@ def test_local_sgd_after_a_warmup_is_the_algorithm_by_hand() -> None:
 
 @pytest.mark.ranks(2, full=3, campaign=4)
 def test_diloco_is_the_algorithm_by_hand() -> None:
-    whole = [name for name, _ in Net().named_parameters()]
     for optimizer, every, lr, mu in ((adamw, 4, 0.7, 0.9), (momentum, 3, 0.5, 0.0), (sgd, 6, 1.0, 0.5)):
         strategy = f"diloco:every={every},outer_lr={lr},outer_momentum={mu}"
         trained = train(Net, optimizer, one_head, strategy)
-        hand = diloco_by_hand(ByHand(Net, optimizer, one_head), every, lr, mu, [whole])
+        hand = diloco_by_hand(ByHand(Net, optimizer, one_head), every, RUNS[1], lr=lr, mu=mu)
         same(trained, hand, 1e-12)
         one_everywhere(trained)
     assert torch.equal(trained.spare.weight, ByHand(Net, adamw, one_head).model.spare.weight), "nobody reached it"
@@ -385,26 +353,10 @@ def test_diloco_is_the_algorithm_by_hand() -> None:
 def test_diloco_in_fragments_is_the_algorithm_by_hand() -> None:
     sizes = {name: p.numel() for name, p in Net().named_parameters()}
     assert list(sizes.values()) == [54, 48, 8, 64, 8, 24, 3, 24, 3], "cut by hand below"
-    runs = {
-        2: [["embed.weight", "trunk.0.weight", "trunk.0.bias"],
-            ["trunk.3.weight", "trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
-        3: [["embed.weight", "trunk.0.weight"], ["trunk.0.bias", "trunk.3.weight"],
-            ["trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
-    }  # fmt: skip
-    for fragments, names in runs.items():
+    for fragments in (2, 3):
         trained = train(Net, adamw, both_heads, f"diloco:every=6,fragments={fragments}")
-        same(trained, diloco_by_hand(ByHand(Net, adamw, both_heads), 6, 0.7, 0.9, names), 1e-12)
+        same(trained, diloco_by_hand(ByHand(Net, adamw, both_heads), 6, RUNS[fragments]), 1e-12)
         one_everywhere(trained)
-
-
-RUNS = {
-    1: [["embed.weight", "trunk.0.weight", "trunk.0.bias", "trunk.3.weight", "trunk.3.bias", "head.weight",
-         "head.bias", "spare.weight", "spare.bias"]],
-    2: [["embed.weight", "trunk.0.weight", "trunk.0.bias"],
-        ["trunk.3.weight", "trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
-    3: [["embed.weight", "trunk.0.weight"], ["trunk.0.bias", "trunk.3.weight"],
-        ["trunk.3.bias", "head.weight", "head.bias", "spare.weight", "spare.bias"]],
-}  # fmt: skip
 
 
 @pytest.mark.ranks(2, full=3, campaign=4)
@@ -414,11 +366,11 @@ def test_diloco_with_a_delay_is_the_algorithm_by_hand() -> None:
     for every, fragments, delay, mix in ((4, 1, 1, 0.5), (5, 2, 2, 0.0), (6, 3, 4, 0.3), (4, 2, 3, 0.5)):
         strategy = f"diloco:every={every},fragments={fragments},delay={delay},mix={mix}"
         trained = train(Net, adamw, both_heads, strategy)
-        hand = streaming_by_hand(ByHand(Net, adamw, both_heads), every, delay, mix, RUNS[fragments])
+        hand = diloco_by_hand(ByHand(Net, adamw, both_heads), every, RUNS[fragments], delay=delay, mix=mix)
         same(trained, hand, 1e-12)
         one_everywhere(trained)
     prompt = train(Net, adamw, both_heads, "diloco:every=4,fragments=2")
-    other = streaming_by_hand(ByHand(Net, adamw, both_heads), 4, 3, 0.5, RUNS[2])
+    other = diloco_by_hand(ByHand(Net, adamw, both_heads), 4, RUNS[2], delay=3, mix=0.5)
     assert difference(prompt, other) > 1e-4, "the reference sees nothing"
 
 
@@ -465,7 +417,7 @@ def test_a_mean_on_its_way_stays_so_over_an_evaluation() -> None:
                         one_everywhere(model)
                     assert run._strategy.synchronized()
         one_everywhere(model)
-        same(model, streaming_by_hand(hand, 4, 3, 0.5, RUNS[1], looks=(5,)), 1e-12)
+        same(model, diloco_by_hand(hand, 4, RUNS[1], delay=3, mix=0.5, looks=(5,)), 1e-12)
 
 
 @pytest.mark.ranks(2, full=3, campaign=4)

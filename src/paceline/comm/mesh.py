@@ -162,6 +162,11 @@ class Mesh:
         place, self.coordinates = rank, dict[str, int]()
         for name in reversed(self.sizes):
             place, self.coordinates[name] = divmod(place, self.sizes[name])
+        self.shards, self.shard = 1, 0  # into how many a global batch is cut, and which of them this process has
+        for name in self.sizes:
+            if name in DATA:
+                self.shards *= self.sizes[name]
+                self.shard = self.shard * self.sizes[name] + self.coordinates[name]
         self.data: Group = self._over(DATA)
         self.gradient: Group = ALONE if independent else self.data
         self.layers: Group = self.gradient  # see `separate_layers`
@@ -174,20 +179,6 @@ class Mesh:
     def coordinate(self, name: str) -> int:
         """This process's coordinate along a dimension, from 0."""
         return self.coordinates.get(name, 0)
-
-    @property
-    def shards(self) -> int:
-        """How many shards a global batch is cut into."""
-        return prod(self.size(name) for name in DATA)
-
-    @property
-    def shard(self) -> int:
-        """The shard of this process."""
-        place = 0
-        for name in self.sizes:
-            if name in DATA:
-                place = place * self.sizes[name] + self.coordinates[name]
-        return place
 
     def at(self, **coordinates: int) -> int:
         """The rank of the process with these coordinates and, along all other dimensions, this process's."""
