@@ -228,7 +228,12 @@ class ModelRecorder:
         still = [name for name, part in alive if part is not None and not part.training]
         if self._eval_parts.get(module, None) != still:
             self._eval_parts[module] = still
-            about = {"module": type(module).__name__, "ddp": number, "count": len(still), "of": len(parts)}
+            about: dict[str, Any] = {
+                "module": type(module).__name__,
+                "ddp": number,
+                "count": len(still),
+                "of": len(parts),
+            }
             digest_of_names = zlib.crc32(str(still).encode())
             self.log.record("mode", at=self._train_line, still=still[:_MAX_NAMED], digest=digest_of_names, **about)
 

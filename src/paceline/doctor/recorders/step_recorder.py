@@ -62,7 +62,7 @@ class _StepRecorder:
         synced, local = sorted(models.synced_forwards), sorted(models.unsynced_forwards - models.synced_forwards)
         models.synced_forwards.clear()
         models.unsynced_forwards.clear()
-        about = {"synced": synced, "local": local}
+        about: dict[str, Any] = {"synced": synced, "local": local}
         with log.overhead():  # whatever happens to this, the backward is recorded
             root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
             plain = (args[0] if args else options.get("grad_tensors")) is None
