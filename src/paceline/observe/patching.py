@@ -58,10 +58,11 @@ class Patches:
             def function(*args: Any, **options: Any) -> Any:
                 if compiler.is_compiling() or not self._active():
                     return original(*args, **options)
-                call, interested = watch(*args, **options), False
+                call: Generator[None, Any, None] | None = None
                 with self._guard():
-                    interested = next(call, self) is not self
-                if not interested:
+                    begun = watch(*args, **options)
+                    call = begun if next(begun, self) is not self else None
+                if call is None:  # it takes no interest
                     return original(*args, **options)
                 try:
                     result = original(*args, **options)

@@ -341,7 +341,7 @@ class CollectiveRecorder:
         if not self._depth():
             self.log.record("p2p", op=op)
 
-    def around_group_call(self, op: str, *_: Any, **options: Any) -> Generator[None, Any, None]:
+    def around_group_call(self, op: str, /, *_: Any, **options: Any) -> Generator[None, Any, None]:
         """A function that makes or destroys process groups: the collectives inside it are not recorded."""
         outermost = not self._depth()
         if op == "destroy_process_group":
@@ -359,11 +359,11 @@ class CollectiveRecorder:
                 self.log.record("group", op=op, world=world)
 
     def around_method(
-        self, op: str, condition: Callable[[Any], bool], module: Any, *_: Any, **__: Any
+        self, op: str, condition: Callable[[Any], bool], ddp: Any, /, *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
-        """A method of DDP that communicates in C++, where `condition(module)`."""
-        if condition(module):
-            with self.during(op, getattr(module, "process_group", None)):
+        """A method of DDP that communicates in C++, where `condition(ddp)`."""
+        if condition(ddp):
+            with self.during(op, getattr(ddp, "process_group", None)):
                 yield
 
     def around_exchange(self, neighbours: Any, row: torch.Tensor) -> Generator[None, Any, None]:

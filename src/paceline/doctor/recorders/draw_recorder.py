@@ -87,7 +87,7 @@ class DrawRecorder:
             seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
             self._pending.append((tuple(tensor.shape), [at, digest(tensor, most=SOME), tensor.numel(), seed]))
 
-    def before_seed(self, name: str, *args: Any, **options: Any) -> None:
+    def before_seed(self, name: str, /, *args: Any, **options: Any) -> None:
         """A generator is seeded."""
         if self._log.few("seeds", _MAX_SEEDS):
             value = next(iter((*args, *options.values())), None)

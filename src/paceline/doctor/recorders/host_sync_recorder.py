@@ -23,7 +23,7 @@ class _HostSyncRecorder:
         self.log = log
         self._inside = False
 
-    def around_call(self, kind: str, *_: Any, **__: Any) -> Generator[None, Any, None]:
+    def around_call(self, kind: str, /, *_: Any, **__: Any) -> Generator[None, Any, None]:
         if self._inside:
             return
         self._inside = True
@@ -36,7 +36,7 @@ class _HostSyncRecorder:
             if at:
                 self.log.record("wait", at=at, kind=kind, seconds=self.log.clock() - began)
 
-    def around_read(self, name: str, tensor: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+    def around_read(self, name: str, tensor: Any, /, *_: Any, **__: Any) -> Generator[None, Any, None]:
         """A method that reads a tensor's value: on a device it waits for all that is queued."""
         if tensor.device.type not in ("cpu", "meta"):
             yield from self.around_call(f".{name}()")

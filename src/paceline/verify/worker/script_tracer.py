@@ -280,14 +280,14 @@ class ScriptTracer:
             if not inside:
                 self._record("set", at, f"{type(module).__name__}.{name}", values=[str(value)])
 
-    def _around_seeding(self, name: str, *args: Any, **options: Any) -> Generator[None, Any, None]:
+    def _around_seeding(self, name: str, /, *args: Any, **options: Any) -> Generator[None, Any, None]:
         at, inside = call_site()
         yield
         if not inside:
             given = [str(one) for one in (*args, *options.values()) if isinstance(one, (int, float, str))]
             self._record("seed", at, name, values=given)
 
-    def _before_hook(self, name: str, own: Any, hook: Any, *_: Any, **__: Any) -> None:
+    def _before_hook(self, name: str, own: Any, /, hook: Any, *_: Any, **__: Any) -> None:
         at, inside = call_site()
         if not inside:
             code = getattr(hook, "__code__", None)
